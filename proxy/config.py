@@ -1,0 +1,188 @@
+"""The configuration: one commented YAML, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by command line options.
+
+Defaults live here; `config.yaml` shows every one of them, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from lightning_proxy.proxy.errors import ConfigError
+
+ENV_PREFIX = "LIGHTNING_"
+# Set for agent programs by `lightning-proxy run`; not configuration.
+ENV_NOT_CONFIG = {"LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL"}
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ProxyConfig(Section):
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    workers: Annotated[int, Field(ge=1, le=1)] = 1
+    api_keys: list[SecretStr] = []
+    admin_keys: list[SecretStr] = []
+    max_body_mb: Annotated[float, Field(gt=0)] = 32.0
+    on_disconnect: Literal["abort"] = "abort"
+
+
+class StoreConfig(Section):
+    url: str = "sqlite:///lightning.db"
+    synchronous: Literal["normal", "full"] = "normal"
+    busy_timeout_s: Seconds = 5.0
+
+    @property
+    def path(self) -> Path:
+        """The database file of a `sqlite:///…` URL (three slashes: relative to the working directory; four: absolute)."""
+        return Path(self.url.removeprefix("sqlite:///"))
+
+    @model_validator(mode="after")
+    def _supported(self) -> StoreConfig:
+        if not self.url.startswith("sqlite:///") or self.url == "sqlite:///":
+            raise ValueError(f"only sqlite:///FILE is supported so far, got {self.url!r}")
+        return self
+
+
+class UpstreamConfig(Section):
+    name: str
+    kind: Literal["vllm", "openai"] = "vllm"
+    base_url: str
+    api_key: SecretStr | None = None
+    models: list[str] = []
+    connect_timeout_s: Seconds = 5.0
+    first_byte_timeout_s: Seconds = 600.0
+    idle_timeout_s: Seconds = 300.0
+
+    @model_validator(mode="after")
+    def _url(self) -> UpstreamConfig:
+        if not self.base_url.startswith(("http://", "https://")) or not self.base_url.rstrip("/").endswith("/v1"):
+            raise ValueError(f"base_url must be an http(s) URL that ends in /v1, got {self.base_url!r}")
+        return self
+
+
+class PolicyConfig(Section):
+    model: str | None = None
+    alias: str = "policy"
+    publish: Literal["lora", "merged", "auto"] = "auto"
+    pin_rollouts: bool = True
+    keep_versions: Annotated[int, Field(ge=2)] = 3
+    directory: Path = Path("lightning-policy")
+    verify_samples: Annotated[int, Field(ge=1)] = 4
+    verify_tolerance: Annotated[float, Field(gt=0)] | None = None
+
+
+class VllmConfig(Section):
+    host: str = "127.0.0.1"
+    port: Port = 8100
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 2.0
+    max_loras: Annotated[int, Field(ge=1)] = 4
+    start_timeout_s: Seconds = 600.0
+    extra_args: list[str] = []
+
+
+class TrainerConfig(Section):
+    credit: Literal["uniform"] = "uniform"
+    baseline: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    group_size: Annotated[int, Field(ge=2)] = 8
+    tasks_per_step: Annotated[int, Field(ge=1)] = 8
+    group_timeout_s: Seconds = 600.0
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    max_staleness: Annotated[int, Field(ge=0)] = 8
+    loss_type: Literal["grpo", "dapo", "cispo"] = "dapo"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    lr_scheduler: Literal["constant", "constant_with_warmup"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.3
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    lora_rank: Annotated[int, Field(ge=1)] = 16
+    lora_alpha: Annotated[int, Field(ge=1)] = 32
+    lora_targets: list[str] | Literal["all-linear"] = "all-linear"
+    max_tokens_per_batch: Annotated[int, Field(ge=1)] = 8192
+    max_sample_tokens: Annotated[int, Field(ge=1)] = 4096
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    threads: Annotated[int, Field(ge=1)] | None = None
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 3
+    report_to: list[str] = ["tensorboard"]
+    poll_s: Seconds = 0.5
+    seed: int = 0
+
+
+class Config(Section):
+    proxy: ProxyConfig = ProxyConfig()
+    store: StoreConfig = StoreConfig()
+    upstreams: list[UpstreamConfig] = [UpstreamConfig(name="policy", base_url="http://127.0.0.1:8100/v1")]
+    policy: PolicyConfig = PolicyConfig()
+    vllm: VllmConfig = VllmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+
+    @model_validator(mode="after")
+    def _closed_by_default(self) -> Config:
+        if not self.upstreams:
+            raise ValueError("upstreams: at least one is needed")
+        if self.proxy.host not in ("127.0.0.1", "::1", "localhost") and not self.proxy.api_keys:
+            raise ValueError(
+                f"proxy.host {self.proxy.host!r} is reachable from other machines: set proxy.api_keys, "
+                "or keep proxy.host on 127.0.0.1"
+            )
+        return self
+
+
+def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
+    """Read `path` (all keys optional), then the environment, then `overrides` ({"proxy.port": 1}); the last one wins.
+
+    Raises ConfigError with one line that names the wrong key or value.
+    """
+    data = _read_yaml(path) if path is not None else {}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(ENV_PREFIX) and "__" in name and name not in ENV_NOT_CONFIG:
+            _put(data, name.removeprefix(ENV_PREFIX).lower().split("__"), yaml.safe_load(value), name)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            _put(data, key.split("."), value, key)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, path)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected sections such as 'proxy:', got {type(data).__name__}")
+    return data
+
+
+def _put(data: dict[str, Any], keys: list[str], value: Any, origin: str) -> None:
+    for key in keys[:-1]:
+        data = data.setdefault(key, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{origin}: {key} is not a section")
+    data[keys[-1]] = value
+
+
+def _one_line(error: ValidationError, path: Path | None) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = "unknown key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    return ": ".join(part for part in (str(path) if path else "configuration", where, message) if part)

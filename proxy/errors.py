@@ -1,0 +1,85 @@
+"""Every error that a user can meet, and the HTTP status and exit code that it becomes."""
+
+from __future__ import annotations
+
+
+class LightningError(Exception):
+    """Shown to the user as it is: says what was wrong, where, and what to do."""
+
+    status = 500
+    type = "server_error"
+    exit_code = 1
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, object]:
+        """The error in OpenAI's shape."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class ConfigError(LightningError):
+    """A wrong key or value in the configuration."""
+
+    exit_code = 2
+
+
+class InvalidRequest(LightningError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class Unauthorized(LightningError):
+    status = 401
+    type = "authentication_error"
+
+
+class Forbidden(LightningError):
+    status = 403
+    type = "permission_error"
+
+
+class NotFound(LightningError):
+    status = 404
+    type = "not_found_error"
+
+
+class Conflict(LightningError):
+    status = 409
+    type = "conflict_error"
+
+
+class TooLarge(LightningError):
+    status = 413
+    type = "invalid_request_error"
+
+
+class Unprocessable(LightningError):
+    status = 422
+    type = "invalid_request_error"
+
+
+class UpstreamUnreachable(LightningError):
+    """No connection to the upstream, or it broke off or answered garbage before anything was sent to the agent."""
+
+    status = 502
+    type = "upstream_error"
+
+
+class StoreUnavailable(LightningError):
+    """The store cannot be written (locked, disk full): nothing was recorded; try again."""
+
+    status = 503
+    type = "server_error"
+
+
+class UpstreamTimeout(LightningError):
+    status = 504
+    type = "upstream_error"
+
+
+class PublishError(LightningError):
+    """New weights did not go live; the previous version is still served."""

@@ -1,0 +1,219 @@
+"""The records that the proxy writes and everything else reads: frozen, checked once, free of I/O."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning_proxy.proxy.errors import InvalidRequest
+
+CallStatus = Literal["ok", "error", "cancelled", "incomplete"]
+RolloutStatus = Literal["running", "completed", "failed", "discarded"]
+Mode = Literal["train", "eval"]
+PublishMode = Literal["lora", "merged"]
+
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+
+
+def check_id(value: str, what: str) -> str:
+    """Return `value` if it is a valid id (1-200 characters of `A-Za-z0-9_.:-`); raise InvalidRequest naming `what` otherwise."""
+    if not _ID.fullmatch(value):
+        raise InvalidRequest(
+            f"{what} must be 1 to 200 characters of A-Z a-z 0-9 . _ : -, got {value[:60]!r}", param=what
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutName:
+    """Which rollout a request belongs to, as its header, URL or key says."""
+
+    rollout_id: str
+    task_id: str | None = None
+    agent: str | None = None
+    mode: Mode = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call in an answer. `arguments` is the text that the model wrote; it need not be valid JSON."""
+
+    id: str | None
+    name: str
+    arguments: str
+    result: Any = None
+    is_error: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the agent sent back for a tool call, found by id in a later request of the same rollout."""
+
+    tool_call_id: str
+    content: Any
+    is_error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sampled answer. Token ids and log-probabilities are of one length wherever both are present."""
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """What is known of a call when it is sent upstream. Stored at once, as `incomplete`.
+
+    `request` is the body as the agent sent it. `policy_version` is 0 for the base model and None for a model outside the policy.
+    """
+
+    call_id: str
+    rollout: RolloutName
+    endpoint: str
+    model: str | None
+    policy_version: int | None
+    request: dict[str, Any]
+    started_at: float
+    retry_of_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """How a call ended. `response` is the answer as the agent received it (a stream: assembled), or the error body."""
+
+    call_id: str
+    rollout_id: str
+    status: CallStatus
+    response: Any
+    http_status: int | None
+    prompt_token_ids: tuple[int, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    usage: dict[str, Any] | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    error: str | None = None
+    untrainable_reason: str | None = None
+    ttft_ms: float | None = None
+    latency_ms: float = 0.0
+
+    @property
+    def trainable(self) -> bool:
+        return self.untrainable_reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A call read back from the store. Contract, section 3."""
+
+    call_id: str
+    rollout_id: str
+    seq: int
+    agent: str | None
+    endpoint: str
+    status: CallStatus
+    model: str | None
+    policy_version: int | None
+    policy_version_end: int | None
+    request: dict[str, Any]
+    response: Any
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    usage: dict[str, Any] | None
+    tool_calls: tuple[ToolCall, ...]
+    reward: float | None
+    trainable: bool
+    untrainable_reason: str | None
+    error: str | None
+    http_status: int | None
+    started_at: float
+    ttft_ms: float | None
+    latency_ms: float | None
+
+    @property
+    def response_token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids if self.choices else ()
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return self.choices[0].logprobs if self.choices else ()
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason if self.choices else None
+
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature of the request; 1.0 where it names none, as OpenAI's API says."""
+        value = self.request.get("temperature")
+        return 1.0 if value is None else float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """One posted reward. `call_id` None: for the whole rollout."""
+
+    rollout_id: str
+    value: float
+    call_id: str | None = None
+    name: str = "reward"
+    source: str | None = None
+    comment: str | None = None
+    final: bool = True
+    retrain: bool = False
+    reward_id: int | None = None
+    created_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One run of an agent on one task. `step` is the training step that took it, None while it has not been trained on."""
+
+    rollout_id: str
+    task_id: str | None
+    agent: str | None
+    mode: Mode
+    status: RolloutStatus
+    reason: str | None
+    metadata: dict[str, Any]
+    policy_version: int | None
+    step: int | None
+    created_at: float
+    ended_at: float | None
+    calls: int = 0
+    tokens: int = 0
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyVersion:
+    """A set of weights that was or is served. 0 is the base model. `path` holds the adapter (lora) or whole model (merged)."""
+
+    version: int
+    status: Literal["publishing", "ready", "live", "failed"]
+    publish: PublishMode | None
+    path: str | None
+    served_model: str | None
+    step: int | None
+    created_at: float
+    live_at: float | None = None
+    error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One step of the rollout's Markov decision process. Contract, section 3."""
+
+    t: int
+    kind: Literal["llm", "tool"]
+    agent: str | None
+    call_id: str
+    state: Any
+    action: Any
+    reward: float
+    next_state: Any
+    done: bool
