@@ -79,7 +79,6 @@ class CallStart:
     policy_version: int | None
     request: dict[str, Any]
     started_at: float
-    retry_of_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
