@@ -1,0 +1,48 @@
+# make setup | test | check | demo. A machine needs python3 >= 3.11 with pip; everything else is put into .venv/.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
+EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
+
+.PHONY: help setup test check lint demo clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## make .venv/ with everything (again: seconds)
+
+# uv: the one on PATH, or one of our own inside .venv. A torch wheel from pip's find-links is preferred, as pip would.
+$(STAMP): pyproject.toml
+	links="$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}"; \
+	[ -z "$$links" ] || export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(xargs <<<"$$links" | tr ' ' ',')}"; \
+	uv="$$(command -v uv || true)"; \
+	if [ -z "$$uv" ]; then \
+	    $(PYTHON) -m pip install --quiet --upgrade --target $(VENV)/.uv uv; uv="$(VENV)/.uv/bin/uv"; \
+	fi; \
+	export UV_PYTHON_DOWNLOADS=never UV_LINK_MODE="$${UV_LINK_MODE:-copy}"; \
+	[ -x $(BIN)/python ] || "$$uv" venv --quiet --allow-existing --python $(PYTHON) $(VENV); \
+	[ -n "$${UV_FIND_LINKS:-}" ] || backend="--torch-backend $(if $(GPU),auto,cpu)"; \
+	"$$uv" pip install --python $(BIN)/python $${backend:-} -e '.[$(EXTRAS)]'
+	@touch $@
+
+test: setup  ## run the tests, the end-to-end test with a real vLLM included
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test  ## what CI runs: lint, types, tests
+
+demo: setup  ## the whole loop on a small real model: record, reward, train, swap
+	$(BIN)/lightning-proxy demo $(ARGS)
+
+clean:  ## remove .venv/ and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
