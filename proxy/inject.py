@@ -1,0 +1,132 @@
+"""What the proxy asks a vLLM upstream for on top of the agent's request, and how it is taken out of the answer again.
+
+Field names and the values sent without asking are those of vLLM 0.32: null, except where a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from lightning_proxy.proxy import sse
+
+Endpoint = Literal["chat", "completions"]
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """What was asked for on top of what the agent asked for."""
+
+    token_ids: bool = False
+    logprobs: bool = False
+    usage: bool = False
+
+    def __bool__(self) -> bool:
+        return self.token_ids or self.logprobs or self.usage
+
+
+def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
+    """The request for a vLLM upstream, and what was added to it. A value that vLLM would refuse is left for it to refuse."""
+    # With return_token_ids vLLM leaves the prompt out of an echoed answer: such calls go without token ids.
+    if body.get("echo"):
+        return body, Injection()
+    token_ids = body.get("return_token_ids") in (None, False)
+    logprobs = _wants_logprobs(body, endpoint)
+    options = body.get("stream_options")
+    usage = _wants_usage(body, options)
+    added: Json = {}
+    if token_ids:
+        added["return_token_ids"] = True
+    if logprobs:
+        added["logprobs"] = True if endpoint == "chat" else 0
+    if usage:
+        # Ignored by vLLM without include_usage, so it must not become active with ours.
+        kept = {k: v for k, v in (options or {}).items() if k != "continuous_usage_stats"}
+        added["stream_options"] = kept | {"include_usage": True}
+    return body | added, Injection(token_ids, logprobs, usage)
+
+
+def _wants_logprobs(body: Json, endpoint: Endpoint) -> bool:
+    if endpoint == "completions":
+        return body.get("logprobs") is None
+    return body.get("logprobs") in (None, False) and not body.get("top_logprobs")
+
+
+def _wants_usage(body: Json, options: Any) -> bool:
+    """Not for several answers: all but the last would have to be held back to the end (see StreamCleaner)."""
+    several = body.get("n") not in (None, 1) or isinstance(body.get("prompt"), list)
+    if body.get("stream") is not True or several or not isinstance(options, dict | None):
+        return False
+    return (options or {}).get("include_usage") in (None, False)
+
+
+def clean(body: Json, injection: Injection) -> None:
+    """Take out of an answer or chunk, in place, what only the proxy asked for."""
+    choices = body.get("choices")
+    parts = [body, *(c for c in choices if isinstance(c, dict))] if isinstance(choices, list) else [body]
+    names = [n for n in ("prompt_token_ids", "token_ids") if injection.token_ids]
+    for part in parts:
+        for name in names + ["logprobs"] * injection.logprobs:
+            if name in part:
+                part[name] = None
+
+
+class StreamCleaner:
+    """Takes out of a stream what only the proxy asked for; frames without any of it stay the bytes that they were."""
+
+    def __init__(self, injection: Injection) -> None:
+        self._injection = injection
+        self._held: Json | None = None
+
+    def clean(self, raw: bytes, chunk: Json) -> tuple[bytes, Json | None]:
+        """The bytes to send now for a chunk, and the chunk as the agent sees it (None: not at all)."""
+        if not self._injection:
+            return raw, chunk
+        if self._is_injected_usage(chunk):
+            return self._release(chunk.get("system_fingerprint")), None
+        if self._exists_for_token_ids_only(chunk):
+            return b"", None
+        clean(chunk, self._injection)
+        if self._injection.usage and _finishes(chunk):
+            before, self._held = self.flush(), chunk
+            return before, chunk
+        return self.flush() + _encode(chunk), chunk
+
+    def flush(self) -> bytes:
+        """What is held back, for a stream that goes on or ends without the usage chunk."""
+        return self._release(None)
+
+    def _release(self, fingerprint: Any) -> bytes:
+        """Without include_usage, vLLM puts the fingerprint into the chunk that finishes the answer."""
+        held, self._held = self._held, None
+        if held is None:
+            return b""
+        if fingerprint is not None:
+            held["system_fingerprint"] = fingerprint
+        return _encode(held)
+
+    def _is_injected_usage(self, chunk: Json) -> bool:
+        return self._injection.usage and chunk.get("choices") == [] and "usage" in chunk
+
+    def _exists_for_token_ids_only(self, chunk: Json) -> bool:
+        """While a parser holds text back, vLLM sends empty deltas only to those who asked for token ids or logprobs."""
+        if not (self._injection.token_ids and self._injection.logprobs):
+            return False
+        choices = chunk.get("choices")
+        return isinstance(choices, list) and bool(choices) and all(_is_empty_delta(choice) for choice in choices)
+
+
+def _is_empty_delta(choice: Any) -> bool:
+    return isinstance(choice, dict) and choice.get("delta") == {} and choice.get("finish_reason") is None
+
+
+def _finishes(chunk: Json) -> bool:
+    choices = chunk.get("choices")
+    return isinstance(choices, list) and any(isinstance(c, dict) and c.get("finish_reason") for c in choices)
+
+
+def _encode(chunk: Json) -> bytes:
+    return sse.encode(orjson.dumps(chunk))

@@ -1,0 +1,64 @@
+"""Which rollout a request belongs to: named by header, by URL or by key. Contract, section 1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+from uuid import uuid4
+
+from lightning_proxy.proxy.errors import InvalidRequest
+from lightning_proxy.proxy.types import Mode, RolloutName, check_id
+
+_IN_ROLLOUT = re.compile(
+    r"/rollouts/(?P<rollout>[^/]*)(?:/tasks/(?P<task>[^/]*))?(?:/agents/(?P<agent>[^/]*))?(?P<rest>/v1/.*)", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DataPath:
+    """A path of the data API, already percent-decoded: `rest` begins with /v1/; the ids are those of the URL, unchecked."""
+
+    rest: str
+    rollout_id: str | None = None
+    task_id: str | None = None
+    agent: str | None = None
+
+
+def parse_path(path: str) -> DataPath | None:
+    """Split the path of a request to the data API; None for any other path."""
+    if path.startswith("/v1/"):
+        return DataPath(path)
+    match = _IN_ROLLOUT.fullmatch(path)
+    return match and DataPath(match["rest"], match["rollout"], match["task"], match["agent"])
+
+
+def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str | None = None) -> RolloutName:
+    """The rollout named by header, URL or key, the first that is present; a new one if none is.
+
+    `headers` has lower-case names. Raises InvalidRequest for an id or a mode that is not valid.
+    """
+    if "x-rollout-id" in headers:
+        rollout_id = check_id(headers["x-rollout-id"], "X-Rollout-Id")
+        path = DataPath(path.rest)
+    elif path.rollout_id is not None:
+        rollout_id = check_id(path.rollout_id, "rollout_id")
+    else:
+        rollout_id = key_rollout_id or uuid4().hex
+    task_id = _first_id((path.task_id, "task_id"), (headers.get("x-task-id"), "X-Task-Id"))
+    agent = _first_id((path.agent, "agent"), (headers.get("x-agent-name"), "X-Agent-Name"))
+    return RolloutName(rollout_id, task_id, agent, _mode(headers.get("x-rollout-mode")))
+
+
+def _first_id(*candidates: tuple[str | None, str]) -> str | None:
+    for value, what in candidates:
+        if value is not None:
+            return check_id(value, what)
+    return None
+
+
+def _mode(value: str | None) -> Mode:
+    if value not in (None, "train", "eval"):
+        raise InvalidRequest(f"X-Rollout-Mode must be train or eval, got {value[:60]!r}", param="X-Rollout-Mode")
+    return cast(Mode, value or "train")

@@ -1,0 +1,51 @@
+"""What the data path needs from the rest of the proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lightning_proxy.proxy.config import UpstreamConfig
+from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a call goes. `model` is the name to ask the upstream for (None: the one asked for); `version` None: not one of ours."""
+
+    upstream: UpstreamConfig
+    model: str | None
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls: `rollout_id` where the key was given out for one rollout; whether the key may go on to a keyless upstream."""
+
+    rollout_id: str | None
+    forward_authorization: bool
+
+
+class Recorder(Protocol):
+    async def start(self, start: CallStart) -> None:
+        """Return once the call is durable; raise StoreUnavailable otherwise."""
+
+    async def end(self, end: CallEnd) -> None:
+        """Return once the call's end is durable; raise StoreUnavailable otherwise."""
+
+
+class Policy(Protocol):
+    @property
+    def alias(self) -> str: ...
+
+    async def route(self, rollout: RolloutName, model: str | None) -> Route:
+        """Where a call of this rollout for this model goes."""
+
+    def alias_entry(self) -> dict[str, Any]:
+        """The alias as an entry of GET /v1/models."""
+
+
+class Keys(Protocol):
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        """Who calls; raise Unauthorized. Header names are lower-case."""

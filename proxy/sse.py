@@ -1,0 +1,63 @@
+"""Server-sent events as bytes: frames are found, never rewritten. https://html.spec.whatwg.org/multipage/server-sent-events.html"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+DONE = b"[DONE]"
+
+# Atomic groups: the two bytes of a CRLF never count as two line ends.
+_BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?>\r\n|\r|\n)")
+_LINE_END = re.compile(rb"\r\n|\r|\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One event. `raw` is every byte of it, its blank line included; `data` is None for comments and events without data."""
+
+    raw: bytes
+    data: bytes | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.data is not None and self.data.strip() == DONE
+
+
+class SSEDecoder:
+    """Cuts a byte stream, split anywhere, into frames. The frames' raw bytes and `rest`, joined, are the bytes that came in."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    @property
+    def rest(self) -> bytes:
+        """Bytes of a frame that has not ended yet."""
+        return self._buffer
+
+    def feed(self, data: bytes) -> list[Frame]:
+        search_from = max(0, len(self._buffer) - 3)
+        buffer = self._buffer + data
+        frames = []
+        start = 0
+        while match := _BLANK_LINE.search(buffer, max(start, search_from)):
+            frames.append(_frame(buffer[start : match.end()]))
+            start = match.end()
+        self._buffer = buffer[start:]
+        return frames
+
+
+def encode(data: bytes) -> bytes:
+    """One event with one line of data."""
+    return b"data: " + data + b"\n\n"
+
+
+def _frame(raw: bytes) -> Frame:
+    lines = (line for line in _LINE_END.split(raw) if line.startswith(b"data"))
+    values = [value for value in map(_value, lines) if value is not None]
+    return Frame(raw, b"\n".join(values) if values else None)
+
+
+def _value(line: bytes) -> bytes | None:
+    name, _, value = line.partition(b":")
+    return value.removeprefix(b" ") if name == b"data" else None
