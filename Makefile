@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 	if [ -z "$$uv" ]; then \
 	    $(PYTHON) -m pip install --quiet --upgrade --target $(VENV)/.uv uv; uv="$(VENV)/.uv/bin/uv"; \
 	fi; \
-	export UV_PYTHON_DOWNLOADS=never UV_LINK_MODE="$${UV_LINK_MODE:-copy}"; \
+	export UV_PYTHON_DOWNLOADS=never; \
 	[ -x $(BIN)/python ] || "$$uv" venv --quiet --allow-existing --python $(PYTHON) $(VENV); \
 	[ -n "$${UV_FIND_LINKS:-}" ] || backend="--torch-backend $(if $(GPU),auto,cpu)"; \
 	"$$uv" pip install --python $(BIN)/python $${backend:-} -e '.[$(EXTRAS)]'

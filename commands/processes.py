@@ -1,0 +1,188 @@
+"""A small supervisor: starts children, waits until they are well, ends them in order, leaves no orphans (Linux)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from lightning_proxy.proxy.errors import LightningError
+
+GUARD = Path(__file__).with_name("guard.py")
+
+
+class ChildDied(LightningError):
+    """A child ended that should have gone on; the message holds its exit code and its last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """A program to keep running. `health_url` answers 200 once it is well; None: well as soon as it runs."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    health_url: str | None = None
+    start_timeout_s: float = 600.0
+    grace_s: float = 15.0
+
+
+class Child:
+    """A started program, its guard and its log."""
+
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log: Path, lifeline: int) -> None:
+        self.spec, self.process, self.log, self._lifeline = spec, process, log, lifeline
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    async def stop(self) -> None:
+        """SIGINT, SIGTERM when half of the grace is over, SIGKILL at its end; its whole process group each time."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if not self.running:
+                break
+            self._signal(number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), self.spec.grace_s / 2)
+        # The guard sees the closed pipe and kills what is left of the group, itself last.
+        self.release()
+        await self.process.wait()
+
+    def release(self) -> None:
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    def death(self) -> ChildDied:
+        code = self.process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return ChildDied(f"{self.spec.name} ended ({how}); the end of {self.log}:\n{tail(self.log)}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            # To the guard, which passes it on: it knows whether the program is still there.
+            self.process.send_signal(number)
+
+
+class Supervisor:
+    """`async with Supervisor(directory) as children:` starts programs with `start`; ends the newest first on exit."""
+
+    def __init__(self, directory: Path, say: Callable[[str], None] = lambda _: None) -> None:
+        self._directory, self._say = directory, say
+        self._children: list[Child] = []
+
+    async def __aenter__(self) -> Supervisor:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, spec: ChildSpec) -> Child:
+        """Start `spec`, in a process group of its own; its output goes to `<directory>/<name>.log`."""
+        log = self._directory / f"{spec.name}.log"
+        read_end, lifeline = os.pipe()
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-S", "-E", str(GUARD), str(read_end), *spec.argv),
+                env={**os.environ, **spec.env, "PYTHONUNBUFFERED": "1"},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(read_end,),
+                start_new_session=True,
+            )
+        os.close(read_end)
+        child = Child(spec, process, log, lifeline)
+        self._children.append(child)
+        return child
+
+    async def wait_healthy(self, child: Child) -> None:
+        """Return when the child's health URL answers 200; ChildDied if it ends before, LightningError if it is late."""
+        self._say(f"waiting for {child.spec.name}")
+        try:
+            async with asyncio.timeout(child.spec.start_timeout_s):
+                await self._either(child, _answers(child.spec.health_url))
+        except TimeoutError:
+            late = f"{child.spec.name} was not ready after {child.spec.start_timeout_s:.0f} s"
+            raise LightningError(f"{late}; the end of {child.log}:\n{tail(child.log)}") from None
+
+    async def watch(self) -> None:
+        """Wait until any child ends by itself, then raise ChildDied; never returns."""
+        waiting = {asyncio.ensure_future(child.process.wait()): child for child in self._children}
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            raise waiting[done.pop()].death()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    async def stop(self) -> None:
+        """End all children, the newest first; goes on to the end even if it is cancelled meanwhile."""
+        while self._children:
+            child = self._children[-1]
+            self._say(f"stopping {child.spec.name}")
+            try:
+                await child.stop()
+            finally:
+                child.release()
+                self._children.remove(child)
+
+    async def _either(self, child: Child, healthy: asyncio.Future[None]) -> None:
+        ended = asyncio.ensure_future(child.process.wait())
+        try:
+            await asyncio.wait({ended, healthy}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise child.death()
+        finally:
+            ended.cancel()
+            healthy.cancel()
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    """The last lines of a log, indented."""
+    text = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join("    " + line[:300] for line in text[-lines:] if line.strip())
+
+
+def require_free_port(host: str, port: int, key: str) -> None:
+    """LightningError naming the configuration's key if something listens there already."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}): choose another {key}") from None
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(url: str | None) -> asyncio.Future[None]:
+    return asyncio.ensure_future(_poll(url))
+
+
+async def _poll(url: str | None) -> None:
+    if url is None:
+        return
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.25)
