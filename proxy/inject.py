@@ -81,19 +81,19 @@ class StreamCleaner:
         self._injection = injection
         self._held: Json | None = None
 
-    def clean(self, raw: bytes, chunk: Json) -> tuple[bytes, Json | None]:
-        """The bytes to send now for a chunk, and the chunk as the agent sees it (None: not at all)."""
+    def clean(self, raw: bytes, chunk: Json) -> bytes:
+        """The bytes to send now for a chunk, which is cleaned in place."""
         if not self._injection:
-            return raw, chunk
-        if self._is_injected_usage(chunk):
-            return self._release(chunk.get("system_fingerprint")), None
-        if self._exists_for_token_ids_only(chunk):
-            return b"", None
+            return raw
         clean(chunk, self._injection)
+        if self._is_injected_usage(chunk):
+            return self._release(chunk.get("system_fingerprint"))
+        if self._exists_for_token_ids_only(chunk):
+            return b""
         if self._injection.usage and _finishes(chunk):
             before, self._held = self.flush(), chunk
-            return before, chunk
-        return self.flush() + _encode(chunk), chunk
+            return before
+        return self.flush() + _encode(chunk)
 
     def flush(self) -> bytes:
         """What is held back, for a stream that goes on or ends without the usage chunk."""

@@ -46,6 +46,10 @@ class SSEDecoder:
         self._buffer = buffer[start:]
         return frames
 
+    def close(self) -> Frame:
+        """The bytes of the frame that has not ended, when the stream has."""
+        return _frame(self._buffer)
+
 
 def encode(data: bytes) -> bytes:
     """One event with one line of data."""

@@ -1,0 +1,89 @@
+"""The proxy as one ASGI app: the data path in raw ASGI, everything else in FastAPI."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.errors import InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
+from lightning_proxy.proxy.naming import parse_path
+from lightning_proxy.proxy.parts import open_parts
+from lightning_proxy.proxy.routes import router
+
+
+def create_app(config: Config) -> ASGIApp:
+    """The whole proxy; its parts are opened when the server starts and closed when it stops."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with open_parts(config) as parts:
+            app.state.parts = parts
+            yield
+
+    control = FastAPI(title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, redoc_url=None)
+    control.include_router(router)
+    control.add_exception_handler(LightningError, _lightning_error)
+    control.add_exception_handler(RequestValidationError, _invalid)
+    control.add_exception_handler(HTTPException, _http_error)
+    return _Dispatch(control, int(config.proxy.max_body_mb * 2**20))
+
+
+class _Dispatch:
+    """Sends the data path to the relay and the rest, in bodies of limited size, to FastAPI."""
+
+    def __init__(self, control: FastAPI, max_body: int) -> None:
+        self._control = control
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and parse_path(scope["path"]) is not None:
+            await self._control.state.parts.relay(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._limited(scope, receive, send)
+        else:
+            await self._control(scope, receive, send)
+
+    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received = 0
+
+        async def limited() -> Any:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body:
+                raise TooLarge(f"the body is larger than {self._max_body} bytes (proxy.max_body_mb)")
+            return message
+
+        await self._control(scope, limited, send)
+
+
+async def _lightning_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, LightningError)
+    return JSONResponse(error.body(), error.status)
+
+
+async def _invalid(_: Request, error: Exception) -> JSONResponse:
+    """FastAPI's validation errors in OpenAI's shape: 400 where the body is no JSON at all, else 422."""
+    assert isinstance(error, RequestValidationError)
+    first = max(error.errors(), key=lambda e: len(e["loc"]))  # the branch of a union that fits best
+    where = ".".join(str(part) for part in first["loc"] if part != "body" and "Body" not in str(part))
+    if first["type"] == "json_invalid":
+        return await _lightning_error(_, InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}"))
+    return await _lightning_error(_, Unprocessable(f"{where}: {first['msg']}", param=where or None))
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return await _lightning_error(request, NotFound(f"no route {request.method} {request.url.path}"))
+    body = {"error": {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}}
+    return JSONResponse(body, error.status_code, error.headers)

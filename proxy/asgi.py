@@ -1,0 +1,84 @@
+"""Reading a request and sending an answer at the level of ASGI, where nothing is added or rewritten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from typing import Any
+
+import orjson
+
+from lightning_proxy.proxy.errors import LightningError, TooLarge
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+
+class ClientDisconnected(Exception):
+    """The client left before its request was complete."""
+
+
+class Agent:
+    """The agent's end of one request. `extra` headers of ours go out with whatever answer is sent."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self.receive = receive
+        self.extra: list[Header] = []
+        self.started = False
+        self._send = send
+
+    async def start(self, status: int, headers: Iterable[Header]) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.extra]})
+
+    async def body(self, data: bytes, more: bool = True) -> None:
+        if data or not more:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def answer(self, status: int, headers: Iterable[Header], body: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self.body(body, more=False)
+
+    async def json(self, status: int, body: Any) -> None:
+        await self.answer(status, [(b"content-type", b"application/json")], orjson.dumps(body))
+
+    async def error(self, error: LightningError) -> None:
+        await self.json(error.status, error.body())
+
+    async def read(self, headers: dict[str, str], limit: int) -> bytes:
+        """The request's body; raises TooLarge for more than `limit` bytes, ClientDisconnected."""
+        too_large = TooLarge(f"the request body is larger than {limit} bytes (proxy.max_body_mb)")
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            raise too_large
+        body = bytearray()
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise too_large
+            if not message.get("more_body"):
+                return bytes(body)
+
+    async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` after the request was read; cancel it when the agent disconnects, and wait for it to end in any case."""
+        task = asyncio.create_task(work)
+        gone = asyncio.create_task(self._wait_for_disconnect())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+        if not task.cancelled():
+            task.result()
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass

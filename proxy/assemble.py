@@ -1,0 +1,76 @@
+"""The chunks of a streamed answer, assembled into the object that the same call would have answered without streaming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+
+# Sent whole, and by some servers again in every chunk: never concatenated.
+_WHOLE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason", "object"})
+
+
+class Assembler:
+    """Strings concatenate, lists of tool calls merge by index, other lists extend; of anything else the last value wins."""
+
+    def __init__(self) -> None:
+        self._top: Json = {}
+        self._choices: dict[int, Json] = {}
+
+    def feed(self, chunk: Json) -> None:
+        for name, value in chunk.items():
+            if name == "choices":
+                for choice in value if isinstance(value, list) else ():
+                    self._feed_choice(choice)
+            elif value is not None or name not in self._top:
+                self._top[name] = value
+
+    def result(self) -> Json | None:
+        """The answer so far; None before the first chunk."""
+        if not self._top and not self._choices:
+            return None
+        top = dict(self._top)
+        if top.get("object") == "chat.completion.chunk":
+            top["object"] = "chat.completion"
+        return top | {"choices": [self._choices[index] for index in sorted(self._choices)]}
+
+    def _feed_choice(self, choice: Any) -> None:
+        if not isinstance(choice, dict):
+            return
+        index = choice.get("index")
+        merged = self._choices.setdefault(index if isinstance(index, int) else 0, {})
+        for name, value in choice.items():
+            _merge_field(merged, "message" if name == "delta" else name, value)
+
+
+def _merge_field(into: Json, name: str, value: Any) -> None:
+    old = into.get(name)
+    if value is None:
+        into.setdefault(name, None)
+    elif name == "tool_calls" and isinstance(value, list):
+        into[name] = _merge_tool_calls(old if isinstance(old, list) else [], value)
+    elif isinstance(value, dict):
+        merged = into[name] = dict(old) if isinstance(old, dict) else {}
+        for key, item in value.items():
+            _merge_field(merged, key, item)
+    elif isinstance(value, list):
+        into[name] = old + value if isinstance(old, list) else list(value)
+    elif isinstance(value, str) and isinstance(old, str) and name not in _WHOLE:
+        into[name] = old + value
+    else:
+        into[name] = value
+
+
+def _merge_tool_calls(old: list[Any], deltas: list[Any]) -> list[Any]:
+    """`index` says which call a delta belongs to; it is not part of the assembled answer."""
+    for delta in deltas:
+        if not isinstance(delta, dict):
+            continue
+        index = delta.get("index")
+        position = index if isinstance(index, int) and 0 <= index < len(old) else len(old)
+        if position == len(old):
+            old.append({})
+        for name, value in delta.items():
+            if name != "index":
+                _merge_field(old[position], name, value)
+    return old

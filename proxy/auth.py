@@ -1,0 +1,90 @@
+"""Who may call: agents and admins by configured keys, one rollout by a key given out for it. Compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from pydantic import SecretStr
+
+from lightning_proxy.proxy.config import ProxyConfig
+from lightning_proxy.proxy.errors import Forbidden, Unauthorized
+from lightning_proxy.proxy.ports import Caller
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import Rollout
+
+ROLLOUT_KEY_PREFIX = "lpk-rollout-"
+CACHED_KEYS = 20_000
+
+
+def new_rollout_key() -> str:
+    return ROLLOUT_KEY_PREFIX + secrets.token_urlsafe(24)
+
+
+def hash_key(key: str) -> str:
+    """What the store keeps of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Keys:
+    """Checks the keys of requests. Without configured keys everybody is let in (and only loopback is bound)."""
+
+    def __init__(self, config: ProxyConfig, store: Store) -> None:
+        self._store = store
+        self._agents = _hashes(config.api_keys)
+        self._admins = _hashes(config.admin_keys)
+        self._rollouts: OrderedDict[str, Rollout] = OrderedDict()
+
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        """Who makes a call of the data path; raises Unauthorized. Header names are lower-case."""
+        key = _key(headers)
+        if key is not None and key.startswith(ROLLOUT_KEY_PREFIX):
+            return Caller((await self._rollout_of(key)).rollout_id, forward_authorization=False)
+        if self._matches(key, self._agents) or self._matches(key, self._admins):
+            return Caller(None, forward_authorization=False)
+        if self._agents:
+            raise Unauthorized(
+                "a valid API key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key"
+            )
+        return Caller(None, forward_authorization=True)
+
+    async def require_agent(self, headers: Mapping[str, str], rollout_ids: set[str] | None = None) -> None:
+        """Let agents and admins in; a rollout's key only where nothing but that rollout is touched."""
+        caller = await self.authenticate(headers)
+        if caller.rollout_id is not None and rollout_ids != {caller.rollout_id}:
+            raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
+
+    def require_admin(self, headers: Mapping[str, str]) -> None:
+        """Let admins in; where no admin key is configured, an agent's key (or, without any key, everybody on loopback)."""
+        wanted = self._admins or self._agents
+        if wanted and not self._matches(_key(headers), wanted):
+            raise Unauthorized("an admin key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key")
+
+    def _matches(self, key: str | None, hashes: tuple[str, ...]) -> bool:
+        digest = hash_key(key or "")
+        # No early exit: the time taken says nothing about the keys.
+        return sum(hmac.compare_digest(digest, known) for known in hashes) > 0
+
+    async def _rollout_of(self, key: str) -> Rollout:
+        digest = hash_key(key)
+        rollout = self._rollouts.get(digest) or await self._store.rollout_of_key(digest)
+        if rollout is None:
+            raise Unauthorized("this rollout key is not known", code="invalid_api_key")
+        self._rollouts[digest] = rollout
+        if len(self._rollouts) > CACHED_KEYS:
+            self._rollouts.popitem(last=False)
+        return rollout
+
+
+def _key(headers: Mapping[str, str]) -> str | None:
+    bearer = headers.get("authorization", "")
+    if bearer[:7].lower() == "bearer ":
+        return bearer[7:].strip()
+    return headers.get("x-api-key")
+
+
+def _hashes(keys: list[SecretStr]) -> tuple[str, ...]:
+    return tuple(hash_key(key.get_secret_value()) for key in keys)

@@ -1,0 +1,135 @@
+"""Answers and chunks -> what a call's record needs: token ids, log-probabilities, usage, tool calls, and whether it can be trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_proxy.proxy.types import CallStatus, Choice, ToolCall
+
+Json = dict[str, Any]
+
+# What vLLM sends for a log-probability of minus infinity, which JSON does not have.
+_MINUS_INFINITY = -9999.0
+# vLLM takes any lower temperature for 0.
+_GREEDY_BELOW = 1e-5
+
+
+@dataclass(slots=True)
+class _ChoiceTokens:
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    has_ids: bool = False
+    bad_logprob: bool = False
+
+    def add(self, choice: Json) -> None:
+        if (ids := _ints(choice.get("token_ids"))) is not None:
+            self.has_ids = True
+            self.ids += ids
+        for value in _logprobs(choice.get("logprobs")):
+            if isinstance(value, int | float) and _MINUS_INFINITY < value <= 0:
+                self.logprobs.append(float(value))
+            else:
+                self.bad_logprob = True
+        if isinstance(reason := choice.get("finish_reason"), str):
+            self.finish_reason = reason
+
+    def freeze(self, index: int) -> Choice:
+        return Choice(index, tuple(self.ids), () if self.bad_logprob else tuple(self.logprobs), self.finish_reason)
+
+
+class Tokens:
+    """Collects from a whole answer (one `add`) or from its chunks, before anything is taken out of them."""
+
+    def __init__(self) -> None:
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.usage: Json | None = None
+        self._choices: dict[int, _ChoiceTokens] = {}
+
+    def add(self, body: Json) -> None:
+        if isinstance(usage := body.get("usage"), dict):
+            self.usage = usage
+        self._add_prompt(body)
+        choices = body.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict):
+                self._add_prompt(choice)
+                index = choice.get("index")
+                self._choices.setdefault(index if isinstance(index, int) else 0, _ChoiceTokens()).add(choice)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return tuple(self._choices[index].freeze(index) for index in sorted(self._choices))
+
+    def untrainable_reason(self, status: CallStatus, request: Json) -> str | None:
+        """Why the call cannot be trained on; None if it can."""
+        if status != "ok":
+            return f"the call ended as {status}"
+        if len(self._choices) > 1 or request.get("n") not in (None, 1):
+            return "n > 1: which answer the agent used is not known"
+        temperature = request.get("temperature")
+        if isinstance(temperature, int | float) and temperature < _GREEDY_BELOW:
+            return "greedy decoding is no sample of the policy"
+        choice = self._choices.get(0)
+        if choice is None or not choice.has_ids or not self.prompt_token_ids:
+            return "no token ids from the upstream"
+        return self._mismatch(choice)
+
+    def _mismatch(self, choice: _ChoiceTokens) -> str | None:
+        if not choice.ids:
+            return "the answer is empty"
+        if choice.bad_logprob:
+            return "a log-probability is not a finite number of at most 0"
+        if len(choice.ids) != len(choice.logprobs):
+            return f"{len(choice.ids)} token ids but {len(choice.logprobs)} log-probabilities"
+        if self.usage is None:
+            return "no usage from the upstream to check the token count with"
+        for what, ids in (("completion", choice.ids), ("prompt", self.prompt_token_ids)):
+            if len(ids) != (count := self.usage.get(f"{what}_tokens")):
+                return f"{len(ids)} {what} token ids but usage says {count}"
+        return None
+
+    def _add_prompt(self, part: Json) -> None:
+        if not self.prompt_token_ids:
+            self.prompt_token_ids = tuple(_ints(part.get("prompt_token_ids")) or ())
+
+
+def tool_calls(response: Any) -> tuple[ToolCall, ...]:
+    """The tool calls in an answer (a streamed one: assembled), in order, of all its choices."""
+    choices = response.get("choices") if isinstance(response, dict) else None
+    found = []
+    for choice in choices if isinstance(choices, list) else ():
+        message = choice.get("message") if isinstance(choice, dict) else None
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        found += [_tool_call(call) for call in calls or () if isinstance(call, dict)] if isinstance(calls, list) else []
+    return tuple(found)
+
+
+def _tool_call(call: Json) -> ToolCall:
+    function = call.get("function")
+    function = function if isinstance(function, dict) else {}
+    name, arguments, call_id = function.get("name"), function.get("arguments"), call.get("id")
+    return ToolCall(
+        id=call_id if isinstance(call_id, str) else None,
+        name=name if isinstance(name, str) else "",
+        arguments=arguments if isinstance(arguments, str) else "",
+    )
+
+
+def _ints(value: Any) -> list[int] | None:
+    return value if isinstance(value, list) and all(type(item) is int for item in value) else None
+
+
+def _logprobs(value: Any) -> list[Any]:
+    """Of /v1/completions: `token_logprobs`; of chat: `content[].logprob`."""
+    if not isinstance(value, dict):
+        return []
+    if isinstance(values := value.get("token_logprobs"), list):
+        return values
+    content = value.get("content")
+    return (
+        [item.get("logprob") if isinstance(item, dict) else None for item in content]
+        if isinstance(content, list)
+        else []
+    )

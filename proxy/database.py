@@ -1,0 +1,116 @@
+"""One SQLite file: opened, migrated, and written in transactions that are wholly there or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from importlib import resources
+from pathlib import Path
+
+import aiosqlite
+
+from lightning_proxy.proxy.config import StoreConfig
+from lightning_proxy.proxy.errors import StoreUnavailable
+
+
+class Database:
+    """A write connection behind a lock, and a read connection that never waits for it (WAL)."""
+
+    def __init__(self, path: Path, writer: aiosqlite.Connection, reader: aiosqlite.Connection) -> None:
+        self.path = path
+        self._writer = writer
+        self._reader = reader
+        self._lock = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, config: StoreConfig) -> Database:
+        """Open the file, creating and migrating it as needed; raises StoreUnavailable when that cannot be done."""
+        path = config.path.expanduser().absolute()
+        writer: aiosqlite.Connection | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writer = await _connect(path, config)
+            await _migrate(writer)
+            return cls(path, writer, await _connect(path, config))
+        except (OSError, sqlite3.Error) as error:
+            if writer is not None:
+                await writer.close()
+            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
+
+    async def close(self) -> None:
+        async with self._lock:
+            await self._writer.close()
+            await self._reader.close()
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[aiosqlite.Connection]:
+        """The write connection inside BEGIN IMMEDIATE … COMMIT; rolled back on any error.
+
+        Raises StoreUnavailable when SQLite cannot write (locked longer than `store.busy_timeout_s`, disk full, read-only).
+        """
+        async with self._lock:
+            try:
+                await self._writer.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._writer
+                    await self._writer.commit()
+                except BaseException:
+                    # A cancelled task must not leave the transaction open for the next one.
+                    await asyncio.shield(self._writer.rollback())
+                    raise
+            except sqlite3.OperationalError as error:
+                raise StoreUnavailable(
+                    f"the store cannot be written: {error}; nothing was recorded, try again"
+                ) from error
+
+    async def all(self, sql: str, params: dict[str, object] | None = None) -> list[sqlite3.Row]:
+        try:
+            return list(await self._reader.execute_fetchall(sql, params or {}))
+        except sqlite3.OperationalError as error:
+            raise StoreUnavailable(f"the store cannot be read: {error}") from error
+
+    async def one(self, sql: str, params: dict[str, object] | None = None) -> sqlite3.Row | None:
+        rows = await self.all(sql, params)
+        return rows[0] if rows else None
+
+
+async def _connect(path: Path, config: StoreConfig) -> aiosqlite.Connection:
+    connection = await aiosqlite.connect(path, timeout=config.busy_timeout_s, isolation_level=None)
+    connection.row_factory = sqlite3.Row
+    for pragma in (
+        "journal_mode = WAL",
+        f"synchronous = {config.synchronous.upper()}",
+        "foreign_keys = ON",
+        "temp_store = MEMORY",
+        "mmap_size = 268435456",
+    ):
+        await connection.execute(f"PRAGMA {pragma}")
+    return connection
+
+
+async def _migrate(connection: aiosqlite.Connection) -> None:
+    """Run the numbered scripts of `migrations/` that this file has not seen, in one transaction (several processes may start at once)."""
+    scripts = sorted(resources.files("lightning_proxy.proxy").joinpath("migrations").iterdir(), key=lambda f: f.name)
+    await connection.execute("BEGIN IMMEDIATE")
+    row = await (await connection.execute("PRAGMA user_version")).fetchone()
+    version = row[0] if row else 0
+    for script in scripts:
+        match = re.match(r"(\d{4})_.*\.sql", script.name)
+        if match and int(match[1]) > version:
+            for statement in _statements(script.read_text()):
+                await connection.execute(statement)
+            await connection.execute(f"PRAGMA user_version = {int(match[1])}")
+    await connection.commit()
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Split an SQL script; `executescript` would commit the transaction around it."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

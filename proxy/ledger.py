@@ -1,0 +1,167 @@
+"""The store as the trainer sees it: which rollouts each step took, and which policy version is live.
+
+Commit points: `claim` (a step owns its rollouts), `trained` (they are never offered again), `set_live` (the alias moves).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_proxy.proxy import rows, sql
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.errors import NotFound
+from lightning_proxy.proxy.types import PolicyVersion, PublishMode, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ended, not yet trained rollouts of one task. `completed` of `ended` have a reward."""
+
+    task_id: str
+    completed: int
+    ended: int
+    oldest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step. `base` is the policy version whose weights it started from, `version` the one it was published as."""
+
+    step: int
+    status: str
+    base: int
+    version: int | None
+    checkpoint: str | None
+    created_at: float
+    finished_at: float | None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class Ledger:
+    """Training steps and policy versions. Every method that writes is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    # Steps ---------------------------------------------------------------------------------------------------------
+
+    async def groups(self) -> list[Group]:
+        """Tasks with at least one rollout to train on, the longest waiting first."""
+        return [
+            Group(r["task_id"], r["completed"], r["ended"], r["oldest"])
+            for r in await self._db.all(sql.CLAIMABLE_GROUPS)
+        ]
+
+    async def group_rollouts(self, task_id: str) -> list[Rollout]:
+        """The rollouts of a `Group`, in the order in which they ended."""
+        return [rows.read_rollout(r) for r in await self._db.all(sql.CLAIMABLE_OF_TASK, {"task_id": task_id})]
+
+    async def claim(self, rollout_ids: Sequence[str], base: int) -> int:
+        """Give rollouts to a new step and return its number."""
+        async with self._db.transaction() as db:
+            inserted = list(await db.execute_fetchall(sql.STEP_NEW, {"base": base, "at": time.time()}))
+            step = int(inserted[0]["step"])
+            await db.executemany(sql.CLAIM, [{"step": step, "rollout_id": r} for r in rollout_ids])
+        return step
+
+    async def drop(self, rollout_ids: Sequence[str], reason: str) -> None:
+        """Never offer these rollouts again, and say why."""
+        async with self._db.transaction() as db:
+            await db.executemany(sql.DROP, [{"rollout_id": r, "reason": reason} for r in rollout_ids])
+
+    async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
+        """The step is done and its checkpoint is whole: its rollouts are never offered again."""
+        row = {"step": step, "checkpoint": checkpoint, "metrics": rows.dumps(metrics), "at": time.time()}
+        async with self._db.transaction() as db:
+            await db.execute(sql.STEP_TRAINED, row)
+
+    async def release_unfinished(self) -> list[int]:
+        """Give back the rollouts of steps that a killed trainer left behind; returns those steps."""
+        async with self._db.transaction() as db:
+            steps = [int(r["step"]) for r in await db.execute_fetchall(sql.STEPS_CLAIMED)]
+            for step in steps:
+                await db.execute(sql.RELEASE, {"step": step})
+                await db.execute(sql.STEP_FORGET, {"step": step})
+        return steps
+
+    async def last_step(self) -> Step | None:
+        row = await self._db.one(sql.STEP_LAST)
+        return None if row is None else _read_step(row)
+
+    async def step_of_version(self, version: int) -> Step | None:
+        """The step that a policy version was published from; None for the base model."""
+        row = await self._db.one(sql.STEP_OF_VERSION, {"version": version})
+        return None if row is None else _read_step(row)
+
+    async def steps(self) -> list[Step]:
+        """All finished steps, oldest first."""
+        return [_read_step(row) for row in await self._db.all(sql.STEPS)]
+
+    async def update_metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        async with self._db.transaction() as db:
+            await db.execute(sql.STEP_METRICS, {"step": step, "metrics": rows.dumps(metrics)})
+
+    async def forget_checkpoint(self, step: int) -> None:
+        """The checkpoint's directory is gone."""
+        async with self._db.transaction() as db:
+            await db.execute(sql.STEP_FORGET_CHECKPOINT, {"step": step})
+
+    # Policy versions -----------------------------------------------------------------------------------------------
+
+    async def live(self) -> PolicyVersion:
+        row = await self._db.one(sql.LIVE_VERSION)
+        assert row is not None  # the first migration inserts version 0
+        return rows.read_version(row)
+
+    async def versions(self) -> list[PolicyVersion]:
+        return [rows.read_version(row) for row in await self._db.all(sql.VERSIONS)]
+
+    async def version(self, version: int) -> PolicyVersion:
+        row = await self._db.one(sql.VERSION, {"version": version})
+        if row is None:
+            raise NotFound(f"no policy version {version}", param="version")
+        return rows.read_version(row)
+
+    async def new_version(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
+        """Reserve the next version number, in the state `publishing`."""
+        row = {"publish": publish, "step": step, "at": time.time(), "metrics": rows.dumps(metrics)}
+        async with self._db.transaction() as db:
+            inserted = list(await db.execute_fetchall(sql.VERSION_NEW, row))
+        return int(inserted[0]["version"])
+
+    async def saved(self, version: int, path: str, served_model: str | None) -> None:
+        """The version's files are whole."""
+        async with self._db.transaction() as db:
+            await db.execute(sql.VERSION_SAVED, {"version": version, "path": path, "served_model": served_model})
+
+    async def set_live(self, version: int, step: int | None = None) -> None:
+        """Move the alias: calls from now on count for this version."""
+        row = {"version": version, "at": time.time(), "step": step}
+        async with self._db.transaction() as db:
+            await db.execute(sql.POLICY_LOG, row)
+            await db.execute(sql.VERSION_LIVE, row)
+            await db.execute(sql.VERSION_RETIRE, row)
+            if step is not None:
+                await db.execute(sql.STEP_PUBLISHED, row)
+
+    async def failed(self, version: int, error: str) -> None:
+        """The version did not go live, and never will."""
+        async with self._db.transaction() as db:
+            await db.execute(sql.VERSION_FAILED, {"version": version, "error": error})
+
+    async def forget_files(self, version: int) -> None:
+        """The version's files are gone: it cannot be promoted any more."""
+        async with self._db.transaction() as db:
+            await db.execute(sql.VERSION_FORGET_PATH, {"version": version})
+
+    async def pinned(self) -> set[int]:
+        """Versions that running rollouts began with."""
+        return {int(r["policy_version"]) for r in await self._db.all(sql.PINNED_VERSIONS)}
+
+
+def _read_step(row: Any) -> Step:
+    fields = ("step", "status", "base", "version", "checkpoint", "created_at", "finished_at")
+    return Step(metrics=rows.loads(row["metrics"]), **{name: row[name] for name in fields})

@@ -1,0 +1,42 @@
+"""Prometheus metrics of the proxy."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from lightning_proxy.proxy.types import CallEnd
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """One registry an app, so that several apps in one process do not share counts."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        r = self._registry
+        self._calls = Counter("lightning_calls", "Recorded calls by how they ended", ["status"], registry=r)
+        self._untrainable = Counter("lightning_untrainable_calls", "Answered calls unfit for training", registry=r)
+        self._tokens = Counter("lightning_tokens", "Tokens of recorded calls", ["kind"], registry=r)
+        self._latency = Histogram("lightning_call_seconds", "Whole calls", buckets=_SECONDS, registry=r)
+        self._ttft = Histogram(
+            "lightning_first_byte_seconds", "Until the answer's first byte", buckets=_SECONDS, registry=r
+        )
+        self.rewards = Counter("lightning_rewards", "Recorded rewards", registry=r)
+        self.queue = Gauge("lightning_recorder_queue", "Records that wait for their commit", registry=r)
+        self.live_version = Gauge("lightning_policy_version", "The live policy version", registry=r)
+        self.rollouts = Gauge("lightning_rollouts", "Rollouts in the store", ["mode", "status"], registry=r)
+
+    def call_ended(self, end: CallEnd) -> None:
+        self._calls.labels(end.status).inc()
+        if end.status == "ok" and not end.trainable:
+            self._untrainable.inc()
+        self._tokens.labels("prompt").inc(len(end.prompt_token_ids))
+        self._tokens.labels("sampled").inc(sum(len(choice.token_ids) for choice in end.choices))
+        self._latency.observe(end.latency_ms / 1000)
+        if end.ttft_ms is not None:
+            self._ttft.observe(end.ttft_ms / 1000)
+
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self._registry)

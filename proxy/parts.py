@@ -1,0 +1,64 @@
+"""The proxy's parts, opened and closed in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+
+from lightning_proxy.proxy.auth import Keys
+from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.ledger import Ledger
+from lightning_proxy.proxy.metrics import Metrics
+from lightning_proxy.proxy.policy import Policy, Swap
+from lightning_proxy.proxy.publish_mode import publish_mode
+from lightning_proxy.proxy.recorder import Recorder
+from lightning_proxy.proxy.relay import Relay
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import PublishMode
+from lightning_proxy.proxy.vllm import Vllm
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes work with."""
+
+    config: Config
+    publish: PublishMode
+    store: Store
+    ledger: Ledger
+    recorder: Recorder
+    policy: Policy
+    keys: Keys
+    metrics: Metrics
+    relay: Relay
+
+
+@asynccontextmanager
+async def open_parts(config: Config) -> AsyncIterator[Parts]:
+    """Open the store and the connections, and watch vLLM, until the block is left."""
+    mode = publish_mode(config)
+    database = await Database.open(config.store)
+    store, ledger, metrics = Store(database), Ledger(database), Metrics()
+    # Bytes are relayed as they come; no redirect is ever followed.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    async with (
+        aiohttp.ClientSession(connector=connector, auto_decompress=False) as data,
+        aiohttp.ClientSession() as control,
+    ):
+        upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
+        swap = Swap(ledger, Vllm(control, upstream.base_url), mode, config.policy.directory) if upstream else None
+        policy, keys = Policy(config, store, ledger, swap), Keys(config.proxy, store)
+        async with Recorder(store, merged=mode == "merged") as recorder:
+            relay = Relay(config, data, recorder, policy, keys, metrics.call_ended)
+            watch = asyncio.create_task(policy.watch())
+            try:
+                yield Parts(config, mode, store, ledger, recorder, policy, keys, metrics, relay)
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+    await database.close()

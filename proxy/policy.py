@@ -1,0 +1,221 @@
+"""Which weights answer a call: the alias and its versions, kept true on the vLLM server even when that was restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_proxy.proxy.config import Config, UpstreamConfig
+from lightning_proxy.proxy.errors import Conflict, LightningError, NotFound
+from lightning_proxy.proxy.ledger import Ledger
+from lightning_proxy.proxy.ports import Route
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import PolicyVersion, PublishMode, RolloutName
+from lightning_proxy.proxy.vllm import Vllm
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+PINS = 20_000
+
+
+class Swap:
+    """Puts a policy version behind the alias. One process at a time (a lock file), the proxy or the trainer."""
+
+    def __init__(self, ledger: Ledger, vllm: Vllm, mode: PublishMode, directory: Path) -> None:
+        self.ledger = ledger
+        self.vllm = vllm
+        self.mode = mode
+        self._lock_file = directory / "swap.lock"
+
+    async def activate(self, version: PolicyVersion, step: int | None = None) -> None:
+        """Load the version into vLLM and move the alias to it; running requests go on."""
+        async with self._locked():
+            if self.mode == "lora":
+                await self.load(version)
+                await self.ledger.set_live(version.version, step)
+            else:
+                await self._replace(version, step)
+
+    async def load(self, version: PolicyVersion) -> None:
+        """Serve an adapter beside the others; the base model needs none."""
+        if version.version > 0:
+            await self.vllm.load_adapter(str(version.served_model), _files(version))
+
+    async def restore(self, pinned: set[int]) -> None:
+        """Make vLLM serve what the policy table says: after its restart, or after a process died in mid-swap."""
+        async with self._locked():
+            if self.mode == "merged":
+                live = await self.ledger.live()
+                if await self.vllm.weight_version() not in _labels(live):
+                    log.warning("vLLM does not serve policy version %d: loading it again", live.version)
+                    await self._replace(live, None, moved=False)
+                elif await self.vllm.is_paused():
+                    log.warning("vLLM was left paused: resuming it")
+                    await self.vllm.resume()
+                return
+            for version in await self.ledger.versions():
+                if version.path and (version.status == "live" or version.version in pinned):
+                    await self.load(version)
+
+    async def _replace(self, version: PolicyVersion, step: int | None, *, moved: bool = True) -> None:
+        async def committed() -> None:
+            if moved:
+                await self.ledger.set_live(version.version, step)
+
+        path = _files(version) if version.version else await self._base_files()
+        await self.vllm.replace_weights(path, _labels(version)[0], committed)
+
+    async def _base_files(self) -> str:
+        root = next((m["root"] for m in await self.vllm.models() if m.get("parent") is None), None)
+        if root is None:
+            raise NotFound("vLLM does not say where the base model's files are")
+        return str(root)
+
+    @asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        self._lock_file.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock_file.open("w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(0.05)
+            yield
+
+
+class Policy:
+    """Routes calls to upstreams and policy versions, and watches the policy's vLLM server."""
+
+    def __init__(self, config: Config, store: Store, ledger: Ledger, swap: Swap | None) -> None:
+        self.alias = config.policy.alias
+        self._config = config
+        self._store = store
+        self._ledger = ledger
+        self._swap = swap
+        self._upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
+        self._pins: OrderedDict[str, int] = OrderedDict()
+        self._base: str | None = None
+        self._restored = asyncio.Lock()
+        self._in_line = False
+
+    # Routing -------------------------------------------------------------------------------------------------------
+
+    async def route(self, rollout: RolloutName, model: str | None) -> Route:
+        """Where a call of this rollout for this model goes. An unreachable vLLM is left for the call itself to meet."""
+        upstream = self._upstream_of(model)
+        if upstream is not self._upstream or self._swap is None:
+            renamed = self._config.policy.model if model == self.alias else None
+            return Route(upstream, renamed, None)
+        if not self._in_line:
+            await self._get_in_line()
+        live = await self._ledger.live()
+        if self._swap.mode == "merged":
+            ours = model in (self.alias, self._base)
+            return Route(upstream, self._base if model == self.alias else None, live.version if ours else None)
+        if model == self.alias:
+            version = await self._pinned(rollout, live)
+            served = self._base if version.version == 0 else version.served_model
+            return Route(upstream, served, version.version)
+        return Route(upstream, None, 0 if model == self._base else await self._version_named(model))
+
+    def alias_entry(self) -> dict[str, Any]:
+        return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}
+
+    def _upstream_of(self, model: str | None) -> UpstreamConfig:
+        named = (u for u in self._config.upstreams if model in u.models)
+        if model == self.alias and self._upstream is not None:
+            return self._upstream
+        return next(named, self._config.upstreams[0])
+
+    async def _pinned(self, rollout: RolloutName, live: PolicyVersion) -> PolicyVersion:
+        if not self._config.policy.pin_rollouts:
+            return live
+        pin = self._pins.get(rollout.rollout_id)
+        if pin is None:
+            try:
+                pin = (await self._store.rollout(rollout.rollout_id)).policy_version
+            except NotFound:
+                pin = None
+            pin = live.version if pin is None else pin
+            self._pins[rollout.rollout_id] = pin
+            if len(self._pins) > PINS:
+                self._pins.popitem(last=False)
+        version = live if pin == live.version else await self._ledger.version(pin)
+        # A version whose files were pruned cannot be served any more.
+        return version if version.version == 0 or version.path else live
+
+    async def _version_named(self, model: str | None) -> int | None:
+        return next((v.version for v in await self._ledger.versions() if v.served_model == model and model), None)
+
+    # Operations ----------------------------------------------------------------------------------------------------
+
+    async def promote(self, version: int) -> PolicyVersion:
+        """Make a version live by hand; Conflict if its files are gone or it failed."""
+        if self._swap is None:
+            raise Conflict("no upstream of kind vllm is configured: there are no policy versions to serve")
+        found = await self._ledger.version(version)
+        if version and (found.path is None or found.status in ("failed", "publishing")):
+            raise Conflict(f"policy version {version} is {found.status} and has no files to serve", param="version")
+        await self._swap.activate(found)
+        return await self._ledger.live()
+
+    async def rollback(self) -> PolicyVersion:
+        """Make the newest version before the live one live again."""
+        live = await self._ledger.live()
+        earlier = [
+            v for v in await self._ledger.versions()
+            if v.version < live.version and v.status == "ready" and (v.path or v.version == 0)
+        ]  # fmt: skip
+        if not earlier:
+            raise Conflict(f"there is no version before {live.version} to go back to")
+        return await self.promote(earlier[-1].version)
+
+    async def reachable(self) -> bool:
+        """Whether the policy's upstream answers; True where there is none to ask."""
+        if self._swap is None:
+            return True
+        try:
+            await self._swap.vllm.models()
+        except LightningError:
+            return False
+        return True
+
+    async def watch(self) -> None:
+        """Look at vLLM every second, and put it in line after it was away. Runs until cancelled."""
+        while self._swap is not None:
+            if not await self.reachable():
+                self._in_line = False
+            elif not self._in_line or self._swap.mode == "merged":
+                await self._get_in_line()
+            await asyncio.sleep(WATCH_S)
+
+    async def _get_in_line(self) -> None:
+        assert self._swap is not None
+        async with self._restored:
+            try:
+                self._base = await self._swap.vllm.base_model()
+                await self._swap.restore(set(self._pins.values()))
+                self._in_line = True
+            except LightningError as error:
+                log.warning("the policy is not served yet: %s", error)
+
+
+def _files(version: PolicyVersion) -> str:
+    if version.path is None or not Path(version.path).is_dir():
+        raise NotFound(f"the files of policy version {version.version} are gone: {version.path}")
+    return version.path
+
+
+def _labels(version: PolicyVersion) -> tuple[str, ...]:
+    """vLLM's weight version for ours. The time tells versions of different stores apart; `default` is vLLM's after a start."""
+    label = f"{version.version}-{int(version.created_at)}"
+    return (label,) if version.version else (label, "default")

@@ -1,0 +1,165 @@
+"""Durable records at the speed of one commit for many calls: a bounded queue, one writer, group commit.
+
+`start` and `end` return when the record is committed; the answer's last byte waits for that. When the queue is full, callers wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+from lightning_proxy.proxy import sql
+from lightning_proxy.proxy.delta import common_prefix, shrink_request
+from lightning_proxy.proxy.errors import StoreUnavailable
+from lightning_proxy.proxy.rows import call_end_row, dumps
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, ToolResult
+
+Statements = list[tuple[str, dict[str, Any]]]
+
+
+@dataclass(slots=True)
+class Tail:
+    """A recent call of a rollout, kept in memory so that later calls are stored as what they add to it."""
+
+    call_id: str
+    request: dict[str, Any]
+    row_ids: tuple[int, ...] = ()
+
+
+class Recorder:
+    """Turns records into statements and commits them in groups. Run it with `async with`."""
+
+    def __init__(self, store: Store, *, merged: bool, queue: int = 4096, rollouts: int = 2048, tails: int = 4) -> None:
+        self._store = store
+        self._merged = merged
+        self._queue: asyncio.Queue[tuple[Statements, asyncio.Future[None]]] = asyncio.Queue(queue)
+        self._tails: OrderedDict[str, list[Tail]] = OrderedDict()
+        self._parents: dict[str, Tail | None] = {}
+        self._max_rollouts = rollouts
+        self._max_tails = tails
+        self._writer: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Recorder:
+        self._writer = asyncio.create_task(self._write_groups())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._queue.join()
+        assert self._writer is not None
+        self._writer.cancel()
+
+    @property
+    def depth(self) -> int:
+        """Records that wait for their commit."""
+        return self._queue.qsize()
+
+    async def start(self, start: CallStart) -> None:
+        """Record a call as `incomplete`; raises StoreUnavailable."""
+        rollout_id = start.rollout.rollout_id
+        parent = self._longest_parent(rollout_id, start.request)
+        row = {
+            "rollout_id": rollout_id,
+            "task_id": start.rollout.task_id,
+            "agent": start.rollout.agent,
+            "mode": start.rollout.mode,
+            "policy_version": start.policy_version,
+            "at": start.started_at,
+            "call_id": start.call_id,
+            "parent_id": parent.call_id if parent else None,
+            "endpoint": start.endpoint,
+            "model": start.model,
+            "request": dumps(shrink_request(start.request, parent.request if parent else None)),
+        }
+        known = len(start_messages(parent.request)) if parent else 0
+        results = [
+            (
+                sql.TOOL_RESULT,
+                {"rollout_id": rollout_id, "tool_call_id": r.tool_call_id, "is_error": r.is_error}
+                | {"result": dumps(r.content)},
+            )
+            for r in tool_results(start_messages(start.request)[known:])
+        ]
+        await self._commit([(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *results])
+        self._parents[start.call_id] = parent
+        self._remember(rollout_id, Tail(start.call_id, start.request))
+
+    async def end(self, end: CallEnd) -> None:
+        """Record how a call ended; raises StoreUnavailable."""
+        parent = self._parents.pop(end.call_id, None)
+        shared = common_prefix(end.prompt_token_ids, parent.row_ids) if parent else 0
+        row = call_end_row(end, shared, self._merged)
+        tools = [
+            (
+                sql.TOOL_CALL,
+                {"rollout_id": end.rollout_id, "call_id": end.call_id, "position": position}
+                | {"tool_call_id": tool.id, "name": tool.name, "arguments": tool.arguments},
+            )
+            for position, tool in enumerate(end.tool_calls)
+        ]
+        await self._commit([(sql.CALL_END, row), (sql.ROLLOUT_CALL_ENDED, row), *tools])
+        for tail in self._tails.get(end.rollout_id, ()):
+            if tail.call_id == end.call_id and end.choices:
+                tail.row_ids = end.prompt_token_ids + end.choices[0].token_ids
+
+    async def _commit(self, statements: Statements) -> None:
+        done = asyncio.get_running_loop().create_future()
+        await self._queue.put((statements, done))
+        await asyncio.shield(done)
+
+    async def _write_groups(self) -> None:
+        while True:
+            group = [await self._queue.get()]
+            while not self._queue.empty() and len(group) < 512:
+                group.append(self._queue.get_nowait())
+            error: Exception | None = None
+            try:
+                await self._store.write(_in_groups([statement for statements, _ in group for statement in statements]))
+            except Exception as failure:  # whatever it is, those who wait must hear of it
+                error = (
+                    failure if isinstance(failure, StoreUnavailable) else StoreUnavailable(f"not recorded: {failure!r}")
+                )
+            for _, done in group:
+                self._queue.task_done()
+                if not done.done():
+                    done.set_result(None) if error is None else done.set_exception(error)
+
+    def _longest_parent(self, rollout_id: str, request: dict[str, Any]) -> Tail | None:
+        messages = start_messages(request)
+        shared = [(common_prefix(messages, start_messages(t.request)), t) for t in self._tails.get(rollout_id, ())]
+        return max(shared, key=lambda pair: pair[0])[1] if shared else None
+
+    def _remember(self, rollout_id: str, tail: Tail) -> None:
+        tails = self._tails.setdefault(rollout_id, [])
+        tails.append(tail)
+        del tails[: -self._max_tails]
+        self._tails.move_to_end(rollout_id)
+        if len(self._tails) > self._max_rollouts:
+            self._tails.popitem(last=False)
+
+
+# A call's rows are written only after those of its start were committed, so statements of one group may be sorted by kind.
+_ORDER = [sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_END, sql.ROLLOUT_CALL_ENDED, sql.TOOL_CALL, sql.TOOL_RESULT]
+
+
+def _in_groups(statements: Statements) -> Statements:
+    return sorted(statements, key=lambda statement: _ORDER.index(statement[0]))
+
+
+def start_messages(request: dict[str, Any]) -> list[Any]:
+    """The conversation of a request: `messages`, or an empty list where there is none."""
+    messages = request.get("messages")
+    return messages if isinstance(messages, list) else []
+
+
+def tool_results(messages: Sequence[Any]) -> list[ToolResult]:
+    """Results of tool calls that an agent sends back as messages of the role `tool`."""
+    return [
+        ToolResult(message["tool_call_id"], message.get("content"))
+        for message in messages
+        if isinstance(message, dict) and message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str)
+    ]

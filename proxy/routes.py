@@ -1,0 +1,191 @@
+"""The control API: rewards, rollouts, policy, health. Contract, sections 2 and 3."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from lightning_proxy.proxy import views
+from lightning_proxy.proxy.auth import hash_key, new_rollout_key
+from lightning_proxy.proxy.errors import InvalidRequest, LightningError
+from lightning_proxy.proxy.parts import Parts
+from lightning_proxy.proxy.schemas import EndBody, Id, PromoteBody, RewardBody, RolloutsBody
+from lightning_proxy.proxy.types import Reward, RolloutName, check_id
+
+router = APIRouter()
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+def parts(request: Request) -> Parts:
+    found: Parts = request.app.state.parts
+    return found
+
+
+@router.post("/reward", tags=["rewards"])
+async def post_reward(
+    request: Request,
+    body: RewardBody | list[RewardBody],
+    idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+) -> Any:
+    """Record one reward, or a list of them (all or none)."""
+    bodies = body if isinstance(body, list) else [body]
+    p = parts(request)
+    await p.keys.require_agent(request.headers, {b.rollout_id for b in bodies})
+    rewards = [
+        Reward(b.rollout_id, b.reward, b.call_id, b.name, b.source, b.comment, _is_final(b), b.retrain) for b in bodies
+    ]
+    answer = await p.store.post_rewards(rewards, idempotency_key, await request.body())
+    p.metrics.rewards.inc(len(answer))
+    return answer if isinstance(body, list) else answer[0]
+
+
+def _is_final(body: RewardBody) -> bool:
+    return body.call_id is None if body.final is None else body.final
+
+
+@router.post("/rollouts", tags=["rollouts"])
+async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, str]]:
+    """Open n sibling rollouts, each with a base URL and a key of its own."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers)
+    names = [RolloutName(uuid4().hex, body.task_id, None, body.mode) for _ in range(body.n)]
+    keys = [new_rollout_key() for _ in names]
+    await p.store.open_rollouts([(n, hash_key(key)) for n, key in zip(names, keys, strict=True)], body.metadata)
+    root = str(request.base_url).rstrip("/")
+    return [
+        {"rollout_id": n.rollout_id, "base_url": f"{root}/rollouts/{n.rollout_id}/v1", "api_key": key}
+        for n, key in zip(names, keys, strict=True)
+    ]
+
+
+@router.get("/rollouts", tags=["rollouts"])
+async def list_rollouts(
+    request: Request,
+    status: Literal["running", "completed", "failed", "discarded"] | None = None,
+    task_id: Id | None = None,
+    agent: Id | None = None,
+    mode: Literal["train", "eval"] | None = None,
+    limit: Limit = 100,
+    cursor: str | None = None,
+) -> dict[str, Any]:
+    """Rollouts, newest first, a page at a time."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers)
+    if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
+        raise InvalidRequest("cursor must be the next_cursor of an earlier page", param="cursor")
+    wanted = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
+    filters = {name: value for name, value in wanted.items() if value is not None}
+    page, following = await p.store.rollouts(filters, limit, int(cursor) if cursor else None)
+    return {
+        "data": [views.rollout_view(rollout) for rollout in page],
+        "next_cursor": None if following is None else str(following),
+    }
+
+
+@router.get("/rollouts/{rollout_id}", tags=["rollouts"])
+async def get_rollout(request: Request, rollout_id: str) -> Response:
+    """A rollout with its calls in order and its rewards."""
+    p = await _reader(request, rollout_id)
+    rollout = await p.store.rollout(rollout_id)
+    calls, rewards = await p.store.calls(rollout_id), await p.store.rewards(rollout_id)
+    return JSONResponse(views.rollout_detail(rollout, calls, rewards))
+
+
+@router.get("/rollouts/{rollout_id}/transitions", tags=["rollouts"])
+async def get_transitions(request: Request, rollout_id: str) -> Response:
+    """The rollout as transitions of a Markov decision process."""
+    p = await _reader(request, rollout_id)
+    found = views.transitions(await p.store.rollout(rollout_id), await p.store.calls(rollout_id))
+    return JSONResponse({"data": [views.transition_view(transition) for transition in found]})
+
+
+@router.post("/rollouts/{rollout_id}/end", tags=["rollouts"])
+async def end_rollout(request: Request, rollout_id: str, body: EndBody) -> dict[str, Any]:
+    """End a rollout without a reward."""
+    p = await _reader(request, rollout_id)
+    return views.rollout_view(await p.store.end_rollout(rollout_id, body.status, body.reason))
+
+
+async def _reader(request: Request, rollout_id: str) -> Parts:
+    p = parts(request)
+    await p.keys.require_agent(request.headers, {check_id(rollout_id, "rollout_id")})
+    return p
+
+
+@router.get("/policy", tags=["policy"])
+async def get_policy(request: Request) -> dict[str, Any]:
+    """The live version, how it is served, and the last training step."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers)
+    live, last = await p.ledger.live(), await p.ledger.last_step()
+    return {
+        "alias": p.policy.alias,
+        "live_version": live.version,
+        "served_model": live.served_model,
+        "publish": p.publish,
+        "live_at": live.live_at,
+        "steps": last.step if last else 0,
+        "last_step": views.step_view(last) if last else None,
+    }
+
+
+@router.get("/policy/versions", tags=["policy"])
+async def get_versions(request: Request) -> dict[str, Any]:
+    """Every policy version, oldest first, with the metrics of the step that made it."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers)
+    live = (await p.ledger.live()).version
+    return {"data": [views.version_view(version, live) for version in await p.ledger.versions()]}
+
+
+@router.post("/policy/promote", tags=["policy"])
+async def promote(request: Request, body: PromoteBody) -> dict[str, Any]:
+    """Make a version live; the trainer goes on from it."""
+    p = parts(request)
+    p.keys.require_admin(request.headers)
+    return views.version_view(await p.policy.promote(body.version), body.version)
+
+
+@router.post("/policy/rollback", tags=["policy"])
+async def rollback(request: Request) -> dict[str, Any]:
+    """Make the version before the live one live again; the trainer goes on from it."""
+    p = parts(request)
+    p.keys.require_admin(request.headers)
+    live = await p.policy.rollback()
+    return views.version_view(live, live.version)
+
+
+@router.get("/healthz", tags=["health"])
+async def healthz() -> dict[str, str]:
+    """The process runs."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", tags=["health"])
+async def readyz(request: Request) -> Response:
+    """Store and upstream can be reached: 200, or 503 and which of them cannot."""
+    p = parts(request)
+    checks = {"store": "ok", "upstream": "ok"}
+    try:
+        await p.ledger.live()
+    except LightningError as error:
+        checks["store"] = error.message
+    if not await p.policy.reachable():
+        checks["upstream"] = "not reachable"
+    ready = all(value == "ok" for value in checks.values())
+    return JSONResponse({"status": "ready" if ready else "not ready", **checks}, 200 if ready else 503)
+
+
+@router.get("/metrics", tags=["health"])
+async def metrics(request: Request) -> Response:
+    """Metrics in Prometheus' text format."""
+    p = parts(request)
+    p.metrics.queue.set(p.recorder.depth)
+    p.metrics.live_version.set((await p.ledger.live()).version)
+    for (mode, status), count in (await p.store.rollout_counts()).items():
+        p.metrics.rollouts.labels(mode, status).set(count)
+    return Response(p.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

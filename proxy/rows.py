@@ -1,0 +1,142 @@
+"""Rows of the store to the records of `types.py`, and back. Pure."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+
+from lightning_proxy.proxy.delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
+from lightning_proxy.proxy.types import CallEnd, Choice, ModelCall, PolicyVersion, Reward, Rollout, ToolCall
+
+
+def dumps(value: Any) -> str | None:
+    """JSON text, or None for None. Lone surrogates, which JSON can name and UTF-8 cannot, are kept as escapes."""
+    if value is None:
+        return None
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:
+        import json
+
+        return json.dumps(value, default=str)
+
+
+def loads(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        import json
+
+        return json.loads(text)
+
+
+def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
+    """Parameters of `sql.CALL_END`; the first `prompt_shared` prompt tokens are those of the parent's row."""
+    first = end.choices[0] if end.choices else Choice(0)
+    more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
+    return {
+        "call_id": end.call_id,
+        "rollout_id": end.rollout_id,
+        "status": end.status,
+        "http_status": end.http_status,
+        "response": dumps(end.response),
+        "merged": merged,
+        "prompt_shared": prompt_shared,
+        "prompt_ids": pack_ids(end.prompt_token_ids[prompt_shared:]),
+        "token_ids": pack_ids(first.token_ids),
+        "logprobs": pack_floats(first.logprobs),
+        "finish_reason": first.finish_reason,
+        "more_choices": dumps(more) if more else None,
+        "usage": dumps(end.usage),
+        "error": end.error,
+        "untrainable_reason": end.untrainable_reason,
+        "ttft_ms": end.ttft_ms,
+        "latency_ms": end.latency_ms,
+        "tokens": sum(len(c.token_ids) for c in end.choices),
+    }
+
+
+def read_calls(
+    calls: Iterable[sqlite3.Row], tool_calls: Iterable[sqlite3.Row], rewards: dict[str, float]
+) -> list[ModelCall]:
+    """A rollout's calls, in order of `seq`, so that a call's parent comes before it."""
+    tools: dict[str, list[ToolCall]] = {}
+    for row in tool_calls:
+        tools.setdefault(row["call_id"], []).append(_read_tool_call(row))
+    done: dict[str, ModelCall] = {}
+    for row in calls:
+        done[row["call_id"]] = _read_call(row, done.get(row["parent_id"]), tools, rewards)
+    return list(done.values())
+
+
+def _read_call(
+    row: sqlite3.Row, parent: ModelCall | None, tools: dict[str, list[ToolCall]], rewards: dict[str, float]
+) -> ModelCall:
+    before = parent.prompt_token_ids + parent.response_token_ids if parent else ()
+    call_id = row["call_id"]
+    return ModelCall(
+        call_id=call_id,
+        rollout_id=row["rollout_id"],
+        seq=row["seq"],
+        agent=row["agent"],
+        endpoint=row["endpoint"],
+        status=row["status"],
+        model=row["model"],
+        policy_version=row["policy_version"],
+        policy_version_end=row["policy_version_end"],
+        request=grow_request(loads(row["request"]), parent.request if parent else None),
+        response=loads(row["response"]),
+        prompt_token_ids=before[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"]),
+        choices=_read_choices(row),
+        usage=loads(row["usage"]),
+        tool_calls=tuple(tools.get(call_id, ())),
+        reward=rewards.get(call_id),
+        trainable=row["status"] == "ok" and row["untrainable_reason"] is None,
+        untrainable_reason=row["untrainable_reason"] or (None if row["status"] == "ok" else f"call {row['status']}"),
+        error=row["error"],
+        http_status=row["http_status"],
+        started_at=row["started_at"],
+        ttft_ms=row["ttft_ms"],
+        latency_ms=row["latency_ms"],
+    )
+
+
+def _read_choices(row: sqlite3.Row) -> tuple[Choice, ...]:
+    if row["token_ids"] is None:
+        return ()
+    first = Choice(0, unpack_ids(row["token_ids"]), unpack_floats(row["logprobs"]), row["finish_reason"])
+    more = (
+        Choice(index, tuple(ids), tuple(lps), reason) for index, ids, lps, reason in loads(row["more_choices"]) or ()
+    )
+    return (first, *more)
+
+
+def _read_tool_call(row: sqlite3.Row) -> ToolCall:
+    is_error = None if row["is_error"] is None else bool(row["is_error"])
+    return ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads(row["result"]), is_error)
+
+
+def call_rewards(rewards: Sequence[Reward]) -> dict[str, float]:
+    """The newest reward named `reward` of each call."""
+    return {r.call_id: r.value for r in rewards if r.call_id is not None and r.name == "reward"}
+
+
+def read_rollout(row: sqlite3.Row) -> Rollout:
+    fields = ("rollout_id", "task_id", "agent", "mode", "status", "reason", "policy_version", "step")
+    numbers = ("created_at", "ended_at", "calls", "tokens", "reward")
+    return Rollout(metadata=loads(row["metadata"]), **{name: row[name] for name in fields + numbers})
+
+
+def read_reward(row: sqlite3.Row) -> Reward:
+    fields = ("rollout_id", "value", "call_id", "name", "source", "comment", "reward_id", "created_at")
+    return Reward(final=bool(row["final"]), **{name: row[name] for name in fields})
+
+
+def read_version(row: sqlite3.Row) -> PolicyVersion:
+    fields = ("version", "status", "publish", "path", "served_model", "step", "created_at", "live_at", "error")
+    return PolicyVersion(metrics=loads(row["metrics"]), **{name: row[name] for name in fields})

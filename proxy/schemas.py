@@ -1,0 +1,45 @@
+"""Bodies of the control API, checked at the edge."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,200}$")]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RewardBody(Body):
+    """One reward. `final` defaults to true without `call_id`, to false with it."""
+
+    rollout_id: Id
+    reward: Number
+    call_id: Id | None = None
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "reward"
+    source: Annotated[str, Field(max_length=200)] | None = None
+    comment: Annotated[str, Field(max_length=10_000)] | None = None
+    final: Annotated[bool, Field(strict=True)] | None = None
+    retrain: Annotated[bool, Field(strict=True)] = False
+
+
+class RolloutsBody(Body):
+    """Opens `n` sibling rollouts of one task."""
+
+    task_id: Id | None = None
+    mode: Literal["train", "eval"] = "train"
+    metadata: dict[str, Any] = {}
+    n: Annotated[int, Field(strict=True, ge=1, le=1000)] = 1
+
+
+class EndBody(Body):
+    status: Literal["completed", "failed", "discarded"]
+    reason: Annotated[str, Field(max_length=10_000)] | None = None
+
+
+class PromoteBody(Body):
+    version: Annotated[int, Field(strict=True, ge=0)]

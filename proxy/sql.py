@@ -1,0 +1,154 @@
+"""Every SQL statement of the project, with named parameters, in the SQL that SQLite and PostgreSQL share.
+
+Rows of `calls` are written twice: `CALL_START` when the request goes upstream (status `incomplete`), `CALL_END` when it is over.
+"""
+
+# Rollouts ---------------------------------------------------------------------------------------------------------
+
+ROLLOUT_SEEN = """
+INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, created_at)
+VALUES (:rollout_id, :task_id, :agent, :mode, :policy_version, :at)
+ON CONFLICT (rollout_id) DO UPDATE SET
+    task_id = COALESCE(rollouts.task_id, excluded.task_id),
+    agent = COALESCE(rollouts.agent, excluded.agent),
+    policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
+"""
+ROLLOUT_OPEN = """
+INSERT INTO rollouts (rollout_id, task_id, mode, metadata, created_at)
+VALUES (:rollout_id, :task_id, :mode, :metadata, :at)
+"""
+ROLLOUT_KEY = "INSERT INTO rollout_keys (key_hash, rollout_id) VALUES (:key_hash, :rollout_id)"
+ROLLOUT_OF_KEY = """
+SELECT rollouts.* FROM rollout_keys JOIN rollouts ON rollouts.rollout_id = rollout_keys.rollout_id
+WHERE key_hash = :key_hash
+"""
+ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
+ROLLOUTS_PAGE = """
+SELECT * FROM rollouts
+WHERE n < :cursor {filters}
+ORDER BY n DESC LIMIT :limit
+"""
+ROLLOUT_FILTERS = {
+    "status": "AND status = :status",
+    "task_id": "AND task_id = :task_id",
+    "mode": "AND mode = :mode",
+    "agent": "AND EXISTS (SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.agent = :agent)",
+}
+ROLLOUT_END = """
+UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at
+WHERE rollout_id = :rollout_id
+"""
+ROLLOUT_COUNTS = "SELECT mode, status, COUNT(*) AS rollouts FROM rollouts GROUP BY mode, status"
+
+# Calls ------------------------------------------------------------------------------------------------------------
+
+CALL_START = """
+INSERT INTO calls (call_id, rollout_id, seq, parent_id, agent, endpoint, status, model, policy_version, request, started_at)
+VALUES (
+    :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
+    :parent_id, :agent, :endpoint, 'incomplete', :model, :policy_version, :request, :at
+)
+"""
+CALL_END = """
+UPDATE calls SET
+    status = :status, http_status = :http_status, response = :response,
+    policy_version_end = CASE WHEN policy_version IS NULL OR NOT :merged THEN policy_version
+                              ELSE (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) END,
+    prompt_shared = :prompt_shared, prompt_ids = :prompt_ids, token_ids = :token_ids, logprobs = :logprobs,
+    finish_reason = :finish_reason, more_choices = :more_choices, usage = :usage, error = :error,
+    untrainable_reason = :untrainable_reason, ttft_ms = :ttft_ms, latency_ms = :latency_ms
+WHERE call_id = :call_id
+"""
+ROLLOUT_CALL_ENDED = """
+UPDATE rollouts SET calls = calls + 1, tokens = tokens + :tokens WHERE rollout_id = :rollout_id
+"""
+CALLS = "SELECT * FROM calls WHERE rollout_id = :rollout_id ORDER BY seq"
+CALL_EXISTS = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
+TOOL_CALL = """
+INSERT INTO tool_calls (rollout_id, call_id, position, tool_call_id, name, arguments)
+VALUES (:rollout_id, :call_id, :position, :tool_call_id, :name, :arguments)
+"""
+TOOL_RESULT = """
+UPDATE tool_calls SET result = :result, is_error = :is_error
+WHERE rollout_id = :rollout_id AND tool_call_id = :tool_call_id AND result IS NULL
+"""
+TOOL_CALLS = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
+
+# Rewards ----------------------------------------------------------------------------------------------------------
+
+REWARD = """
+INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, created_at)
+VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :at)
+RETURNING reward_id
+"""
+REWARDS = "SELECT * FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
+ROLLOUT_REWARD = "UPDATE rollouts SET reward = :value WHERE rollout_id = :rollout_id"
+ROLLOUT_COMPLETE = """
+UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
+"""
+ROLLOUT_OFFER_AGAIN = "UPDATE rollouts SET step = NULL, dropped = NULL WHERE rollout_id = :rollout_id"
+IDEMPOTENT_ANSWER = "SELECT body_hash, answer FROM idempotency WHERE key = :key"
+IDEMPOTENT_SAVE = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key, :body_hash, :answer, :at)"
+IDEMPOTENT_FORGET = "DELETE FROM idempotency WHERE created_at < :before"
+
+# Policy -----------------------------------------------------------------------------------------------------------
+
+LIVE_VERSION = """
+SELECT policy_versions.* FROM policy_versions
+WHERE version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1)
+"""
+VERSIONS = "SELECT * FROM policy_versions ORDER BY version"
+VERSION = "SELECT * FROM policy_versions WHERE version = :version"
+VERSION_NEW = """
+INSERT INTO policy_versions (version, status, publish, step, created_at, metrics)
+SELECT MAX(version) + 1, 'publishing', :publish, :step, :at, :metrics FROM policy_versions
+RETURNING version
+"""
+VERSION_SAVED = "UPDATE policy_versions SET path = :path, served_model = :served_model WHERE version = :version"
+VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE version = :version"
+VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"
+VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
+VERSION_FORGET_PATH = "UPDATE policy_versions SET path = NULL WHERE version = :version"
+POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
+PINNED_VERSIONS = """
+SELECT DISTINCT policy_version FROM rollouts WHERE status = 'running' AND policy_version IS NOT NULL
+"""
+
+# Training ---------------------------------------------------------------------------------------------------------
+
+CLAIMABLE_GROUPS = """
+SELECT task_id,
+       SUM(status = 'completed' AND reward IS NOT NULL) AS completed,
+       COUNT(*) AS ended,
+       MIN(ended_at) AS oldest
+FROM rollouts
+WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL
+GROUP BY task_id
+HAVING SUM(status = 'completed' AND reward IS NOT NULL) > 0
+ORDER BY oldest
+"""
+CLAIMABLE_OF_TASK = """
+SELECT * FROM rollouts
+WHERE task_id = :task_id AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
+ORDER BY ended_at
+"""
+CLAIM = "UPDATE rollouts SET step = :step WHERE rollout_id = :rollout_id AND step IS NULL"
+CLAIMED = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
+DROP = "UPDATE rollouts SET dropped = :reason WHERE rollout_id = :rollout_id"
+RELEASE = "UPDATE rollouts SET step = NULL WHERE step = :step"
+STEP_NEW = """
+INSERT INTO steps (step, status, base, created_at)
+SELECT COALESCE(MAX(step), 0) + 1, 'claimed', :base, :at FROM steps
+RETURNING step
+"""
+STEP_TRAINED = """
+UPDATE steps SET status = 'trained', checkpoint = :checkpoint, metrics = :metrics, finished_at = :at WHERE step = :step
+"""
+STEP_PUBLISHED = "UPDATE steps SET version = :version WHERE step = :step"
+STEP_METRICS = "UPDATE steps SET metrics = :metrics WHERE step = :step"
+STEP_FORGET = "DELETE FROM steps WHERE step = :step"
+STEP_FORGET_CHECKPOINT = "UPDATE steps SET checkpoint = NULL WHERE step = :step"
+STEPS_CLAIMED = "SELECT step FROM steps WHERE status = 'claimed'"
+STEP_LAST = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step DESC LIMIT 1"
+STEP_OF_VERSION = "SELECT * FROM steps WHERE version = :version"
+STEPS = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step"

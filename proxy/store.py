@@ -1,0 +1,155 @@
+"""The store as the proxy sees it: rollouts, calls, tool calls and rewards. The trainer's side is `ledger.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import aiosqlite
+import orjson
+
+from lightning_proxy.proxy import rows, sql
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.errors import Conflict, NotFound
+from lightning_proxy.proxy.types import ModelCall, Reward, Rollout, RolloutName, RolloutStatus
+
+IDEMPOTENCY_DAYS = 7
+
+
+class Store:
+    """Reads and writes of rollouts, calls and rewards. Every method that writes is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    # Calls: the recorder hands over whole batches ------------------------------------------------------------------
+
+    async def write(self, batch: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """Run statements of `sql.py` in one transaction, in order; neighbours with the same statement go in one call."""
+        async with self._db.transaction() as db:
+            for statement, params in _runs(batch):
+                await db.executemany(statement, params)
+
+    async def calls(self, rollout_id: str) -> list[ModelCall]:
+        """The rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout."""
+        await self.rollout(rollout_id)
+        params: dict[str, object] = {"rollout_id": rollout_id}
+        return rows.read_calls(
+            await self._db.all(sql.CALLS, params),
+            await self._db.all(sql.TOOL_CALLS, params),
+            rows.call_rewards(await self.rewards(rollout_id)),
+        )
+
+    # Rollouts ------------------------------------------------------------------------------------------------------
+
+    async def open_rollouts(self, names: Sequence[tuple[RolloutName, str]], metadata: dict[str, Any]) -> None:
+        """Open rollouts, each with the hash of the key that names it."""
+        at = time.time()
+        batch: list[tuple[str, dict[str, Any]]] = []
+        for name, key_hash in names:
+            row = {"rollout_id": name.rollout_id, "task_id": name.task_id, "mode": name.mode, "at": at}
+            batch.append((sql.ROLLOUT_OPEN, row | {"metadata": orjson.dumps(metadata).decode()}))
+        batch += [(sql.ROLLOUT_KEY, {"rollout_id": n.rollout_id, "key_hash": key_hash}) for n, key_hash in names]
+        await self.write(batch)
+
+    async def rollout(self, rollout_id: str) -> Rollout:
+        row = await self._db.one(sql.ROLLOUT, {"rollout_id": rollout_id})
+        if row is None:
+            raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
+        return rows.read_rollout(row)
+
+    async def rollout_of_key(self, key_hash: str) -> Rollout | None:
+        row = await self._db.one(sql.ROLLOUT_OF_KEY, {"key_hash": key_hash})
+        return None if row is None else rows.read_rollout(row)
+
+    async def rollouts(
+        self, filters: dict[str, str], limit: int, cursor: int | None = None
+    ) -> tuple[list[Rollout], int | None]:
+        """A page, newest first, and the cursor of the next page (None: this is the last). Filters: ROLLOUT_FILTERS."""
+        statement = sql.ROLLOUTS_PAGE.format(filters=" ".join(sql.ROLLOUT_FILTERS[name] for name in filters))
+        found = await self._db.all(statement, {**filters, "cursor": cursor or 2**62, "limit": limit + 1})
+        page = found[:limit]
+        return [rows.read_rollout(row) for row in page], page[-1]["n"] if len(found) > limit else None
+
+    async def rollout_counts(self) -> dict[tuple[str, str], int]:
+        """How many rollouts there are by (mode, status)."""
+        return {(r["mode"], r["status"]): r["rollouts"] for r in await self._db.all(sql.ROLLOUT_COUNTS)}
+
+    async def end_rollout(self, rollout_id: str, status: RolloutStatus, reason: str | None) -> Rollout:
+        """End a rollout; ending it again in the same way changes nothing, in another way is a Conflict."""
+        rollout = await self.rollout(rollout_id)
+        if rollout.status == status:
+            return rollout
+        if rollout.status != "running":
+            raise Conflict(f"rollout {rollout_id!r} has already ended as {rollout.status}", param="status")
+        row = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
+        await self.write([(sql.ROLLOUT_END, row)])
+        return await self.rollout(rollout_id)
+
+    # Rewards -------------------------------------------------------------------------------------------------------
+
+    async def rewards(self, rollout_id: str) -> list[Reward]:
+        """All rewards ever posted for a rollout, oldest first."""
+        return [rows.read_reward(row) for row in await self._db.all(sql.REWARDS, {"rollout_id": rollout_id})]
+
+    async def post_rewards(self, rewards: Sequence[Reward], key: str | None, body: bytes) -> list[dict[str, Any]]:
+        """Record all of `rewards` or none, and answer one object each.
+
+        `key` (the Idempotency-Key) with the same body gives the first answer again; with another body a Conflict.
+        """
+        body_hash = hashlib.sha256(body).hexdigest()
+        async with self._db.transaction() as db:
+            if key is not None and (answer := await _earlier_answer(db, key, body_hash)) is not None:
+                return answer
+            answer = [await _post_reward(db, reward) for reward in rewards]
+            if key is not None:
+                await _remember_answer(db, key, body_hash, answer)
+        return answer
+
+
+async def _post_reward(db: aiosqlite.Connection, reward: Reward) -> dict[str, Any]:
+    at = time.time()
+    row = {"rollout_id": reward.rollout_id, "call_id": reward.call_id, "at": at, "value": reward.value}
+    if not await db.execute_fetchall(sql.ROLLOUT, row):
+        raise NotFound(f"no rollout {reward.rollout_id!r}", param="rollout_id")
+    if reward.call_id is not None and not await db.execute_fetchall(sql.CALL_EXISTS, row):
+        raise NotFound(f"rollout {reward.rollout_id!r} has no call {reward.call_id!r}", param="call_id")
+    details = {"name": reward.name, "source": reward.source, "comment": reward.comment, "final": reward.final}
+    inserted = list(await db.execute_fetchall(sql.REWARD, row | details))
+    if reward.call_id is None and reward.name == "reward":
+        await db.execute(sql.ROLLOUT_REWARD, row)
+    if reward.final:
+        await db.execute(sql.ROLLOUT_COMPLETE, row)
+    if reward.retrain:
+        await db.execute(sql.ROLLOUT_OFFER_AGAIN, row)
+    return {"reward_id": inserted[0]["reward_id"], "rollout_id": reward.rollout_id, "status": "recorded"}
+
+
+async def _earlier_answer(db: aiosqlite.Connection, key: str, body_hash: str) -> list[dict[str, Any]] | None:
+    found = list(await db.execute_fetchall(sql.IDEMPOTENT_ANSWER, {"key": key}))
+    if not found:
+        return None
+    if found[0]["body_hash"] != body_hash:
+        raise Conflict("this Idempotency-Key was used for another body; use a new key", param="Idempotency-Key")
+    answer: list[dict[str, Any]] = orjson.loads(found[0]["answer"])
+    return answer
+
+
+async def _remember_answer(db: aiosqlite.Connection, key: str, body_hash: str, answer: list[dict[str, Any]]) -> None:
+    at = time.time()
+    await db.execute(sql.IDEMPOTENT_FORGET, {"before": at - IDEMPOTENCY_DAYS * 86400})
+    row = {"key": key, "body_hash": body_hash, "answer": orjson.dumps(answer).decode(), "at": at}
+    await db.execute(sql.IDEMPOTENT_SAVE, row)
+
+
+def _runs(batch: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Group neighbours with the same statement."""
+    runs: list[tuple[str, list[dict[str, Any]]]] = []
+    for statement, params in batch:
+        if runs and runs[-1][0] is statement:
+            runs[-1][1].append(params)
+        else:
+            runs.append((statement, [params]))
+    return runs

@@ -1,0 +1,139 @@
+"""An upstream as raw passthrough: bytes and headers in and out, its failures as our errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from lightning_proxy.proxy.asgi import Header
+from lightning_proxy.proxy.config import UpstreamConfig
+from lightning_proxy.proxy.errors import UpstreamTimeout, UpstreamUnreachable
+
+# RFC 9110, section 7.6.1, and what is only about the connection to us.
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
+)
+_OUR_REQUEST_HEADERS = frozenset(
+    b"host content-length expect x-rollout-id x-task-id x-agent-name x-rollout-mode".split()
+)
+_CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What goes upstream. `path` begins with /v1/ and is percent-decoded; `headers` are the agent's."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[Header]
+    body: bytes
+    forward_authorization: bool
+    identity: bool = False
+
+
+def make_session() -> aiohttp.ClientSession:
+    """A session for passthrough: no limit on connections, no cookies, no headers of its own, bodies as they are."""
+    # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4, ttl_dns_cache=60)
+    return aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+
+
+async def open_upstream(
+    session: aiohttp.ClientSession, upstream: UpstreamConfig, request: Request
+) -> aiohttp.ClientResponse:
+    """Send the request and wait for the answer's headers. Raises UpstreamUnreachable, UpstreamTimeout."""
+    try:
+        async with asyncio.timeout(upstream.first_byte_timeout_s):
+            return await session.request(
+                request.method,
+                _url(upstream, request),
+                headers=_request_headers(upstream, request),
+                data=request.body or None,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=upstream.connect_timeout_s),
+            )
+    except aiohttp.ConnectionTimeoutError:
+        raise UpstreamTimeout(
+            f"upstream {upstream.name}: no connection within {upstream.connect_timeout_s} s"
+        ) from None
+    except TimeoutError:
+        raise UpstreamTimeout(f"upstream {upstream.name}: no answer within {upstream.first_byte_timeout_s} s") from None
+    except aiohttp.ClientConnectorError as error:
+        reason = error.os_error.strerror or type(error.os_error).__name__
+        raise UpstreamUnreachable(f"upstream {upstream.name} cannot be reached: {reason}") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(error)}") from None
+
+
+async def read_chunks(upstream: UpstreamConfig, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The answer's body as it arrives. Raises UpstreamUnreachable when it breaks off, UpstreamTimeout when it stalls."""
+    while True:
+        try:
+            async with asyncio.timeout(upstream.idle_timeout_s):
+                data = await response.content.readany()
+        except TimeoutError:
+            raise UpstreamTimeout(f"upstream {upstream.name}: nothing for {upstream.idle_timeout_s} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(error)}") from None
+        if not data:
+            return
+        yield data
+
+
+def response_headers(response: aiohttp.ClientResponse, *, keep_length: bool) -> list[Header]:
+    """The upstream's headers without those of the connection, and without Content-Length where the body may change."""
+    dropped = _HOP_BY_HOP | _named_by_connection(response.raw_headers)
+    dropped |= frozenset() if keep_length else {b"content-length"}
+    return [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in dropped]
+
+
+def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[str, str]]:
+    dropped = _HOP_BY_HOP | _OUR_REQUEST_HEADERS | _named_by_connection(request.headers)
+    if upstream.api_key or not request.forward_authorization:
+        dropped |= _CREDENTIALS
+    if request.identity:
+        dropped |= {b"accept-encoding"}
+    kept = [(_text(name), _text(value)) for name, value in request.headers if name.lower() not in dropped]
+    if upstream.api_key:
+        kept.append(("authorization", f"Bearer {upstream.api_key.get_secret_value()}"))
+    if request.identity:
+        kept.append(("accept-encoding", "identity"))
+    return kept
+
+
+def _named_by_connection(headers: Iterable[Header]) -> frozenset[bytes]:
+    values = (value for name, value in headers if name.lower() == b"connection")
+    return frozenset(token.strip().lower() for value in values for token in value.split(b","))
+
+
+def _url(upstream: UpstreamConfig, request: Request) -> URL:
+    """Quoted anew from the decoded path: what was checked is what is asked for."""
+    path = quote(request.path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~")
+    query = f"?{quote(request.query, safe=_QUERY_SAFE)}" if request.query else ""
+    return URL(upstream.base_url.rstrip("/") + path + query, encoded=True)
+
+
+_QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def _describe(error: Exception) -> str:
+    """aiohttp's errors may be empty, or quote what was received."""
+    return str(error)[:200] or type(error).__name__

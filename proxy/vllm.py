@@ -1,0 +1,95 @@
+"""vLLM's operator routes: adapters, weights, pauses. Never reachable through the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from lightning_proxy.proxy.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
+
+
+class VllmError(LightningError):
+    """vLLM refused an operator's request."""
+
+    status = 502
+    type = "upstream_error"
+
+
+class Vllm:
+    """One vLLM server, addressed by the `base_url` (ending in /v1) of its upstream."""
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, *, timeout_s: float = 120.0) -> None:
+        self._session = session
+        self._root = base_url.rstrip("/").removesuffix("/v1")
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The served models: the base model, whose `parent` is None, and the adapters."""
+        answer = await self._request("GET", "/v1/models")
+        return list(answer["data"])
+
+    async def base_model(self) -> str:
+        """The name under which the base model is served."""
+        names = [m["id"] for m in await self.models() if m.get("parent") is None]
+        if not names:
+            raise VllmError(f"{self._root}/v1/models lists no base model")
+        return str(names[0])
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Serve the LoRA adapter at `path` as model `name`; harmless when it is served already."""
+        if name not in {m["id"] for m in await self.models()}:
+            await self._request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def unload_adapter(self, name: str) -> None:
+        if name in {m["id"] for m in await self.models()}:
+            await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def weight_version(self) -> str:
+        """The label of the weights being served; `default` after a start."""
+        return str((await self._request("GET", "/weight_info"))["weight_version"])
+
+    async def is_paused(self) -> bool:
+        return bool((await self._request("GET", "/is_paused"))["is_paused"])
+
+    async def resume(self) -> None:
+        await self._request("POST", "/resume")
+
+    async def replace_weights(self, path: str, label: str, committed: Callable[[], Awaitable[None]]) -> None:
+        """Freeze running requests, load the weights at `path`, await `committed`, and let the requests go on.
+
+        Their attention caches are kept; cached prefixes of finished requests are forgotten.
+        """
+        await self._request("POST", "/pause?mode=keep")
+        try:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            await self._request("POST", "/collective_rpc", body)
+            await self._request("POST", "/update_weight_version", {"new_version": label})
+            await self._request("POST", "/reset_prefix_cache")
+            await committed()
+        finally:
+            await asyncio.shield(self.resume())
+
+    async def logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of `token_ids[1:]`, each given the tokens before it, at temperature 1."""
+        body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
+        answer = await self._request("POST", "/v1/completions", body)
+        found = answer["choices"][0]["prompt_logprobs"]
+        values = [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], found[1:], strict=True)]
+        return [float(v) if v is not None else math.nan for v in values]
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        url = self._root + path
+        try:
+            async with self._session.request(method, url, json=body, timeout=self._timeout) as answer:
+                text = await answer.text()
+                if answer.status >= 400:
+                    raise VllmError(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")
+                return await answer.json() if "json" in answer.content_type else text
+        except TimeoutError as error:
+            raise UpstreamTimeout(f"vLLM at {self._root} did not answer {method} {path} in time") from error
+        except aiohttp.ClientError as error:
+            raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {error}") from error
