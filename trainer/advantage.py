@@ -1,0 +1,57 @@
+"""Baselines over the siblings of a task: from returns to advantages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from types import MappingProxyType
+
+from lightning_proxy.proxy.errors import ConfigError
+
+STD_EPSILON = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What the returns of one rollout's calls are compared with: advantage = (return - shift) / scale."""
+
+    shift: float
+    scale: float = 1.0
+
+    def advantage(self, call_return: float) -> float:
+        return (call_return - self.shift) / self.scale
+
+
+def grpo(returns: Sequence[float]) -> list[Baseline]:
+    """(r - mean) / (std + 1e-4) with the sample standard deviation, as TRL does (DeepSeekMath, arXiv 2402.03300)."""
+    return [Baseline(fmean(returns), stdev(returns) + STD_EPSILON)] * len(returns)
+
+
+def dr_grpo(returns: Sequence[float]) -> list[Baseline]:
+    """r - mean, without the division that favours easy and hard tasks (Dr. GRPO, arXiv 2503.20783)."""
+    return [Baseline(fmean(returns))] * len(returns)
+
+
+def rloo(returns: Sequence[float]) -> list[Baseline]:
+    """r - mean of the other siblings (REINFORCE leave-one-out, arXiv 2402.14740)."""
+    total = math.fsum(returns)
+    return [Baseline((total - r) / (len(returns) - 1)) for r in returns]
+
+
+BASELINES: Mapping[str, Callable[[Sequence[float]], list[Baseline]]] = MappingProxyType(
+    {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+)
+
+
+def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | None:
+    """One baseline per sibling, from the siblings' rollout returns.
+
+    None where the group teaches nothing: fewer than two siblings, or all returns equal. The caller counts those.
+    """
+    if name not in BASELINES:
+        raise ConfigError(f"trainer.baseline: unknown baseline {name!r}, known are {', '.join(BASELINES)}")
+    if len(returns) < 2 or math.isclose(max(returns), min(returns), rel_tol=1e-9, abs_tol=1e-9):
+        return None
+    return BASELINES[name](returns)
