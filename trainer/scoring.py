@@ -1,0 +1,159 @@
+"""Log-probabilities of tokens under a causal language model, with every shared prefix computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.trainer.prefix_tree import PrefixTree
+
+# Logits are made for this many vocabulary entries at a time (256 MiB in float32).
+_LOGITS_PER_CHUNK = 2**26
+
+
+class Scores(NamedTuple):
+    """(B, T), T the longest row; zero where a token is not scored. Only `logprobs` carries a gradient."""
+
+    logprobs: Tensor
+    entropies: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The tokens to score: `rows`, `columns` (M,) say where in (B, T); `temperatures` (M,) what the logits are divided by."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    temperatures: np.ndarray
+
+    @classmethod
+    def of(cls, masks: Sequence[Sequence[int]], temperatures: Sequence[Sequence[float]]) -> Targets:
+        """The places where `masks` is 1; position 0 has nothing to be predicted from and must be 0."""
+        columns = [np.flatnonzero(np.asarray(mask)) for mask in masks]
+        values = [np.asarray(t, np.float32)[c] for t, c in zip(temperatures, columns, strict=True)]
+        rows = np.repeat(np.arange(len(columns)), [len(c) for c in columns])
+        return cls(rows, np.concatenate(columns), np.concatenate(values))
+
+
+def score(model: PreTrainedModel, tree: PrefixTree, targets: Targets) -> Scores:
+    """Score `targets` by one forward pass over the tree. `model` is the bare causal LM, its LoRA layers included."""
+    hidden = _hidden_states(model, tree)
+    nodes = np.stack([tree.paths[row][[column - 1, column]] for row, column in zip(targets.rows, targets.columns)])
+    # Siblings that sampled the same token in the same place at the same temperature need one score between them.
+    keys = np.stack([nodes[:, 0], nodes[:, 1], targets.temperatures.view(np.int32)], axis=1)
+    unique, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    device = hidden.device
+    logprobs, entropies = _TokenLogprobs.apply(
+        hidden[torch.from_numpy(unique[:, 0]).to(device)],
+        model,
+        torch.from_numpy(tree.token_ids[unique[:, 1]]).to(device),
+        torch.from_numpy(targets.temperatures[first]).to(device),
+    )
+    shape = (len(tree.paths), max(map(len, tree.paths)))
+    places = (torch.from_numpy(targets.rows).to(device), torch.from_numpy(targets.columns).to(device))
+    back = torch.from_numpy(inverse.reshape(-1)).to(device)
+    return Scores(*(x.new_zeros(shape).index_put(places, x[back]) for x in (logprobs, entropies)))
+
+
+def tree_attention_mask(tree: PrefixTree, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(1, 1, N, N), additive: 0 from a node to its ancestors and itself, else -inf."""
+    nodes = torch.arange(len(tree), device=device)
+    ends = torch.from_numpy(tree.ends).to(device)
+    visible = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < ends[None, :])
+    mask = torch.full(visible.shape, -torch.inf, dtype=dtype, device=device).masked_fill_(visible, 0.0)
+    return mask[None, None]
+
+
+def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
+    """Raise ConfigError where a tree cannot stand for its rows: recurrent layers, or a window shorter than a sample."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"policy.model: layers of type {sorted(kinds)} are not supported; attention only")
+    window = getattr(text, "sliding_window", None) if "sliding_attention" in kinds else None
+    if window and window < max_tokens:
+        raise ConfigError(f"trainer.max_sample_tokens: {max_tokens} is over the model's attention window of {window}")
+
+
+def attention_cost(config: PreTrainedConfig, linear_parameters: int) -> float:
+    """Attention's share of a node's work, per node that it is compared with, in units of the linear layers' work."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * text.num_attention_heads * head_dim / linear_parameters
+
+
+def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
+    """(N, H): the last hidden state of every node."""
+    device = model.device
+    output = model.base_model(
+        input_ids=torch.from_numpy(tree.token_ids).to(device)[None],
+        attention_mask=tree_attention_mask(tree, model.dtype, device),
+        position_ids=torch.from_numpy(tree.depths).to(device)[None],
+        use_cache=False,
+    )
+    states: Tensor = output.last_hidden_state
+    return states[0]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """(K, H) hidden states, (K,) next tokens and temperatures -> (K,) log-probabilities and entropies, in float32.
+
+    Each result depends on its own row alone, so the gradient's direction is found on the way: no logits are kept, none
+    are made twice. The head itself gets no gradient; TRL forbids adapters on it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, model: PreTrainedModel, labels: Tensor, temperatures: Tensor) -> Any:
+        chunk = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
+        parts = [
+            _score_chunk(model, *rows, directions=ctx.needs_input_grad[0])
+            for rows in zip(*(x.split(chunk) for x in (hidden, labels, temperatures)), strict=True)
+        ]
+        logprobs, entropies, directions = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(directions)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (directions,) = ctx.saved_tensors
+        return (gradients[0][:, None] * directions).to(directions.dtype), None, None, None
+
+
+def _score_chunk(
+    model: PreTrainedModel, hidden: Tensor, labels: Tensor, temperatures: Tensor, *, directions: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, and d logprob / d hidden (empty unless asked for)."""
+    rows = torch.arange(len(labels), device=labels.device)
+    with torch.set_grad_enabled(directions):
+        hidden = hidden.detach().requires_grad_(directions)
+        logits = _logits(model, hidden)
+    logp = logits.detach().float() / temperatures[:, None]
+    logp -= logp.logsumexp(-1, keepdim=True)
+    chosen = logp[rows, labels]
+    probs = logp.exp()
+    entropies = -torch.linalg.vecdot(probs, logp)
+    if not directions:
+        return chosen, entropies, hidden.new_empty(0)
+    probs[rows, labels] -= 1
+    probs /= -temperatures[:, None]
+    (direction,) = torch.autograd.grad(logits, hidden, probs.to(logits.dtype))
+    return chosen, entropies, direction
+
+
+def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The head's output as the model's own forward makes it: Cohere and Granite scale it, Gemma caps it."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    config = model.config.get_text_config()
+    logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
+    logits = logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
