@@ -29,6 +29,7 @@ $(STAMP): pyproject.toml
 	[ -x $(BIN)/python ] || "$$uv" venv --quiet --allow-existing --python $(PYTHON) $(VENV); \
 	[ -n "$${UV_FIND_LINKS:-}" ] || backend="--torch-backend $(if $(GPU),auto,cpu)"; \
 	"$$uv" pip install --python $(BIN)/python $${backend:-} -e '.[$(EXTRAS)]'
+	mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/lightning_proxy
 	@touch $@
 
 test: setup  ## run the tests, the end-to-end test with a real vLLM included

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -139,8 +140,9 @@ class Supervisor:
 
     async def _either(self, child: Child, healthy: asyncio.Future[None]) -> None:
         ended = asyncio.ensure_future(child.process.wait())
+        either: set[asyncio.Future[Any]] = {ended, healthy}
         try:
-            await asyncio.wait({ended, healthy}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 raise child.death()
         finally:

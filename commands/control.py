@@ -1,0 +1,93 @@
+"""A client of the proxy's control API (contract, section 3), for the commands that talk to a running proxy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.proxy.types import Mode
+
+
+class ControlError(LightningError):
+    """The proxy refused a control request; `status_code` is its HTTP status, None if it was not reached."""
+
+    def __init__(self, message: str, status_code: int | None = None) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRollout:
+    """What an agent needs to make calls that belong to one rollout."""
+
+    rollout_id: str
+    base_url: str
+    api_key: str
+
+
+class ControlClient:
+    """`async with ControlClient(url) as api:`; every method raises ControlError."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> ControlClient:
+        """For the proxy of this configuration."""
+        proxy = config.proxy
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(proxy.host, proxy.host)
+        keys = proxy.admin_keys or proxy.api_keys
+        return cls(f"http://{host}:{proxy.port}", keys[0].get_secret_value() if keys else None)
+
+    async def __aenter__(self) -> ControlClient:
+        timeout = aiohttp.ClientTimeout(total=60)
+        self._session = aiohttp.ClientSession(
+            headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def open_rollouts(self, task_id: str, mode: Mode, n: int) -> list[OpenRollout]:
+        answer = await self.request("POST", "/rollouts", {"task_id": task_id, "mode": mode, "n": n})
+        return [OpenRollout(one["rollout_id"], one["base_url"], one["api_key"]) for one in answer]
+
+    async def end_rollout(self, rollout_id: str, status: str, reason: str | None = None) -> None:
+        await self.request("POST", f"/rollouts/{rollout_id}/end", {"status": status, "reason": reason})
+
+    async def rollout(self, rollout_id: str) -> dict[str, Any]:
+        return await self.request("GET", f"/rollouts/{rollout_id}")
+
+    async def rollouts(self, **filters: str | int | None) -> dict[str, Any]:
+        params = {name: str(value) for name, value in filters.items() if value is not None}
+        return await self.request("GET", "/rollouts", params=params)
+
+    async def policy(self) -> dict[str, Any]:
+        return await self.request("GET", "/policy")
+
+    async def request(self, method: str, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
+        """One request; the decoded answer. The proxy's own error message is the ControlError's."""
+        assert self._session is not None, "use `async with`"
+        try:
+            async with self._session.request(method, self.url + path, json=body, params=params) as answer:
+                data = await answer.json(content_type=None)
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            raise ControlError(f"no usable answer from the proxy at {self.url}: {reason}") from None
+        if status >= 400:
+            error_body = data.get("error") if isinstance(data, dict) else None
+            message = error_body.get("message") if isinstance(error_body, dict) else str(data)[:300]
+            raise ControlError(f"{method} {path}: {message} (HTTP {status})", status)
+        return data

@@ -1,0 +1,157 @@
+"""A fork server for agent programs: imports modules once, then forks per run. `python preload.py MODULE…`
+
+Run by the agent's own interpreter, so standard library only. Reads one JSON object a line on stdin:
+{"id", "script", "argv", "cwd", "env", "log"} starts a program whose stdout and stderr go to the file `log`,
+{"kill": id} ends one. Writes {"id", "code"} for each that ended; a negative code is the signal that killed it.
+Ends, with all programs, when its stdin closes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+
+class Server:
+    """Forks programs as asked and reports how they ended."""
+
+    def __init__(self, requests: int, reports: int) -> None:
+        self._requests, self._reports = requests, reports
+        self._running: dict[int, str] = {}
+        self._buffer = b""
+
+    def serve(self) -> None:
+        """Until stdin closes."""
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Ctrl-C reaches the whole terminal; what it means for a program is for the one who asked for it to decide.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        open_ = True
+        while open_:
+            ready, _, _ = select.select([self._requests, wake_read], [], [])
+            if wake_read in ready:
+                os.read(wake_read, 4096)
+                self._reap()
+            if self._requests in ready:
+                open_ = self._read()
+        for pid in self._running:
+            _kill_group(pid)
+
+    def _read(self) -> bool:
+        chunk = os.read(self._requests, 1 << 16)
+        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
+        for line in lines:
+            self._handle(json.loads(line))
+        return bool(chunk)
+
+    def _handle(self, request: dict[str, Any]) -> None:
+        if "kill" in request:
+            for pid, name in self._running.items():
+                if name == request["kill"]:
+                    _kill_group(pid)
+            return
+        pid = os.fork()
+        if pid == 0:
+            os.close(self._requests)
+            os.close(self._reports)
+            os._exit(_run(request))
+        self._running[pid] = request["id"]
+
+    def _reap(self) -> None:
+        while self._running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            _kill_group(pid)  # what the program left behind
+            report = {"id": self._running.pop(pid), "code": os.waitstatus_to_exitcode(status)}
+            os.write(self._reports, json.dumps(report).encode() + b"\n")
+
+
+def _run(request: dict[str, Any]) -> int:
+    """In the forked child: run the script as `python script.py` would, and return its exit code."""
+    try:
+        _become(request)
+        runpy.run_path(request["script"], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = _exit_code(end)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    return code if _finish() else code or 1
+
+
+def _become(request: dict[str, Any]) -> None:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = [request["script"], *request["argv"]]
+    sys.path[0] = str(Path(request["script"]).absolute().parent)
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _finish() -> bool:
+    """What the interpreter does at its end, less the slow taking apart; False if output was lost."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _kill_group(pid: int) -> None:
+    # The child may not have come as far as setsid yet; then only it is there to be killed.
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+            return
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def main(modules: list[str]) -> None:
+    reports = os.dup(1)
+    os.dup2(2, 1)  # what a module prints on import must not be taken for a report
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # else the first collection in each child copies every page
+    os.write(reports, b'{"ready": true}\n')
+    Server(os.dup(0), reports).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,64 @@
+"""The `run` command as a person sees it: a progress bar while it runs, a summary at its end."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.programs import Runner
+from lightning_proxy.commands.run import RolloutResult, RunOptions, run_tasks
+from lightning_proxy.commands.tasks import Task
+
+
+@dataclass
+class RunProgress:
+    """Counts results for the progress bar."""
+
+    progress: Progress
+    total: int
+    done: int = 0
+    failed: int = 0
+    rewarded: int = 0
+    reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._bar = self.progress.add_task("rollouts", total=self.total, reward="-", failed=0)
+
+    def add(self, result: RolloutResult) -> None:
+        self.done += 1
+        self.failed += result.failed
+        if result.reward is not None:
+            self.rewarded += 1
+            self.reward += result.reward
+        mean = f"{self.reward / self.rewarded:.3f}" if self.rewarded else "-"
+        self.progress.update(self._bar, completed=self.done, reward=mean, failed=self.failed)
+
+
+async def run_with_progress(
+    api: ControlClient, tasks: list[Task], runner: Runner, options: RunOptions, console: Console
+) -> list[RolloutResult]:
+    """`run_tasks` under a progress bar with the mean reward so far."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]}"))
+    more = (TextColumn("failed {task.fields[failed]}"), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns, *more, console=console) as progress:
+        counts = RunProgress(progress, len(tasks) * options.group_size)
+        async with api:
+            try:
+                return await run_tasks(api, tasks, runner, options, counts.add)
+            finally:
+                await asyncio.shield(runner.close())
+
+
+def repeated(tasks: list[Task], repeat: int) -> list[Task]:
+    """All tasks, `repeat` times over."""
+    return [task for _ in range(repeat) for task in tasks]
+
+
+def logs_directory(path: Path | None) -> Path | None:
+    """Where the programs' output is kept, made absolute: a program may change its directory."""
+    return path.absolute() if path is not None else None

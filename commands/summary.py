@@ -1,0 +1,56 @@
+"""What `run` says at its end: totals, and exact numbers by task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from lightning_proxy.commands.run import RolloutResult
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """`mean_reward` is over the rollouts that have a reward; None without any. `solved`: the share with reward >= 1."""
+
+    rollouts: int
+    failed: int
+    without_reward: int
+    mean_reward: float | None
+    solved: float | None
+
+
+def totals(results: Sequence[RolloutResult]) -> Totals:
+    """Of all results, or of one task's."""
+    rewards = [result.reward for result in results if result.reward is not None]
+    return Totals(
+        rollouts=len(results),
+        failed=sum(result.failed for result in results),
+        without_reward=len(results) - len(rewards),
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        solved=sum(reward >= 1 for reward in rewards) / len(rewards) if rewards else None,
+    )
+
+
+def summarize(results: Sequence[RolloutResult]) -> dict[str, object]:
+    """The summary as plain data: totals, and for each task its totals, rewards and failures."""
+    by_task: dict[str, list[RolloutResult]] = {}
+    for result in results:
+        by_task.setdefault(result.task_id, []).append(result)
+    return {**asdict(totals(results)), "tasks": {name: _of_task(group) for name, group in sorted(by_task.items())}}
+
+
+def sentence(results: Sequence[RolloutResult]) -> str:
+    """The summary in one line for a person."""
+    whole = totals(results)
+    mean = "no reward" if whole.mean_reward is None else f"mean reward {whole.mean_reward:.3f}"
+    line = f"{whole.rollouts} rollouts, {mean}, {whole.failed} failed, {whole.without_reward} without a reward so far"
+    reasons = [result.reason for result in results if result.reason]
+    return f"{line}\nfirst failure: {reasons[0]}" if reasons else line
+
+
+def _of_task(group: Sequence[RolloutResult]) -> dict[str, object]:
+    return {
+        **asdict(totals(group)),
+        "rewards": [result.reward for result in group],
+        "failures": [result.reason for result in group if result.reason],
+    }
