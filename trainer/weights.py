@@ -1,0 +1,50 @@
+"""The policy's weights as files that vLLM loads: a LoRA adapter, or the whole model with the adapter merged in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_proxy.trainer.checkpoint import whole_directory
+
+MARKER = "COMPLETE"
+
+
+def save_adapter(model: PeftModel, directory: Path) -> None:
+    """Write the adapter in PEFT's format; `directory` appears whole, with a marker file, or not at all."""
+    with whole_directory(directory) as temporary:
+        model.save_pretrained(str(temporary))
+        (temporary / MARKER).touch()
+
+
+def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write base + LoRA as an ordinary checkpoint; appears like `save_adapter`'s. The weights in memory stay as they are."""
+    base = model.get_base_model()
+    assert isinstance(base, PreTrainedModel)
+    with whole_directory(directory) as temporary:
+        base.save_pretrained(str(temporary), state_dict=merged_state(base))
+        tokenizer.save_pretrained(str(temporary))
+        (temporary / MARKER).touch()
+
+
+@torch.no_grad()
+def merged_state(base: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict that `base` would have without PEFT's layers, its LoRA layers' weights replaced by W + BA·scale."""
+    deltas = {
+        f"{name}.base_layer.weight": layer.get_delta_weight("default")
+        for name, layer in base.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+    merged = {}
+    for name, weight in base.state_dict().items():
+        if ".lora_" in name:
+            continue
+        if name in deltas:
+            weight = (weight.float() + deltas[name].float()).to(weight.dtype)
+        merged[name.replace(".base_layer.", ".")] = weight
+    return merged
