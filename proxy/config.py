@@ -75,6 +75,7 @@ class PolicyConfig(Section):
     alias: str = "policy"
     publish: Literal["lora", "merged", "auto"] = "auto"
     pin_rollouts: bool = True
+    pin_timeout_s: Seconds = 3600.0
     keep_versions: Annotated[int, Field(ge=2)] = 3
     directory: Path = Path("lightning-policy")
     verify_samples: Annotated[int, Field(ge=1)] = 4

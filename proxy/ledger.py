@@ -87,6 +87,10 @@ class Ledger:
                 await db.execute(sql.STEP_FORGET, {"step": step})
         return steps
 
+    async def rollouts_of(self, step: int) -> list[Rollout]:
+        """The rollouts that a step took."""
+        return [rows.read_rollout(row) for row in await self._db.all(sql.CLAIMED, {"step": step})]
+
     async def last_step(self) -> Step | None:
         row = await self._db.one(sql.STEP_LAST)
         return None if row is None else _read_step(row)
@@ -157,9 +161,9 @@ class Ledger:
         async with self._db.transaction() as db:
             await db.execute(sql.VERSION_FORGET_PATH, {"version": version})
 
-    async def pinned(self) -> set[int]:
-        """Versions that running rollouts began with."""
-        return {int(r["policy_version"]) for r in await self._db.all(sql.PINNED_VERSIONS)}
+    async def pinned(self, since: float) -> set[int]:
+        """Versions that running rollouts opened after `since` (Unix time) began with."""
+        return {int(r["policy_version"]) for r in await self._db.all(sql.PINNED_VERSIONS, {"since": since})}
 
 
 def _read_step(row: Any) -> Step:

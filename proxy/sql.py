@@ -111,7 +111,8 @@ VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error W
 VERSION_FORGET_PATH = "UPDATE policy_versions SET path = NULL WHERE version = :version"
 POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
 PINNED_VERSIONS = """
-SELECT DISTINCT policy_version FROM rollouts WHERE status = 'running' AND policy_version IS NOT NULL
+SELECT DISTINCT policy_version FROM rollouts
+WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
 """
 
 # Training ---------------------------------------------------------------------------------------------------------

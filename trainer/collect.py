@@ -1,0 +1,132 @@
+"""From the store's ended rollouts to the batch of a step: which groups are ready, what they teach, what is dropped and why."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+
+from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.ledger import Group, Ledger
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import ModelCall, Rollout
+from lightning_proxy.trainer.advantage import Baseline, group_baselines
+from lightning_proxy.trainer.credit import RolloutRewards, credit_strategy
+from lightning_proxy.trainer.samples import rollout_samples
+from lightning_proxy.trainer.types import Batch, Sample
+
+
+@dataclass(slots=True)
+class _Take:
+    """What a step takes from the store: samples to train on, rollouts to mark, counts to report."""
+
+    samples: list[Sample] = field(default_factory=list)
+    rollout_ids: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, reason: str, rollouts: Iterable[Rollout]) -> None:
+        self.dropped.setdefault(reason, []).extend(r.rollout_id for r in rollouts)
+
+    def metrics(self) -> dict[str, float]:
+        rewards = self.rewards or [0.0]
+        return {
+            "reward_mean": fmean(rewards),
+            "reward_std": pstdev(rewards),
+            "reward_max": max(rewards),
+            "rollouts": float(len(self.rewards)),
+            "samples": float(len(self.samples)),
+            **{name: float(self.counts[name]) for name in COUNTS},
+        }
+
+
+COUNTS = ("groups", "groups_equal", "rollouts_stale", "calls_untrainable", "calls_ambiguous", "rows_too_long")
+
+
+class Collector:
+    """Finds groups that are ready and claims them for a step."""
+
+    def __init__(self, config: TrainerConfig, store: Store, ledger: Ledger) -> None:
+        self._config = config
+        self._store = store
+        self._ledger = ledger
+        self._credit = credit_strategy(config.credit)
+
+    async def next_batch(self, live: int) -> Batch | None:
+        """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
+
+        A step takes `tasks_per_step` groups, or fewer once one of them has waited for `group_timeout_s`.
+        """
+        now = time.time()
+        ready = [group for group in await self._ledger.groups() if self._is_ready(group, now)]
+        if not ready or (len(ready) < self._config.tasks_per_step and not self._waited(ready[0], now)):
+            return None
+        take = _Take()
+        for group in ready[: self._config.tasks_per_step]:
+            await self._take_group(take, await self._ledger.group_rollouts(group.task_id), live)
+        for reason, rollout_ids in take.dropped.items():
+            await self._ledger.drop(rollout_ids, reason)
+        if not take.rollout_ids:
+            return None
+        step = await self._ledger.claim(take.rollout_ids, live)
+        return Batch(step, tuple(take.samples), tuple(take.rollout_ids), take.metrics())
+
+    async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
+        """The rows of rollouts that were trained on before, without advantages."""
+        found: list[Sample] = []
+        for rollout in rollouts:
+            calls = await self._store.calls(rollout.rollout_id)
+            found += self._rows(calls, [0.0] * len(calls), rollout, _Take())
+        return found
+
+    def _is_ready(self, group: Group, now: float) -> bool:
+        """All siblings have ended, or the first of them has waited long enough."""
+        return group.ended >= self._config.group_size or self._waited(group, now)
+
+    def _waited(self, group: Group, now: float) -> bool:
+        return now - group.oldest >= self._config.group_timeout_s
+
+    async def _take_group(self, take: _Take, siblings: Sequence[Rollout], live: int) -> None:
+        take.counts["groups"] += 1
+        rewarded = [r for r in siblings if r.status == "completed" and r.reward is not None]
+        calls = {r.rollout_id: await self._store.calls(r.rollout_id) for r in rewarded}
+        stale = [r for r in rewarded if live - _oldest_version(calls[r.rollout_id], live) > self._config.max_staleness]
+        fresh = [r for r in rewarded if r not in stale]
+        take.counts["rollouts_stale"] += len(stale)
+        take.drop("stale: sampled by too old a policy version", stale)
+        take.drop("failed or discarded", (r for r in siblings if r.status in ("failed", "discarded")))
+        take.rewards += [r.reward or 0.0 for r in fresh]
+        baselines = group_baselines(self._config.baseline, [r.reward or 0.0 for r in fresh])
+        if baselines is None:
+            take.counts["groups_equal"] += len(fresh) > 1
+            take.drop("all rewards of the group are equal" if len(fresh) > 1 else "no siblings", fresh)
+            return
+        for rollout, baseline in zip(fresh, baselines, strict=True):
+            self._take_rollout(take, rollout, calls[rollout.rollout_id], baseline)
+
+    def _take_rollout(self, take: _Take, rollout: Rollout, calls: Sequence[ModelCall], baseline: Baseline) -> None:
+        rewards = RolloutRewards(rollout.reward or 0.0, {c.call_id: c.reward for c in calls if c.reward is not None})
+        advantages = [baseline.advantage(value) for value in self._credit(calls, rewards)]
+        rows = self._rows(calls, advantages, rollout, take)
+        if not rows:
+            take.drop("no trainable calls", [rollout])
+            return
+        take.samples += rows
+        take.rollout_ids.append(rollout.rollout_id)
+
+    def _rows(
+        self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout, take: _Take
+    ) -> list[Sample]:
+        task_id = rollout.task_id or rollout.rollout_id
+        made = rollout_samples(calls, advantages, task_id=task_id, max_tokens=self._config.max_sample_tokens)
+        take.counts["calls_untrainable"] += made.untrainable_calls
+        take.counts["calls_ambiguous"] += made.ambiguous_calls
+        take.counts["rows_too_long"] += made.long_rows
+        return list(made.samples)
+
+
+def _oldest_version(calls: Sequence[ModelCall], live: int) -> int:
+    return min((c.policy_version for c in calls if c.trainable and c.policy_version is not None), default=live)

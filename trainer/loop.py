@@ -1,0 +1,193 @@
+"""The trainer's day: collect, step, commit, publish. Every commit point is in `TrainingLoop.train_once`."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.errors import ConfigError, LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
+from lightning_proxy.proxy.ledger import Ledger
+from lightning_proxy.proxy.policy import Swap
+from lightning_proxy.proxy.publish_mode import publish_mode
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.vllm import Vllm
+from lightning_proxy.trainer.collect import Collector
+from lightning_proxy.trainer.publish import Publisher
+from lightning_proxy.trainer.trainer import LightningTrainer
+from lightning_proxy.trainer.types import Batch, Sample
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 2.0
+
+
+class TrainingLoop:
+    """Trains on what the store holds and publishes every step. Killed at any moment, it goes on from the last whole step."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        ledger: Ledger,
+        trainer: LightningTrainer,
+        publisher: Publisher,
+    ) -> None:
+        self._config = config.trainer
+        self._ledger = ledger
+        self._trainer = trainer
+        self._publisher = publisher
+        self._collector = Collector(config.trainer, store, ledger)
+        self._checkpoints = config.policy.directory.absolute() / "checkpoints"
+        self._version = 0  # the policy version that the trainer's weights go on from
+
+    async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
+        """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) nothing is ready any more."""
+        await self.resume()
+        while not stop.is_set() and not await self._is_done():
+            await self._follow_live_version()
+            trained = await self.train_once()
+            if not trained and once:
+                break
+            if not trained:
+                await _sleep(stop, self._config.poll_s)
+
+    async def resume(self) -> None:
+        """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish what was not."""
+        if released := await self._ledger.release_unfinished():
+            log.warning("step %s was not finished: its rollouts are offered again", released[0])
+        await self._publisher.abandon_unfinished()
+        if not (self._checkpoints / "0").is_dir():
+            await asyncio.to_thread(self._trainer.save, self._checkpoints / "0")
+        last = await self._ledger.last_step()
+        if last is None:
+            return
+        if last.checkpoint is None or not Path(last.checkpoint).is_dir():
+            raise ConfigError(f"the checkpoint of step {last.step} is gone: {last.checkpoint}; restore it, or use a new store")
+        await asyncio.to_thread(self._trainer.load, Path(last.checkpoint))
+        self._version = last.base if last.version is None else last.version
+        log.info("going on after step %d (policy version %d)", last.step, self._version)
+        if last.version is None and not last.metrics.get("skipped"):
+            await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)
+
+    async def train_once(self) -> bool:
+        """One step, if enough rollouts are ready: claim → optimizer step → checkpoint → commit → publish."""
+        batch = await self._collector.next_batch(self._version)
+        if batch is None:
+            return False
+        metrics: dict[str, Any] = await asyncio.to_thread(self._trainer.step, batch)
+        await self._commit(batch, metrics)
+        if metrics["skipped"]:
+            log.error("step %d was skipped: loss or gradient was not finite; its rollouts are not used", batch.step)
+        else:
+            await self._publish(batch.step, batch.samples, metrics)
+        return True
+
+    async def _commit(self, batch: Batch, metrics: dict[str, Any]) -> None:
+        """Once the checkpoint is whole on disk, one row makes the step count."""
+        checkpoint = self._checkpoints / str(batch.step)
+        await asyncio.to_thread(self._trainer.save, checkpoint)
+        await self._ledger.trained(batch.step, str(checkpoint), metrics)
+        await self._prune_checkpoints()
+
+    async def _publish(self, step: int, samples: list[Sample] | tuple[Sample, ...], metrics: dict[str, Any]) -> None:
+        started = time.perf_counter()
+        while True:
+            try:
+                self._version = (await self._publisher.publish(step, samples, metrics)).version
+                break
+            except (UpstreamUnreachable, UpstreamTimeout) as error:
+                log.warning("publishing step %d waits: %s", step, error)
+                await asyncio.sleep(RETRY_S)
+                await self._publisher.abandon_unfinished()
+        metrics["publish_s"] = time.perf_counter() - started
+        await self._ledger.update_metrics(step, metrics)
+        log.info(
+            "step %d: reward %.3f ± %.3f over %d rollouts, %d tokens, %.1f s + %.1f s to publish version %d",
+            step, metrics["reward_mean"], metrics["reward_std"], metrics["rollouts"], metrics["trained_tokens"],
+            metrics["step_s"], metrics["publish_s"], self._version,
+        )  # fmt: skip
+
+    async def _follow_live_version(self) -> None:
+        """After a promotion or rollback by hand, train on from that version."""
+        live = await self._ledger.live()
+        if live.version == self._version:
+            return
+        step = await self._ledger.step_of_version(live.version)
+        checkpoint = self._checkpoints / str(step.step if step else 0)
+        if not checkpoint.is_dir():
+            raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
+        log.warning("policy version %d was made live: training goes on from it", live.version)
+        await asyncio.to_thread(self._trainer.load, checkpoint)
+        self._version = live.version
+
+    async def _samples_of_step(self, step: int) -> list[Sample]:
+        return await self._collector.samples_of(await self._ledger.rollouts_of(step))
+
+    async def _is_done(self) -> bool:
+        last = await self._ledger.last_step()
+        return self._config.max_steps is not None and last is not None and last.step >= self._config.max_steps
+
+    async def _prune_checkpoints(self) -> None:
+        """Keep the newest, and those that a policy version with files can be trained on from."""
+        steps = [s for s in await self._ledger.steps() if s.checkpoint is not None]
+        servable = {v.version for v in await self._ledger.versions() if v.path is not None}
+        for step in steps[: -self._config.keep_checkpoints]:
+            if step.version not in servable:
+                await asyncio.to_thread(shutil.rmtree, str(step.checkpoint), ignore_errors=True)
+                await self._ledger.forget_checkpoint(step.step)
+
+
+async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> None:
+    """Run the trainer on the configuration's store and vLLM server until `stop` is set."""
+    upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
+    if upstream is None:
+        raise ConfigError("upstreams: the trainer needs one of kind vllm")
+    with _only_trainer(config.policy.directory):
+        trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
+        try:
+            async with _opened(config) as database, aiohttp.ClientSession() as session:
+                store, ledger = Store(database), Ledger(database)
+                swap = Swap(ledger, Vllm(session, upstream.base_url), publish_mode(config), config.policy.directory)
+                publisher = Publisher(config.policy, ledger, swap, trainer)
+                await TrainingLoop(config, store, ledger, trainer, publisher).run(stop, once=once)
+        finally:
+            trainer.close()
+
+
+@asynccontextmanager
+async def _opened(config: Config) -> AsyncIterator[Database]:
+    database = await Database.open(config.store)
+    try:
+        yield database
+    finally:
+        await database.close()
+
+
+@contextmanager
+def _only_trainer(directory: Path) -> Iterator[None]:
+    """Two trainers on one policy would overwrite each other's checkpoints; the lock goes with the process."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "trainer.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another trainer works on {directory}; stop it first") from None
+        yield
+
+
+async def _sleep(stop: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        pass

@@ -1,0 +1,116 @@
+"""New weights go live: save, load into vLLM, verify, move the alias. Nothing half-written is ever served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning_proxy.proxy.config import PolicyConfig
+from lightning_proxy.proxy.errors import PublishError
+from lightning_proxy.proxy.ledger import Ledger
+from lightning_proxy.proxy.policy import Swap
+from lightning_proxy.proxy.types import PolicyVersion
+from lightning_proxy.trainer.types import Sample
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}
+MAX_VERIFIED_TOKENS = 512
+
+
+class Weights(Protocol):
+    """The trainer as the publisher sees it."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    def save_adapter(self, directory: Path) -> None: ...
+
+    def save_merged(self, directory: Path) -> None: ...
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]: ...
+
+
+class Publisher:
+    """Publishes the trainer's weights as policy versions."""
+
+    def __init__(self, config: PolicyConfig, ledger: Ledger, swap: Swap, weights: Weights) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._swap = swap
+        self._weights = weights
+        self._directory = config.directory.absolute() / "versions"
+
+    async def publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> PolicyVersion:
+        """Make the weights of `step` live; PublishError, and the previous version still live, if vLLM serves others."""
+        previous = await self._ledger.live()
+        version = await self._save(step, metrics)
+        try:
+            if self._swap.mode == "lora":
+                await self._swap.vllm.unload_adapter(str(version.served_model))  # of another store, perhaps
+                await self._swap.load(version)
+                await self._verify(str(version.served_model), samples)
+                await self._swap.activate(version, step)
+            else:
+                await self._swap.activate(version, step)
+                await self._verify(await self._swap.vllm.base_model(), samples)
+        except PublishError as error:
+            if self._swap.mode == "merged":
+                await self._swap.activate(previous)
+            await self._ledger.failed(version.version, str(error))
+            raise
+        await self._prune()
+        return await self._ledger.live()
+
+    async def abandon_unfinished(self) -> None:
+        """Versions that a killed trainer was publishing will not go live."""
+        for version in await self._ledger.versions():
+            if version.status == "publishing":
+                await self._ledger.failed(version.version, "the trainer was stopped while it published this version")
+                await self._remove(version)
+
+    async def _save(self, step: int, metrics: dict[str, Any]) -> PolicyVersion:
+        number = await self._ledger.new_version(self._swap.mode, step, metrics)
+        path = self._directory / f"v{number}"
+        lora = self._swap.mode == "lora"
+        write: Callable[[Path], None] = self._weights.save_adapter if lora else self._weights.save_merged
+        await asyncio.to_thread(write, path)
+        served = f"{self._config.alias}-v{number}" if lora else await self._swap.vllm.base_model()
+        await self._ledger.saved(number, str(path), served)
+        return await self._ledger.version(number)
+
+    async def _verify(self, model: str, samples: Sequence[Sample]) -> None:
+        """Compare the served log-probabilities of a few samples with the trainer's own."""
+        rows = [s.token_ids[:MAX_VERIFIED_TOKENS] for s in samples[: self._config.verify_samples]]
+        ours = await asyncio.to_thread(self._weights.logprobs, rows)
+        served = [await self._swap.vllm.logprobs(model, row) for row in rows]
+        pairs = [(a, b) for row, answer in zip(ours, served, strict=True) for a, b in zip(row[1:], answer, strict=True)]
+        difference = math.fsum(abs(a - b) for a, b in pairs) / max(len(pairs), 1)
+        tolerance = self._config.verify_tolerance or TOLERANCE[self._weights.dtype]
+        if not difference <= tolerance:  # NaN fails too
+            raise PublishError(
+                f"vLLM does not serve the weights that were published: its log-probabilities of {len(rows)} stored samples "
+                f"differ from the trainer's by {difference:.4g} on average (policy.verify_tolerance is {tolerance:g}); "
+                "the previous version stays live"
+            )
+
+    async def _prune(self) -> None:
+        """Remove the files of old versions, except those that running rollouts keep to."""
+        versions = [v for v in await self._ledger.versions() if v.path is not None]
+        keep = {v.version for v in versions[-self._config.keep_versions :]} | {(await self._ledger.live()).version}
+        keep |= await self._ledger.pinned(time.time() - self._config.pin_timeout_s) if self._swap.mode == "lora" else set()
+        for version in versions:
+            if version.version not in keep:
+                await self._remove(version)
+
+    async def _remove(self, version: PolicyVersion) -> None:
+        if self._swap.mode == "lora" and version.served_model:
+            await self._swap.vllm.unload_adapter(version.served_model)
+        await self._ledger.forget_files(version.version)
+        await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version.version}", ignore_errors=True)
