@@ -66,7 +66,7 @@ class Agent:
                 return bytes(body)
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` after the request was read; cancel it when the agent disconnects, and wait for it to end in any case."""
+        """Run `work` once the request is read; cancel it when the agent disconnects; it has ended when this returns."""
         task = asyncio.create_task(work)
         gone = asyncio.create_task(self._wait_for_disconnect())
         try:

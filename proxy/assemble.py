@@ -1,4 +1,4 @@
-"""The chunks of a streamed answer, assembled into the object that the same call would have answered without streaming."""
+"""The chunks of a streamed answer, assembled into the object that the same call answers without streaming."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WHOLE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason"
 
 
 class Assembler:
-    """Strings concatenate, lists of tool calls merge by index, other lists extend; of anything else the last value wins."""
+    """Strings concatenate, tool calls merge by index, other lists extend; of anything else the last value wins."""
 
     def __init__(self) -> None:
         self._top: Json = {}

@@ -1,4 +1,4 @@
-"""Answers and chunks -> what a call's record needs: token ids, log-probabilities, usage, tool calls, and whether it can be trained on."""
+"""Answers and chunks -> what a call's record needs: tokens, usage, tool calls, and whether it can be trained on."""
 
 from __future__ import annotations
 

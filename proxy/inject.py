@@ -29,7 +29,7 @@ class Injection:
 
 
 def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
-    """The request for a vLLM upstream, and what was added to it. A value that vLLM would refuse is left for it to refuse."""
+    """The request for a vLLM upstream, and what was added to it. A value that vLLM refuses is left for it to refuse."""
     # With return_token_ids vLLM leaves the prompt out of an echoed answer: such calls go without token ids.
     if body.get("echo"):
         return body, Injection()

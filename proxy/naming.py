@@ -18,7 +18,7 @@ _IN_ROLLOUT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DataPath:
-    """A path of the data API, already percent-decoded: `rest` begins with /v1/; the ids are those of the URL, unchecked."""
+    """A path of the data API, percent-decoded: `rest` begins with /v1/; the ids are those of the URL, unchecked."""
 
     rest: str
     rollout_id: str | None = None

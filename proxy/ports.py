@@ -12,7 +12,7 @@ from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a call goes. `model` is the name to ask the upstream for (None: the one asked for); `version` None: not one of ours."""
+    """Where a call goes, under which model name (None: the agent's), and the policy version (None: not one of ours)."""
 
     upstream: UpstreamConfig
     model: str | None
@@ -21,7 +21,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: `rollout_id` where the key was given out for one rollout; whether the key may go on to a keyless upstream."""
+    """Who calls: the rollout that the key was given out for, if any; whether the key may go on to a keyless upstream."""
 
     rollout_id: str | None
     forward_authorization: bool

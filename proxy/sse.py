@@ -14,7 +14,7 @@ _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One event. `raw` is every byte of it, its blank line included; `data` is None for comments and events without data."""
+    """One event. `raw` is every byte of it, its blank line included; `data` is None for an event without data."""
 
     raw: bytes
     data: bytes | None
@@ -25,7 +25,7 @@ class Frame:
 
 
 class SSEDecoder:
-    """Cuts a byte stream, split anywhere, into frames. The frames' raw bytes and `rest`, joined, are the bytes that came in."""
+    """Cuts a byte stream, split anywhere, into frames. Their raw bytes and `rest`, joined, are the bytes fed."""
 
     def __init__(self) -> None:
         self._buffer = b""

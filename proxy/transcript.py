@@ -25,7 +25,7 @@ class Transcript:
         self._assembler = Assembler()
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes to send now; from the terminal event on, everything is kept back in `done`. Not to be fed after that."""
+        """The bytes to send now; from the terminal event on they are kept back in `done`. Not to be fed after that."""
         out = b""
         for frame in self._decoder.feed(data):
             if self.done is not None:
@@ -40,7 +40,7 @@ class Transcript:
         return out
 
     def end(self) -> bytes:
-        """The upstream's stream is over: the bytes still held. Sets `done` for a terminal event without its blank line."""
+        """The bytes still held when the stream is over. Sets `done` for a terminal event without its blank line."""
         last = self._decoder.close()
         if last.is_done:
             self.done = last.raw

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 import aiohttp
@@ -16,17 +16,19 @@ from lightning_proxy.proxy.errors import UpstreamTimeout, UpstreamUnreachable
 
 # RFC 9110, section 7.6.1, and what is only about the connection to us.
 _HOP_BY_HOP = frozenset(
-    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding"
+    b" upgrade".split()
 )
 _OUR_REQUEST_HEADERS = frozenset(
     b"host content-length expect x-rollout-id x-task-id x-agent-name x-rollout-mode".split()
 )
+_QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What goes upstream. `path` begins with /v1/ and is percent-decoded; `headers` are the agent's."""
+    """What goes upstream. `path`: percent-decoded, from /v1/ on; `headers`: the agent's; `identity`: uncompressed."""
 
     method: str
     path: str
@@ -35,6 +37,9 @@ class Request:
     body: bytes
     forward_authorization: bool
     identity: bool = False
+
+    def with_body(self, body: bytes) -> Request:
+        return replace(self, body=body)
 
 
 def make_session() -> aiohttp.ClientSession:
@@ -77,7 +82,7 @@ async def open_upstream(
 
 
 async def read_chunks(upstream: UpstreamConfig, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The answer's body as it arrives. Raises UpstreamUnreachable when it breaks off, UpstreamTimeout when it stalls."""
+    """The answer's body as it arrives. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
     while True:
         try:
             async with asyncio.timeout(upstream.idle_timeout_s):
@@ -122,9 +127,6 @@ def _url(upstream: UpstreamConfig, request: Request) -> URL:
     path = quote(request.path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~")
     query = f"?{quote(request.query, safe=_QUERY_SAFE)}" if request.query else ""
     return URL(upstream.base_url.rstrip("/") + path + query, encoded=True)
-
-
-_QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
 
 
 def _text(value: bytes) -> str:

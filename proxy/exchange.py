@@ -1,0 +1,206 @@
+"""One recorded call: sent upstream, relayed to the agent, its record always ahead of the answer's last byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import orjson
+
+from lightning_proxy.proxy.asgi import Agent
+from lightning_proxy.proxy.capture import Tokens, tool_calls
+from lightning_proxy.proxy.config import UpstreamConfig
+from lightning_proxy.proxy.errors import LightningError, StoreUnavailable, UpstreamUnreachable
+from lightning_proxy.proxy.inject import Injection, clean
+from lightning_proxy.proxy.ports import Recorder
+from lightning_proxy.proxy.transcript import Transcript
+from lightning_proxy.proxy.types import CallEnd, CallStart, CallStatus
+from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, response_headers
+
+log = logging.getLogger(__name__)
+OnEnd = Callable[[CallEnd], None]
+
+
+class Exchange:
+    """Runs once. However it ends, a call whose start became durable gets an end: ok, error or cancelled."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        recorder: Recorder,
+        agent: Agent,
+        start: CallStart,
+        upstream: UpstreamConfig,
+        request: Request,
+        injection: Injection,
+        on_end: OnEnd | None = None,
+    ) -> None:
+        self._session = session
+        self._recorder = recorder
+        self._agent = agent
+        self._start = start
+        self._upstream = upstream
+        self._request = request
+        self._injection = injection
+        self._on_end = on_end
+        self._began = time.perf_counter()
+        self._ttft_ms: float | None = None
+        self._http_status: int | None = None
+        self._transcript: Transcript | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Relay until the answer is complete; where the agent leaves early or we are cancelled, record that."""
+        await self._agent.run_while_connected(self._run())
+
+    async def _run(self) -> None:
+        try:
+            response = await self._open()
+            try:
+                self._http_status = response.status
+                await (self._relay_stream(response) if _is_stream(response) else self._relay_whole(response))
+            finally:
+                response.release()
+        except asyncio.CancelledError:
+            await self._cancelled()
+            raise
+        except LightningError as error:
+            await self._failed(error)
+        except Exception:
+            log.exception("call %s: internal error", self._start.call_id)
+            await self._failed(LightningError("internal error of the proxy; its log says more"))
+
+    async def _open(self) -> aiohttp.ClientResponse:
+        """The upstream's answer, opened while the start becomes durable; raises StoreUnavailable if it does not."""
+        opening = asyncio.create_task(open_upstream(self._session, self._upstream, self._request))
+        self._starting = asyncio.create_task(self._recorder.start(self._start))
+        try:
+            await asyncio.shield(self._starting)
+            return await opening
+        except BaseException:
+            opening.cancel()
+            opening.add_done_callback(_discard)
+            raise
+
+    async def _relay_whole(self, response: aiohttp.ClientResponse) -> None:
+        raw = b"".join([data async for data in read_chunks(self._upstream, response)])
+        body, tokens, error = _parse(raw), Tokens(), None
+        if not 200 <= response.status < 300:
+            error = f"the upstream answered {response.status}"
+        elif not isinstance(body, dict):
+            error = "the upstream's answer is no JSON object"
+        else:
+            tokens.add(body)
+            if self._injection:
+                clean(body, self._injection)
+                # As vLLM's own server encodes it, down to the digits of a float.
+                raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        await self._end("error" if error else "ok", body, tokens, error)
+        await self._agent.answer(response.status, response_headers(response, keep_length=False), raw)
+
+    async def _relay_stream(self, response: aiohttp.ClientResponse) -> None:
+        transcript = self._transcript = Transcript(self._injection)
+        await self._agent.start(response.status, response_headers(response, keep_length=False))
+        async for data in read_chunks(self._upstream, response):
+            if self._ttft_ms is None:
+                self._ttft_ms = self._elapsed_ms()
+            if self._ending is not None:
+                await self._agent.body(data)
+                continue
+            await self._agent.body(transcript.feed(data))
+            if transcript.done is not None:
+                await self._end_stream(transcript, transcript.done)
+        if self._ending is None:
+            await self._agent.body(transcript.end())
+            if transcript.done is None:
+                raise UpstreamUnreachable(f"upstream {self._upstream.name}: the stream ended without [DONE]")
+            await self._end_stream(transcript, transcript.done)
+        await self._agent.body(b"", more=False)
+
+    async def _end_stream(self, transcript: Transcript, done: bytes) -> None:
+        status: CallStatus = "error" if transcript.error else "ok"
+        await self._end(status, transcript.response(), transcript.tokens, transcript.error)
+        await self._agent.body(done)
+
+    async def _failed(self, error: LightningError) -> None:
+        """Record the failure and show it: as an error, or, where the answer has begun, by leaving it unfinished."""
+        if not self._agent.started:
+            self._http_status = error.status
+        try:
+            if not isinstance(error, StoreUnavailable):
+                await self._end_early("error", error.message)
+        except StoreUnavailable as unavailable:
+            error = unavailable
+        if not self._agent.started:
+            await self._agent.error(error)
+            return
+        log.warning("call %s: answer broken off: %s", self._start.call_id, error.message)
+        if self._transcript is not None and self._transcript.done is None:
+            await self._agent.body(self._transcript.end())
+
+    async def _cancelled(self) -> None:
+        try:
+            if self._starting is not None:
+                await self._starting
+                await self._end_early("cancelled", "the agent disconnected, or the proxy was stopped")
+        except StoreUnavailable as error:
+            log.warning("call %s: %s", self._start.call_id, error.message)
+
+    async def _end_early(self, status: CallStatus, error: str) -> None:
+        transcript = self._transcript
+        if transcript is None:
+            await self._end(status, None, Tokens(), error)
+        else:
+            await self._end(status, transcript.response(), transcript.tokens, transcript.error or error)
+
+    async def _end(self, status: CallStatus, response: Any, tokens: Tokens, error: str | None) -> None:
+        """Return once the end is durable; the first end counts. Not undone by a cancellation."""
+        if self._ending is None:
+            end = CallEnd(
+                call_id=self._start.call_id,
+                rollout_id=self._start.rollout.rollout_id,
+                status=status,
+                response=response,
+                http_status=self._http_status,
+                prompt_token_ids=tokens.prompt_token_ids,
+                choices=tokens.choices,
+                usage=tokens.usage,
+                tool_calls=tool_calls(response),
+                error=error,
+                untrainable_reason=tokens.untrainable_reason(status, self._start.request),
+                ttft_ms=self._ttft_ms,
+                latency_ms=self._elapsed_ms(),
+            )
+            self._ending = asyncio.create_task(self._write(end))
+        await asyncio.shield(self._ending)
+
+    async def _write(self, end: CallEnd) -> None:
+        await self._recorder.end(end)
+        if self._on_end is not None:
+            self._on_end(end)
+
+    def _elapsed_ms(self) -> float:
+        return (time.perf_counter() - self._began) * 1000
+
+
+def _is_stream(response: aiohttp.ClientResponse) -> bool:
+    return response.status == 200 and response.content_type == "text/event-stream"
+
+
+def _parse(raw: bytes) -> Any:
+    """JSON, or else the text as it came; None for nothing."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return raw.decode(errors="replace") or None
+
+
+def _discard(opening: asyncio.Task[aiohttp.ClientResponse]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

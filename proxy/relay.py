@@ -1,0 +1,211 @@
+"""The data path: /v1/… and /rollouts/{id}/…/v1/… as a raw ASGI app. Contract, section 1."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+import orjson
+
+from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send
+from lightning_proxy.proxy.errors import InvalidRequest, LightningError, NotFound
+from lightning_proxy.proxy.exchange import Exchange, OnEnd
+from lightning_proxy.proxy.inject import Endpoint, Injection, inject
+from lightning_proxy.proxy.naming import name_rollout, parse_path
+from lightning_proxy.proxy.ports import Caller, Keys, Policy, Recorder, Route
+from lightning_proxy.proxy.types import CallStart, RolloutName
+from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, response_headers
+
+log = logging.getLogger(__name__)
+
+_RECORDED: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+_OPERATOR_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+# What a server behind us might resolve to another path than the one that was checked.
+_AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
+
+
+def is_data_path(path: str) -> bool:
+    """Whether a request for this (percent-decoded) path is the data path's; all others are the control API's."""
+    return parse_path(path) is not None
+
+
+class Relay:
+    """Forwards every data request, and records those that are model calls."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        recorder: Recorder,
+        policy: Policy,
+        keys: Keys,
+        *,
+        max_body_bytes: int,
+        on_end: OnEnd | None = None,
+    ) -> None:
+        self._session = session
+        self._recorder = recorder
+        self._policy = policy
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        agent = Agent(receive, send)
+        try:
+            await self._handle(scope, agent)
+        except ClientDisconnected:
+            return
+        except LightningError as error:
+            await _show(agent, error)
+        except Exception:
+            log.exception("%s %s: internal error", scope["method"], scope["path"])
+            await _show(agent, LightningError("internal error of the proxy; its log says more"))
+
+    async def _handle(self, scope: Scope, agent: Agent) -> None:
+        path = parse_path(scope["path"])
+        if path is None or not _is_allowed(path.rest):
+            raise NotFound(f"no such route: {scope['method']} {scope['path']}")
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        caller = await self._keys.authenticate(headers)
+        rollout = name_rollout(path, headers, caller.rollout_id)
+        body = await agent.read(headers, self._max_body_bytes)
+        endpoint = _RECORDED.get(path.rest) if scope["method"] == "POST" else None
+        if endpoint is not None:
+            await self._record(agent, _request(scope, path.rest, body, caller, identity=True), endpoint, rollout)
+        elif scope["method"] == "GET" and path.rest == "/v1/models":
+            await self._list_models(agent, _request(scope, path.rest, body, caller, identity=True), rollout)
+        elif scope["method"] == "GET" and path.rest == f"/v1/models/{self._policy.alias}":
+            await agent.json(200, self._policy.alias_entry())
+        else:
+            await self._pass(agent, _request(scope, path.rest, body, caller), rollout)
+
+    async def _record(self, agent: Agent, request: Request, endpoint: Endpoint, rollout: RolloutName) -> None:
+        body = _parse_object(request.body)
+        route = await self._policy.route(rollout, _model(body))
+        sent, injection = _with_model(body, route), Injection()
+        if route.upstream.kind == "vllm":
+            sent, injection = inject(sent, endpoint)
+        start = CallStart(
+            call_id=_new_call_id(),
+            rollout=rollout,
+            endpoint=request.path.removeprefix("/v1/"),
+            model=_model(sent),
+            policy_version=route.version,
+            request=body,
+            started_at=time.time(),
+        )
+        agent.extra += [(b"x-rollout-id", rollout.rollout_id.encode()), (b"x-call-id", start.call_id.encode())]
+        if route.version is not None:
+            agent.extra.append((b"x-policy-version", str(route.version).encode()))
+        request = _with_body(request, body, sent)
+        exchange = Exchange(
+            self._session, self._recorder, agent, start, route.upstream, request, injection, self._on_end
+        )
+        await exchange.run()
+
+    async def _list_models(self, agent: Agent, request: Request, rollout: RolloutName) -> None:
+        """The upstream's list and the alias; an answer that is no list goes through as it is."""
+        route = await self._policy.route(rollout, None)
+        response = await open_upstream(self._session, route.upstream, request)
+        try:
+            raw = b"".join([data async for data in read_chunks(route.upstream, response)])
+        finally:
+            response.release()
+        if response.status == 200:
+            raw = self._with_alias(raw)
+        await agent.answer(response.status, response_headers(response, keep_length=False), raw)
+
+    def _with_alias(self, raw: bytes) -> bytes:
+        try:
+            models = orjson.loads(raw)
+            models["data"].append(self._policy.alias_entry())
+        except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
+            return raw
+        return orjson.dumps(models)
+
+    async def _pass(self, agent: Agent, request: Request, rollout: RolloutName) -> None:
+        """Forward unrecorded; a model named in a JSON body is routed like that of a recorded call."""
+        body = _try_object(request.body)
+        route = await self._policy.route(rollout, _model(body))
+        request = _with_body(request, body, _with_model(body, route) if _model(body) else body)
+        await agent.run_while_connected(self._stream_through(agent, request, route))
+
+    async def _stream_through(self, agent: Agent, request: Request, route: Route) -> None:
+        response = await open_upstream(self._session, route.upstream, request)
+        try:
+            await agent.start(response.status, response_headers(response, keep_length=True))
+            async for data in read_chunks(route.upstream, response):
+                await agent.body(data)
+            await agent.body(b"", more=False)
+        finally:
+            response.release()
+
+
+async def _show(agent: Agent, error: LightningError) -> None:
+    """An error; where the answer has begun it is left unfinished: the server then closes the connection."""
+    if agent.started:
+        log.warning("answer broken off: %s", error.message)
+    else:
+        await agent.error(error)
+
+
+def _is_allowed(path: str) -> bool:
+    return not _AMBIGUOUS.search(path) and path.rstrip("/").lower() not in _OPERATOR_ROUTES
+
+
+def _request(scope: Scope, path: str, body: bytes, caller: Caller, *, identity: bool = False) -> Request:
+    return Request(
+        method=scope["method"],
+        path=path,
+        query=scope["query_string"],
+        headers=list(scope["headers"]),
+        body=body,
+        forward_authorization=caller.forward_authorization,
+        identity=identity,
+    )
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    return value
+
+
+def _try_object(body: bytes) -> dict[str, Any]:
+    try:
+        return _parse_object(body) if body.lstrip().startswith(b"{") else {}
+    except InvalidRequest:
+        return {}
+
+
+def _model(body: dict[str, Any]) -> str | None:
+    model = body.get("model")
+    return model if isinstance(model, str) else None
+
+
+def _with_model(body: dict[str, Any], route: Route) -> dict[str, Any]:
+    """A model of the wrong type is left for the upstream to refuse."""
+    if route.model is None or not isinstance(body.get("model"), str | None):
+        return body
+    return body | {"model": route.model}
+
+
+def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
+    """The request with `sent` for its body; the agent's own bytes if nothing has changed."""
+    return request if sent == body else request.with_body(orjson.dumps(sent))
+
+
+def _new_call_id() -> str:
+    """Ids of later calls sort later, to the millisecond."""
+    return f"{time.time_ns() // 1_000_000:012x}{uuid4().hex[:20]}"
