@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_proxy.proxy.json_text import dumps
+
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """How many leading elements `a` and `b` share."""
@@ -25,9 +27,10 @@ def shrink_request(request: dict[str, Any], parent: dict[str, Any] | None) -> di
     same, grown, new = [], {}, {}
     for key, value in request.items():
         before = parent.get(key)
-        if key in parent and type(before) is type(value) and before == value:
+        kept = common_prefix(value, before) if isinstance(value, list) and isinstance(before, list) else 0
+        if key in parent and _same(value, before):
             same.append(key)
-        elif isinstance(value, list) and isinstance(before, list) and (kept := common_prefix(value, before)):
+        elif kept and isinstance(before, list) and _same(value[:kept], before[:kept]):
             grown[key] = [kept, value[kept:]]
         else:
             new[key] = value
@@ -42,6 +45,11 @@ def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[
     for key, (kept, suffix) in stored.get("grown", {}).items():
         request[key] = (parent or {})[key][:kept] + suffix
     return request
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal as JSON. Python alone takes True for 1 and 1.0."""
+    return bool(a == b) and dumps(a) == dumps(b)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_proxy.proxy import rows, sql
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import NotFound
+from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.types import PolicyVersion, PublishMode, Rollout
 
 
@@ -74,7 +75,7 @@ class Ledger:
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
         """The step is done and its checkpoint is whole: its rollouts are never offered again."""
-        row = {"step": step, "checkpoint": checkpoint, "metrics": rows.dumps(metrics), "at": time.time()}
+        row = {"step": step, "checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
         async with self._db.transaction() as db:
             await db.execute(sql.STEP_TRAINED, row)
 
@@ -106,7 +107,7 @@ class Ledger:
 
     async def update_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         async with self._db.transaction() as db:
-            await db.execute(sql.STEP_METRICS, {"step": step, "metrics": rows.dumps(metrics)})
+            await db.execute(sql.STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
 
     async def forget_checkpoint(self, step: int) -> None:
         """The checkpoint's directory is gone."""
@@ -131,7 +132,7 @@ class Ledger:
 
     async def new_version(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
         """Reserve the next version number, in the state `publishing`."""
-        row = {"publish": publish, "step": step, "at": time.time(), "metrics": rows.dumps(metrics)}
+        row = {"publish": publish, "step": step, "at": time.time(), "metrics": dumps(metrics)}
         async with self._db.transaction() as db:
             inserted = list(await db.execute_fetchall(sql.VERSION_NEW, row))
         return int(inserted[0]["version"])
@@ -168,4 +169,4 @@ class Ledger:
 
 def _read_step(row: Any) -> Step:
     fields = ("step", "status", "base", "version", "checkpoint", "created_at", "finished_at")
-    return Step(metrics=rows.loads(row["metrics"]), **{name: row[name] for name in fields})
+    return Step(metrics=loads(row["metrics"]), **{name: row[name] for name in fields})

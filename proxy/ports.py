@@ -21,7 +21,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: the rollout that the key was given out for, if any; whether the key may go on to a keyless upstream."""
+    """Who calls: the rollout that the key was given out for; whether the key may go on to a keyless upstream."""
 
     rollout_id: str | None
     forward_authorization: bool

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
 from lightning_proxy.proxy import sql
 from lightning_proxy.proxy.delta import common_prefix, shrink_request
 from lightning_proxy.proxy.errors import StoreUnavailable
-from lightning_proxy.proxy.rows import call_end_row, dumps
+from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.rows import call_end_row
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, ToolResult
 

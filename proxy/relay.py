@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send
+from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError, NotFound
 from lightning_proxy.proxy.exchange import Exchange, OnEnd
 from lightning_proxy.proxy.inject import Endpoint, Injection, inject
@@ -38,19 +39,18 @@ class Relay:
 
     def __init__(
         self,
+        config: Config,
         session: aiohttp.ClientSession,
         recorder: Recorder,
         policy: Policy,
         keys: Keys,
-        *,
-        max_body_bytes: int,
         on_end: OnEnd | None = None,
     ) -> None:
         self._session = session
         self._recorder = recorder
         self._policy = policy
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = int(config.proxy.max_body_mb * 1_000_000)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,33 +6,9 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import orjson
-
 from lightning_proxy.proxy.delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
+from lightning_proxy.proxy.json_text import dumps_or_none, loads_or_none
 from lightning_proxy.proxy.types import CallEnd, Choice, ModelCall, PolicyVersion, Reward, Rollout, ToolCall
-
-
-def dumps(value: Any) -> str | None:
-    """JSON text, or None for None. Lone surrogates, which JSON can name and UTF-8 cannot, are kept as escapes."""
-    if value is None:
-        return None
-    try:
-        return orjson.dumps(value).decode()
-    except orjson.JSONEncodeError:
-        import json
-
-        return json.dumps(value, default=str)
-
-
-def loads(text: str | None) -> Any:
-    if text is None:
-        return None
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        import json
-
-        return json.loads(text)
 
 
 def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
@@ -44,15 +20,15 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
         "rollout_id": end.rollout_id,
         "status": end.status,
         "http_status": end.http_status,
-        "response": dumps(end.response),
+        "response": dumps_or_none(end.response),
         "merged": merged,
         "prompt_shared": prompt_shared,
         "prompt_ids": pack_ids(end.prompt_token_ids[prompt_shared:]),
         "token_ids": pack_ids(first.token_ids),
         "logprobs": pack_floats(first.logprobs),
         "finish_reason": first.finish_reason,
-        "more_choices": dumps(more) if more else None,
-        "usage": dumps(end.usage),
+        "more_choices": dumps_or_none(more) if more else None,
+        "usage": dumps_or_none(end.usage),
         "error": end.error,
         "untrainable_reason": end.untrainable_reason,
         "ttft_ms": end.ttft_ms,
@@ -89,11 +65,11 @@ def _read_call(
         model=row["model"],
         policy_version=row["policy_version"],
         policy_version_end=row["policy_version_end"],
-        request=grow_request(loads(row["request"]), parent.request if parent else None),
-        response=loads(row["response"]),
+        request=grow_request(loads_or_none(row["request"]), parent.request if parent else None),
+        response=loads_or_none(row["response"]),
         prompt_token_ids=before[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"]),
         choices=_read_choices(row),
-        usage=loads(row["usage"]),
+        usage=loads_or_none(row["usage"]),
         tool_calls=tuple(tools.get(call_id, ())),
         reward=rewards.get(call_id),
         trainable=row["status"] == "ok" and row["untrainable_reason"] is None,
@@ -111,14 +87,14 @@ def _read_choices(row: sqlite3.Row) -> tuple[Choice, ...]:
         return ()
     first = Choice(0, unpack_ids(row["token_ids"]), unpack_floats(row["logprobs"]), row["finish_reason"])
     more = (
-        Choice(index, tuple(ids), tuple(lps), reason) for index, ids, lps, reason in loads(row["more_choices"]) or ()
+        Choice(index, tuple(ids), tuple(lps), reason) for index, ids, lps, reason in loads_or_none(row["more_choices"]) or ()
     )
     return (first, *more)
 
 
 def _read_tool_call(row: sqlite3.Row) -> ToolCall:
     is_error = None if row["is_error"] is None else bool(row["is_error"])
-    return ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads(row["result"]), is_error)
+    return ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)
 
 
 def call_rewards(rewards: Sequence[Reward]) -> dict[str, float]:
@@ -129,7 +105,7 @@ def call_rewards(rewards: Sequence[Reward]) -> dict[str, float]:
 def read_rollout(row: sqlite3.Row) -> Rollout:
     fields = ("rollout_id", "task_id", "agent", "mode", "status", "reason", "policy_version", "step")
     numbers = ("created_at", "ended_at", "calls", "tokens", "reward")
-    return Rollout(metadata=loads(row["metadata"]), **{name: row[name] for name in fields + numbers})
+    return Rollout(metadata=loads_or_none(row["metadata"]), **{name: row[name] for name in fields + numbers})
 
 
 def read_reward(row: sqlite3.Row) -> Reward:
@@ -139,4 +115,4 @@ def read_reward(row: sqlite3.Row) -> Reward:
 
 def read_version(row: sqlite3.Row) -> PolicyVersion:
     fields = ("version", "status", "publish", "path", "served_model", "step", "created_at", "live_at", "error")
-    return PolicyVersion(metrics=loads(row["metrics"]), **{name: row[name] for name in fields})
+    return PolicyVersion(metrics=loads_or_none(row["metrics"]), **{name: row[name] for name in fields})

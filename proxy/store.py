@@ -48,7 +48,7 @@ class Store:
         """Open rollouts, each with the hash of the key that names it."""
         at = time.time()
         batch: list[tuple[str, dict[str, Any]]] = []
-        for name, key_hash in names:
+        for name, _ in names:
             row = {"rollout_id": name.rollout_id, "task_id": name.task_id, "mode": name.mode, "at": at}
             batch.append((sql.ROLLOUT_OPEN, row | {"metadata": orjson.dumps(metadata).decode()}))
         batch += [(sql.ROLLOUT_KEY, {"rollout_id": n.rollout_id, "key_hash": key_hash}) for n, key_hash in names]
