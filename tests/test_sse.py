@@ -52,7 +52,7 @@ def test_an_unfinished_frame_stays_in_rest():
 
 def test_only_the_field_named_data_is_data():
     frames, _ = frames_of(b"database: no\ndata\ndata:yes\n\n")
-    assert frames[0].data == b"yes"
+    assert frames[0].data == b"\nyes"
 
 
 def test_encoded_data_decodes_to_itself():
