@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -73,13 +72,12 @@ class Vllm:
         finally:
             await asyncio.shield(self.resume())
 
-    async def logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of `token_ids[1:]`, each given the tokens before it, at temperature 1."""
-        body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
-        answer = await self._request("POST", "/v1/completions", body)
-        found = answer["choices"][0]["prompt_logprobs"]
-        values = [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], found[1:], strict=True)]
-        return [float(v) if v is not None else math.nan for v in values]
+    async def sample(self, model: str, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Sample an answer of up to `tokens` tokens at temperature 1; its ids, and their log-probabilities as served."""
+        body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 1.0, "top_p": 1.0}
+        answer = await self._request("POST", "/v1/completions", body | {"logprobs": 0, "return_token_ids": True})
+        choice = answer["choices"][0]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         url = self._root + path

@@ -16,7 +16,7 @@ import aiohttp
 
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.errors import ConfigError, LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
+from lightning_proxy.proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.policy import Swap
 from lightning_proxy.proxy.publish_mode import publish_mode
