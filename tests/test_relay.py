@@ -1,0 +1,302 @@
+"""The relay under a real uvicorn, between a real client and upstreams that speak vLLM's dialect or misbehave."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import orjson
+import pytest
+import uvicorn
+from aiohttp import web
+
+from lightning_proxy.proxy.config import Config, ProxyConfig, UpstreamConfig
+from lightning_proxy.proxy.errors import Unauthorized
+from lightning_proxy.proxy.ports import Caller, Route
+from lightning_proxy.proxy.relay import Relay
+from lightning_proxy.proxy.types import CallEnd, CallStart
+from lightning_proxy.proxy.upstream import make_session
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "temperature": 1}
+IDS, LOGPROBS, PROMPT = [7, 8], [-0.5, -1e-05], [1, 2, 3]
+USAGE = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
+
+
+class MemoryRecorder:
+    def __init__(self) -> None:
+        self.starts: list[CallStart] = []
+        self.ends: list[CallEnd] = []
+        self.ended = asyncio.Event()
+
+    async def start(self, start: CallStart) -> None:
+        self.starts.append(start)
+
+    async def end(self, end: CallEnd) -> None:
+        self.ends.append(end)
+        self.ended.set()
+
+
+class OneUpstream:
+    alias = "policy"
+
+    def __init__(self, upstream: UpstreamConfig) -> None:
+        self._upstream = upstream
+
+    async def route(self, rollout: Any, model: str | None) -> Route:
+        return Route(self._upstream, "base" if model == "policy" else None, 3 if model == "policy" else None)
+
+    def alias_entry(self) -> dict[str, Any]:
+        return {"id": "policy", "object": "model"}
+
+
+class OpenDoor:
+    async def authenticate(self, headers: Any) -> Caller:
+        if headers.get("authorization") == "Bearer wrong":
+            raise Unauthorized("wrong key")
+        return Caller("of-key" if headers.get("authorization") == "Bearer rollout-key" else None, True)
+
+
+class FakeVllm:
+    """Answers as vLLM 0.32 does, shaped by what it is asked for; keeps the requests it saw."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[Any, dict[str, str]]] = []
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_route("*", "/v1/{rest:.*}", self.echo)
+        return app
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "base"}]})
+
+    async def echo(self, request: web.Request) -> web.Response:
+        body = {"method": request.method, "path": request.path_qs, "body": (await request.read()).decode()}
+        return web.json_response(body | {"headers": dict(request.headers)}, status=207, headers={"X-Up": "stream"})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append((body, {k.lower(): v for k, v in request.headers.items()}))
+        if body.get("model") != "base":
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
+        if not isinstance(body.get("stream", False), bool):
+            return web.json_response({"error": {"message": "stream must be a boolean"}}, status=400)
+        asked = bool(body.get("return_token_ids")), bool(body.get("logprobs"))
+        if not body.get("stream"):
+            return web.json_response(_whole(*asked), dumps=_dumps, headers={"X-Up": "whole"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        for chunk in _chunks(*asked, (body.get("stream_options") or {}).get("include_usage")):
+            await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _logprobs(logprobs: bool, *values: float) -> Any:
+    return {"content": [{"token": "é", "logprob": value} for value in values]} if logprobs else None
+
+
+def _whole(ids: bool, logprobs: bool) -> dict[str, Any]:
+    choice = {"index": 0, "message": {"role": "assistant", "content": "hé"}, "logprobs": _logprobs(logprobs, *LOGPROBS)}
+    choice |= {"finish_reason": "stop", "token_ids": IDS if ids else None}
+    return {
+        "id": "c",
+        "model": "base",
+        "choices": [choice],
+        "usage": USAGE,
+        "prompt_token_ids": PROMPT if ids else None,
+    }
+
+
+def _chunks(ids: bool, logprobs: bool, usage: bool) -> list[dict[str, Any]]:
+    top = {"id": "c", "object": "chat.completion.chunk", "model": "base"}
+    role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    chunks: list[dict[str, Any]] = [top | {"choices": [role], "prompt_token_ids": PROMPT if ids else None}]
+    for i, (text, finish) in enumerate((("h", None), ("é", "stop"))):
+        choice = {"index": 0, "delta": {"content": text}, "logprobs": _logprobs(logprobs, LOGPROBS[i])}
+        choice |= {"finish_reason": finish, "token_ids": IDS[i : i + 1] if ids else None}
+        chunks.append(top | {"choices": [choice]})
+    if usage:
+        return [*chunks, top | {"choices": [], "usage": USAGE, "system_fingerprint": "fp"}]
+    return [*chunks[:-1], chunks[-1] | {"system_fingerprint": "fp"}]
+
+
+@asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def relaying(base: str, recorder: Any, **upstream: Any) -> AsyncIterator[str]:
+    """A proxy in front of `base`; yields its root URL."""
+    config = Config(proxy=ProxyConfig(max_body_mb=0.01))
+    target = UpstreamConfig(name="up", base_url=f"{base}/v1", **upstream)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        async with make_session() as session:
+            relay = Relay(config, session, recorder, OneUpstream(target), OpenDoor())
+            server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", log_level="critical", ws="none"))
+            task = asyncio.create_task(server.serve([listener]))
+            while not server.started:  # noqa: ASYNC110 uvicorn has no event for it
+                await asyncio.sleep(0.001)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            server.should_exit = True
+            await task
+
+
+@asynccontextmanager
+async def vllm_and_proxy(recorder: Any = None, **upstream: Any) -> AsyncIterator[tuple[FakeVllm, str, str, Any]]:
+    fake, recorder = FakeVllm(), recorder or MemoryRecorder()
+    async with serving(fake.app()) as direct, relaying(direct, recorder, **upstream) as proxied:
+        yield fake, direct, proxied, recorder
+
+
+async def post(url: str, body: Any, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, Any, bytes]:
+    data = body if isinstance(body, bytes) else orjson.dumps(body)
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url + path, data=data, headers={"Content-Type": "application/json"} | headers) as response,
+    ):
+        return response.status, response.headers, await response.read()
+
+
+ASKED = [{}, {"return_token_ids": True}, {"logprobs": True}, {"return_token_ids": True, "logprobs": True}]
+STREAMED = [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("stream", STREAMED)
+async def test_the_agent_gets_the_bytes_of_a_direct_call_and_the_record_has_the_tokens(asked, stream):
+    async with vllm_and_proxy() as (_, direct, proxied, recorder):
+        body = CHAT | asked | stream
+        _, _, expected = await post(direct, body | {"model": "base"})
+        status, headers, got = await post(proxied, body)
+    assert got == expected
+    assert status == 200
+    [start], [end] = recorder.starts, recorder.ends
+    assert (headers["X-Call-Id"], headers["X-Policy-Version"]) == (start.call_id, "3")
+    assert headers["X-Rollout-Id"] == start.rollout.rollout_id == end.rollout_id
+    assert (start.request, start.model, start.endpoint) == (body, "base", "chat/completions")
+    assert (end.status, end.trainable, end.http_status) == ("ok", True, 200)
+    assert (list(end.prompt_token_ids), list(end.choices[0].token_ids)) == (PROMPT, IDS)
+    assert list(end.choices[0].logprobs) == LOGPROBS
+    assert end.response["choices"][0]["message"]["content"] == "hé"
+
+
+async def test_the_openai_client_works_unchanged():
+    async with (
+        vllm_and_proxy() as (_, _, proxied, recorder),
+        openai.AsyncOpenAI(base_url=f"{proxied}/rollouts/r1/agents/a/v1", api_key="k") as client,
+    ):
+        answer = await client.chat.completions.create(**CHAT)
+        stream = await client.chat.completions.create(**CHAT, stream=True)
+        text = "".join([c.choices[0].delta.content or "" async for c in stream])
+        models = [model.id async for model in await client.models.list()]
+    assert answer.choices[0].message.content == text == "hé"
+    assert models == ["base", "policy"]
+    assert {(s.rollout.rollout_id, s.rollout.agent) for s in recorder.starts} == {("r1", "a")}
+
+
+async def test_nothing_is_added_for_an_openai_upstream_and_its_key_replaces_the_agents():
+    async with vllm_and_proxy(kind="openai", api_key="upstream-key") as (fake, _, proxied, recorder):
+        await post(proxied, CHAT, Authorization="Bearer agent-key", **{"X-Rollout-Id": "r", "X-Keep": "1"})
+    [(body, headers)] = fake.requests
+    assert body == CHAT | {"model": "base"}
+    assert headers["authorization"] == "Bearer upstream-key"
+    assert headers["x-keep"] == "1"
+    assert "x-rollout-id" not in headers
+    assert recorder.ends[0].untrainable_reason == "no token ids from the upstream"
+
+
+async def test_an_upstream_error_passes_through_and_is_recorded():
+    async with vllm_and_proxy() as (_, direct, proxied, recorder):
+        body = CHAT | {"model": "nope"}
+        assert (await post(direct, body))[::2] == (await post(proxied, body))[::2]
+    assert (recorder.ends[0].status, recorder.ends[0].http_status) == ("error", 404)
+    assert recorder.ends[0].response == {"error": {"message": "no such model"}}
+
+
+async def test_other_routes_pass_through_unrecorded():
+    async with vllm_and_proxy() as (_, _, proxied, recorder):
+        status, headers, raw = await post(proxied, {"model": "policy", "x": 1}, "/v1/embeddings?a=b%20c")
+    seen = orjson.loads(raw)
+    assert (status, headers["X-Up"], seen["path"]) == (207, "stream", "/v1/embeddings?a=b%20c")
+    assert orjson.loads(seen["body"]) == {"model": "base", "x": 1}
+    assert recorder.starts == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter/",
+        "/v1/%6Coad_lora_adapter",
+        "/v1/LOAD_lora_adapter",
+        "/v1/x/..%2f..%2fpause",
+        "/v1/%2e%2e/pause",
+        "/v1//load_lora_adapter",
+        "/v1/.%2Fload_lora_adapter",
+        "/v1/x%5c..",
+        "/v1/a%0db",
+        "/rollouts/r/v1/load_lora_adapter",
+        "/rollouts/a%2Fb/v1/models",
+        "/pause",
+    ],
+)
+async def test_operator_routes_and_ambiguous_paths_are_not_reachable(path):
+    async with vllm_and_proxy() as (_, _, proxied, _):
+        with socket.create_connection(("127.0.0.1", int(proxied.rsplit(":", 1)[1]))) as client:
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert (await loop.sock_recv(client, 65536)).startswith(b"HTTP/1.1 404")
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"[]", {}, 400),
+        (b"", {}, 400),
+        (CHAT, {"X-Rollout-Id": "a b"}, 400),
+        (CHAT, {"X-Rollout-Mode": "maybe"}, 400),
+        (CHAT, {"Authorization": "Bearer wrong"}, 401),
+        (CHAT | {"pad": "x" * 10_000}, {}, 413),
+    ],
+)
+async def test_bad_input_is_refused_in_openais_shape(body, headers, status):
+    async with vllm_and_proxy() as (_, _, proxied, recorder):
+        got, _, raw = await post(proxied, body, **headers)
+    assert got == status
+    assert "error" in orjson.loads(raw)
+    assert recorder.starts == []
+
+
+@pytest.mark.parametrize(
+    "odd", [{"model": 5}, {"stream": "yes", "messages": 3, "n": [], "temperature": "hot", "stream_options": 1}]
+)
+async def test_fields_of_a_wrong_type_are_left_for_the_upstream_to_judge(odd):
+    async with vllm_and_proxy() as (_, direct, proxied, recorder):
+        assert (await post(direct, {"model": "base"} | odd))[::2] == (await post(proxied, CHAT | odd))[::2]
+    assert recorder.ends[0].error.startswith("the upstream answered 40")
+
+
+async def test_a_key_given_out_for_a_rollout_names_it():
+    async with vllm_and_proxy() as (_, _, proxied, recorder):
+        await post(proxied, CHAT, Authorization="Bearer rollout-key")
+    assert recorder.starts[0].rollout.rollout_id == "of-key"

@@ -1,0 +1,278 @@
+"""The relay between an agent and things that go wrong: upstreams, the store, and agents that leave."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+import uvicorn
+
+from lightning_proxy.proxy.config import Config, ProxyConfig, UpstreamConfig
+from lightning_proxy.proxy.errors import StoreUnavailable, Unauthorized
+from lightning_proxy.proxy.ports import Caller, Route
+from lightning_proxy.proxy.relay import Relay
+from lightning_proxy.proxy.types import CallEnd, CallStart
+from lightning_proxy.proxy.upstream import make_session
+
+CHAT = {"model": "policy", "messages": []}
+STREAM = CHAT | {"stream": True}
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class MemoryRecorder:
+    def __init__(self) -> None:
+        self.starts: list[CallStart] = []
+        self.ends: list[CallEnd] = []
+        self.ended = asyncio.Event()
+
+    async def start(self, start: CallStart) -> None:
+        self.starts.append(start)
+
+    async def end(self, end: CallEnd) -> None:
+        self.ends.append(end)
+        self.ended.set()
+
+
+class OneUpstream:
+    alias = "policy"
+
+    def __init__(self, upstream: UpstreamConfig) -> None:
+        self._upstream = upstream
+
+    async def route(self, rollout: Any, model: str | None) -> Route:
+        return Route(self._upstream, "base" if model == "policy" else None, 3 if model == "policy" else None)
+
+    def alias_entry(self) -> dict[str, Any]:
+        return {"id": "policy", "object": "model"}
+
+
+class OpenDoor:
+    async def authenticate(self, headers: Any) -> Caller:
+        if headers.get("authorization") == "Bearer wrong":
+            raise Unauthorized("wrong key")
+        return Caller("of-key" if headers.get("authorization") == "Bearer rollout-key" else None, True)
+
+
+class FullAtStart(MemoryRecorder):
+    async def start(self, start: CallStart) -> None:
+        raise StoreUnavailable("disk full")
+
+
+class FullAtEnd(MemoryRecorder):
+    async def end(self, end: CallEnd) -> None:
+        raise StoreUnavailable("disk full")
+
+
+class SlowAtEnd(MemoryRecorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+
+    async def end(self, end: CallEnd) -> None:
+        await self.go.wait()
+        await super().end(end)
+
+
+def event(text: str) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    return b"data: " + orjson.dumps({"id": "c", "object": "chat.completion.chunk", "choices": [choice]}) + b"\n\n"
+
+
+def http_chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+DONE = b"data: [DONE]\n\n"
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+JSON_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+
+
+def sending(*pieces: bytes) -> Handler:
+    """An upstream that sends these bytes and closes the connection."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"".join(pieces))
+        await writer.drain()
+
+    return handle
+
+
+class HangingUpstream:
+    """Sends these bytes, then nothing; notices when it is left."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.reached, self.left = asyncio.Event(), asyncio.Event()
+        self._pieces = pieces
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"".join(self._pieces))
+        self.reached.set()
+        while await reader.read(65536):
+            pass
+        self.left.set()
+
+
+@asynccontextmanager
+async def speaking(handler: Handler) -> AsyncIterator[str]:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            await handler(reader, writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+@asynccontextmanager
+async def relaying(base: str, recorder: Any, **upstream: Any) -> AsyncIterator[str]:
+    """A proxy in front of `base`; yields its root URL."""
+    config = Config(proxy=ProxyConfig(max_body_mb=0.01))
+    target = UpstreamConfig(name="up", base_url=f"{base}/v1", **upstream)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        async with make_session() as session:
+            relay = Relay(config, session, recorder, OneUpstream(target), OpenDoor())
+            server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", log_level="critical", ws="none"))
+            task = asyncio.create_task(server.serve([listener]))
+            while not server.started:  # noqa: ASYNC110 uvicorn has no event for it
+                await asyncio.sleep(0.001)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            server.should_exit = True
+            await task
+
+
+@asynccontextmanager
+async def between(handler: Handler, recorder: Any = None, **upstream: Any) -> AsyncIterator[tuple[str, Any]]:
+    recorder = recorder or MemoryRecorder()
+    async with speaking(handler) as base, relaying(base, recorder, **upstream) as url:
+        yield url, recorder
+
+
+async def post(url: str, body: Any) -> tuple[int, bytes, bool]:
+    """Status, body as far as it came, and whether the answer was complete."""
+    got = b""
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/chat/completions", json=body) as response:
+        try:
+            async for data in response.content.iter_any():
+                got += data
+        except aiohttp.ClientPayloadError:
+            return response.status, got, False
+        return response.status, got, True
+
+
+@pytest.mark.parametrize("name", ["resets", "ends without DONE", "stalls"])
+async def test_a_stream_that_breaks_is_seen_as_broken_and_recorded_as_error(name):
+    handler = {
+        "resets": sending(STREAM_HEAD, http_chunk(event("a"))),
+        "ends without DONE": sending(STREAM_HEAD, http_chunk(event("a")), b"0\r\n\r\n"),
+        "stalls": HangingUpstream(STREAM_HEAD, http_chunk(event("a"))),
+    }[name]
+    async with between(handler, idle_timeout_s=0.2) as (url, recorder):
+        status, got, complete = await post(url, STREAM)
+    assert (status, got, complete) == (200, event("a"), False)
+    [end] = recorder.ends
+    assert (end.status, end.trainable, end.http_status) == ("error", False, 200)
+    assert end.response["choices"][0]["message"] == {"content": "a"}
+    assert end.error
+
+
+@pytest.mark.parametrize("garbage", [b"data: {garbage\n\n", b'data: {"error": {"message": "boom"}}\n\n'])
+async def test_garbage_and_error_events_are_relayed_as_they_are_and_recorded_as_error(garbage):
+    handler = sending(STREAM_HEAD, http_chunk(event("a") + garbage), http_chunk(DONE), b"0\r\n\r\n")
+    async with between(handler, kind="openai") as (url, recorder):
+        assert await post(url, STREAM) == (200, event("a") + garbage + DONE, True)
+    assert recorder.ends[0].status == "error"
+
+
+async def test_garbage_instead_of_json_passes_through_and_is_recorded_as_error():
+    async with between(sending(JSON_HEAD, b"x" * 20)) as (url, recorder):
+        assert await post(url, CHAT) == (200, b"x" * 20, True)
+    assert (recorder.ends[0].status, recorder.ends[0].response) == ("error", "x" * 20)
+
+
+@pytest.mark.parametrize(
+    ("handler", "status"),
+    [
+        (sending(b""), 502),
+        (sending(b"SSH-2.0-nonsense\r\n"), 502),
+        (sending(JSON_HEAD, b"{"), 502),
+        (HangingUpstream(), 504),
+        (HangingUpstream(JSON_HEAD, b"{"), 504),
+    ],
+)
+async def test_an_upstream_that_fails_before_the_answer_is_502_or_504(handler, status):
+    async with between(handler, first_byte_timeout_s=0.2, idle_timeout_s=0.2) as (url, recorder):
+        got, body, _ = await post(url, CHAT)
+    assert (got, orjson.loads(body)["error"]["type"]) == (status, "upstream_error")
+    assert (recorder.ends[0].status, recorder.ends[0].http_status) == ("error", status)
+
+
+async def test_an_upstream_that_is_down_is_502():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        recorder = MemoryRecorder()
+        async with relaying(f"http://127.0.0.1:{unused.getsockname()[1]}", recorder) as url:
+            status, body, _ = await post(url, CHAT)
+    assert status == 502
+    assert b"cannot be reached" in body
+    assert recorder.ends[0].http_status == 502
+
+
+async def test_a_call_that_cannot_be_stored_is_503_and_leaves_the_upstream():
+    upstream = HangingUpstream()
+    async with between(upstream, FullAtStart()) as (url, recorder):
+        status, body, _ = await post(url, CHAT)
+        assert (status, orjson.loads(body)["error"]["message"]) == (503, "disk full")
+        if upstream.reached.is_set():
+            await upstream.left.wait()
+    assert recorder.ends == []
+
+
+async def test_an_answer_that_cannot_be_stored_is_not_given_out():
+    async with between(sending(JSON_HEAD, b'{"choices":[],"a":1}'), FullAtEnd()) as (url, _):
+        assert (await post(url, CHAT))[0] == 503
+    async with between(sending(STREAM_HEAD, http_chunk(event("a") + DONE), b"0\r\n\r\n"), FullAtEnd()) as (url, _):
+        assert await post(url, STREAM) == (200, event("a"), False)
+
+
+async def test_the_terminal_event_waits_for_the_record():
+    recorder = SlowAtEnd()
+    handler = sending(STREAM_HEAD, http_chunk(event("a")), http_chunk(DONE), b"0\r\n\r\n")
+    async with (
+        between(handler, recorder, kind="openai") as (url, _),
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/v1/chat/completions", json=STREAM) as response,
+    ):
+        assert await response.content.readany() == event("a")
+        rest = asyncio.create_task(response.content.read())
+        await asyncio.wait((rest,), timeout=0.1)
+        assert not rest.done()
+        assert recorder.ends == []
+        recorder.go.set()
+        assert await rest == DONE
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+async def test_an_agent_that_leaves_stops_the_upstream_call_and_is_recorded(body):
+    upstream = HangingUpstream(*([STREAM_HEAD, http_chunk(event("a"))] if body is STREAM else []))
+    async with between(upstream) as (url, recorder), aiohttp.ClientSession() as http:
+        call = asyncio.create_task(http.post(f"{url}/v1/chat/completions", json=body))
+        await upstream.reached.wait()
+        if body is STREAM:
+            response = await call
+            assert await response.content.readany() == event("a")
+            response.close()
+        else:
+            call.cancel()
+        await upstream.left.wait()
+        await recorder.ended.wait()
+    assert (recorder.ends[0].status, recorder.ends[0].trainable) == ("cancelled", False)
+    if body is STREAM:
+        assert recorder.ends[0].response["choices"][0]["message"]["content"] == "a"
