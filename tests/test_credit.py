@@ -1,6 +1,7 @@
 """Credit and baselines against numbers worked out by hand."""
 
 import pytest
+
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.advantage import group_baselines
@@ -26,7 +27,7 @@ def test_uniform_copies_the_final_return_to_every_call() -> None:
 
 
 def test_an_unknown_strategy_is_named() -> None:
-    with pytest.raises(ConfigError, match="'best'.*uniform"):
+    with pytest.raises(ConfigError, match=r"'best'.*uniform"):
         credit_strategy("best")
 
 

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.microbatches import TreeCost, micro_batches
 from lightning_proxy.trainer.prefix_tree import build_tree
@@ -11,9 +12,10 @@ from lightning_proxy.trainer.types import Sample
 
 torch = pytest.importorskip("torch")
 
-from lightning_proxy.trainer.scoring import Targets, check_tree_support, score, tree_attention_mask  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from lightning_proxy.trainer.scoring import check_tree_support, score, tree_attention_mask  # noqa: E402
 
 VOCABULARY = 50
 
@@ -24,7 +26,9 @@ def random_rows(seed: int, count: int = 9) -> list[list[int]]:
     rows = [[rng.randrange(VOCABULARY) for _ in range(12)]]
     while len(rows) < count:
         kept = rng.choice(rows)
-        rows.append(kept[: rng.randrange(1, len(kept) + 1)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(8))])
+        rows.append(
+            kept[: rng.randrange(1, len(kept) + 1)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(8))]
+        )
     return rows + [rows[0]]
 
 
@@ -34,7 +38,9 @@ def lora_llama(seed: int) -> PeftModel:
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="sdpa",
     )  # fmt: skip
-    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        LlamaForCausalLM(config), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -65,13 +71,21 @@ def test_scores_and_gradients_equal_those_of_the_rows_one_by_one(seed: int) -> N
     masks = [[0, *[rng.randrange(2) for _ in row[1:]]] for row in rows]
     masks[0] = [0, *[1] * (len(rows[0]) - 1)]
     temperatures = [[rng.choice([0.5, 1.0])] * len(row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: rows[i])  # the order that micro_batches gives them
+    rows, masks, temperatures = ([x[i] for i in order] for x in (rows, masks, temperatures))
     mask = torch.nn.utils.rnn.pad_sequence([torch.tensor(m) for m in masks], batch_first=True)
     weights = torch.randn(mask.shape) * mask
-
     expected, expected_entropies = padded_logprobs(model, rows, temperatures)
     (expected * weights).sum().backward()
     expected_gradients = gradients(model)
-    scores = score(model.get_base_model(), build_tree(rows), Targets.of(masks, temperatures))
+    (together,) = micro_batches(
+        [
+            Sample(str(i), "t", tuple(row), tuple(masks[i]), *[(0.0,) * len(row)] * 2, tuple(temperatures[i]))
+            for i, row in enumerate(rows)
+        ],
+        TreeCost(attention=0.0, max_nodes=1000),
+    )
+    scores = score(model.get_base_model(), together.tree, together.samples)
     (scores.logprobs * weights).sum().backward()
 
     assert torch.allclose(scores.logprobs, expected * mask, atol=1e-5)
@@ -102,7 +116,7 @@ def test_a_node_sees_its_ancestors_and_itself_only(seed: int) -> None:
 
 def test_no_rows_make_an_empty_tree() -> None:
     tree = build_tree([])
-    assert len(tree) == 0 and tree.padded_tokens == 0
+    assert len(tree) == 0 and tree.paths == ()
 
 
 def test_a_recurrent_model_is_refused() -> None:
@@ -134,12 +148,12 @@ def test_micro_batches_hold_every_sample_once_and_keep_to_the_budget() -> None:
     found = [s for batch in made for s in batch.samples]
     assert sorted(found, key=lambda s: s.rollout_id) == sorted(given, key=lambda s: s.rollout_id)
     for batch in made:
-        assert [tuple(batch.tree.token_ids[p]) for p in batch.tree.paths] == [s.token_ids for s in batch.samples]
+        assert [tuple(batch.tree.token_ids[p]) for p in batch.tree.paths] == [s.token_ids[:-1] for s in batch.samples]
 
 
 def test_a_sample_over_the_budget_stands_alone() -> None:
     made = micro_batches(samples("a", [list(range(30)), [40, 41]]), TreeCost(attention=0.0, max_nodes=10))
-    assert [len(batch.tree) for batch in made] == [30, 2]
+    assert [len(batch.tree) for batch in made] == [29, 1]
 
 
 def test_tasks_are_joined_only_where_sharing_pays() -> None:
@@ -154,4 +168,4 @@ def test_a_tree_of_many_tokens_is_quick_to_describe() -> None:
     rng = np.random.default_rng(0)
     trunk = rng.integers(0, 1000, 4000).tolist()
     tree = build_tree([trunk + rng.integers(0, 1000, 100).tolist() for _ in range(40)])
-    assert len(tree) == 8000 and tree.padded_tokens == 40 * 4100
+    assert len(tree) == 8000

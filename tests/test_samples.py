@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from lightning_proxy.proxy.types import Choice, ModelCall
 from lightning_proxy.trainer.samples import RolloutSamples, rollout_samples, rollout_weights
 from lightning_proxy.trainer.types import Sample

@@ -5,19 +5,26 @@ import random
 from pathlib import Path
 
 import pytest
+
 from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.types import Batch, Sample
 
 torch = pytest.importorskip("torch")
 
+from peft import PeftModel  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
 from lightning_proxy.trainer.checkpoint import whole_directory  # noqa: E402
 from lightning_proxy.trainer.trainer import LightningTrainer  # noqa: E402
 from lightning_proxy.trainer.weights import MARKER, save_adapter, save_merged  # noqa: E402
-from peft import PeftModel  # noqa: E402
-from tokenizers import Tokenizer, models  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 VOCABULARY = 64
 
@@ -94,7 +101,7 @@ def test_a_step_minimises_the_per_rollout_loss_however_it_is_cut(
     learner.step(batch(1))
     given = batch(2, drift=0.8)
     expected = plain_loss(learner, given)
-    (expected * 1.0).backward()
+    expected.backward()
     norm = torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None]).norm()
     metrics = learner.step(given)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
@@ -108,7 +115,7 @@ def test_with_the_sampling_policy_unchanged_all_losses_have_one_gradient(model_d
         learner = trainer(model_directory, tmp_path, loss_type=loss_type)
         found = learner.logprobs([s.token_ids for s in batch().samples])
         samples = tuple(
-            Sample(s.rollout_id, s.task_id, s.token_ids, s.mask, tuple(a * b for a, b in zip(logp, s.mask)),
+            Sample(s.rollout_id, s.task_id, s.token_ids, s.mask, tuple(a * b for a, b in zip(logp, s.mask, strict=True)),
                    s.advantages, s.temperatures)
             for s, logp in zip(batch().samples, found, strict=True)
         )  # fmt: skip
@@ -159,6 +166,15 @@ def test_a_loss_that_is_not_finite_leaves_everything_untouched(
     assert torch.equal(lora_weights(learner.peft_model), lora_weights(twin.peft_model))
     assert learner.step(batch(3))["loss"] == twin.step(batch(3))["loss"]
     assert torch.equal(lora_weights(learner.peft_model), lora_weights(twin.peft_model))
+
+
+def test_bfloat16_weights_train_too(model_directory: Path, tmp_path: Path) -> None:
+    learner = trainer(model_directory, tmp_path, dtype="bfloat16")
+    before = lora_weights(learner.peft_model).clone()
+    metrics = learner.step(batch())
+    assert learner.policy_model.dtype == torch.bfloat16
+    assert metrics["skipped"] == 0.0 and metrics["grad_norm"] > 0
+    assert not torch.equal(before, lora_weights(learner.peft_model))
 
 
 def test_a_step_without_samples_is_skipped(model_directory: Path, tmp_path: Path) -> None:

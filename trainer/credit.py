@@ -1,4 +1,4 @@
-"""Credit over calls: from a rollout's rewards to the return of each of its calls. One small pure function per strategy."""
+"""Credit over calls: from a rollout's rewards to the return of each call. One small pure function per strategy."""
 
 from __future__ import annotations
 

@@ -11,10 +11,15 @@ from lightning_proxy.trainer.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples and their tree; `tree.paths[r]` belongs to `samples[r]`."""
+    """Samples and their tree: `tree.paths[r]` is `samples[r]` less its last token, which predicts nothing."""
 
     samples: tuple[Sample, ...]
     tree: PrefixTree
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that the same samples take as a right-padded batch."""
+        return len(self.samples) * max(len(sample.token_ids) for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,4 +67,4 @@ def _split(batch: MicroBatch, max_nodes: int) -> Iterator[MicroBatch]:
 
 
 def _batch(samples: tuple[Sample, ...]) -> MicroBatch:
-    return MicroBatch(samples, build_tree([s.token_ids for s in samples]))
+    return MicroBatch(samples, build_tree([s.token_ids[:-1] for s in samples]))

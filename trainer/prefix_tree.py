@@ -30,11 +30,6 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens that the same rows take as a right-padded batch."""
-        return len(self.paths) * max((len(path) for path in self.paths), default=0)
-
 
 def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
     """The tree of `rows`. O(tokens): in sorted order a row shares its longest prefix with the row before it."""

@@ -1,4 +1,4 @@
-"""Samples (training rows) from the calls of a rollout: exact token-prefix merging, loss masks, weights. Pure, no torch."""
+"""Samples (training rows) from the calls of a rollout: exact token-prefix merging, masks, weights. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_proxy.trainer.types import Sample
 class RolloutSamples:
     """The rows of one rollout, and how many calls and rows were left out.
 
-    `untrainable_calls`: without usable token ids. `ambiguous_calls`: n > 1, so that the reward belongs to no one answer.
+    `untrainable_calls`: without usable token ids. `ambiguous_calls`: n > 1, so the reward belongs to no one answer.
     """
 
     samples: tuple[Sample, ...]
@@ -95,7 +95,7 @@ def rollout_samples(
 
 
 def rollout_weights(samples: Iterable[Sample]) -> dict[str, float]:
-    """1 / (trained tokens) of each rollout: with it every rollout weighs the same, whatever its rows, calls and tokens."""
+    """1 / (trained tokens) of each rollout: with it all rollouts weigh the same, whatever their rows and tokens."""
     tokens: Counter[str] = Counter()
     for sample in samples:
         tokens[sample.rollout_id] += sample.trained_tokens

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.trainer.prefix_tree import PrefixTree
+from lightning_proxy.trainer.prefix_tree import Ints, PrefixTree
+from lightning_proxy.trainer.types import Sample
 
-# Logits are made for this many vocabulary entries at a time (256 MiB in float32).
-_LOGITS_PER_CHUNK = 2**26
+# Logits are made this many at a time (64 MiB in float32); larger pieces are slower on a CPU, whose caches they miss.
+_LOGITS_PER_CHUNK = 2**24
 
 
 class Scores(NamedTuple):
@@ -27,39 +29,48 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The tokens to score: `rows`, `columns` (M,) say where in (B, T); `temperatures` (M,) what the logits are divided by."""
+    """The M tokens to score, all (M,): `tokens` at `rows`, `columns` of (B, T), logits divided by `temperatures`."""
 
-    rows: np.ndarray
-    columns: np.ndarray
-    temperatures: np.ndarray
+    rows: Ints
+    columns: Ints
+    tokens: Ints
+    temperatures: NDArray[np.float32]
 
     @classmethod
-    def of(cls, masks: Sequence[Sequence[int]], temperatures: Sequence[Sequence[float]]) -> Targets:
-        """The places where `masks` is 1; position 0 has nothing to be predicted from and must be 0."""
-        columns = [np.flatnonzero(np.asarray(mask)) for mask in masks]
-        values = [np.asarray(t, np.float32)[c] for t, c in zip(temperatures, columns, strict=True)]
-        rows = np.repeat(np.arange(len(columns)), [len(c) for c in columns])
-        return cls(rows, np.concatenate(columns), np.concatenate(values))
+    def of(cls, samples: Sequence[Sample]) -> Targets:
+        """The trained tokens of `samples`."""
+        columns = [np.flatnonzero(np.asarray(s.mask)) for s in samples]
+        return cls(
+            rows=np.repeat(np.arange(len(samples)), [len(c) for c in columns]),
+            columns=np.concatenate(columns),
+            tokens=np.concatenate([np.asarray(s.token_ids)[c] for s, c in zip(samples, columns, strict=True)]),
+            temperatures=np.concatenate(
+                [np.asarray(s.temperatures, np.float32)[c] for s, c in zip(samples, columns, strict=True)]
+            ),
+        )
 
 
-def score(model: PreTrainedModel, tree: PrefixTree, targets: Targets) -> Scores:
-    """Score `targets` by one forward pass over the tree. `model` is the bare causal LM, its LoRA layers included."""
+def score(model: PreTrainedModel, tree: PrefixTree, samples: Sequence[Sample]) -> Scores:
+    """Score the trained tokens of `samples` by one forward pass; `tree` holds each of them without its last token.
+
+    `model` is the bare causal LM, its LoRA layers included.
+    """
     hidden = _hidden_states(model, tree)
-    nodes = np.stack([tree.paths[row][[column - 1, column]] for row, column in zip(targets.rows, targets.columns)])
+    targets = Targets.of(samples)
+    nodes = np.array([tree.paths[r][c - 1] for r, c in zip(targets.rows, targets.columns, strict=True)])
     # Siblings that sampled the same token in the same place at the same temperature need one score between them.
-    keys = np.stack([nodes[:, 0], nodes[:, 1], targets.temperatures.view(np.int32)], axis=1)
-    unique, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    device = hidden.device
-    logprobs, entropies = _TokenLogprobs.apply(
-        hidden[torch.from_numpy(unique[:, 0]).to(device)],
-        model,
-        torch.from_numpy(tree.token_ids[unique[:, 1]]).to(device),
-        torch.from_numpy(targets.temperatures[first]).to(device),
-    )
-    shape = (len(tree.paths), max(map(len, tree.paths)))
-    places = (torch.from_numpy(targets.rows).to(device), torch.from_numpy(targets.columns).to(device))
-    back = torch.from_numpy(inverse.reshape(-1)).to(device)
-    return Scores(*(x.new_zeros(shape).index_put(places, x[back]) for x in (logprobs, entropies)))
+    keys = np.stack([nodes, targets.tokens, targets.temperatures.view(np.int32)], axis=1)
+    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    chosen, tokens, temperatures, back, rows, columns = (
+        torch.from_numpy(x).to(hidden.device)
+        for x in (
+            nodes[first], targets.tokens[first], targets.temperatures[first], inverse.reshape(-1), targets.rows,
+            targets.columns,
+        )
+    )  # fmt: skip
+    logprobs, entropies = _TokenLogprobs.apply(hidden[chosen], model, tokens, temperatures)
+    shape = (len(samples), max(len(s.token_ids) for s in samples))
+    return Scores(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
 
 
 def tree_attention_mask(tree: PrefixTree, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -105,8 +116,8 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     """(K, H) hidden states, (K,) next tokens and temperatures -> (K,) log-probabilities and entropies, in float32.
 
-    Each result depends on its own row alone, so the gradient's direction is found on the way: no logits are kept, none
-    are made twice. The head itself gets no gradient; TRL forbids adapters on it.
+    Each result depends on its own row alone, so the gradient's direction is found on the way: no logits are kept,
+    none are made twice. The head itself gets no gradient; TRL forbids adapters on it.
     """
 
     @staticmethod
@@ -143,9 +154,8 @@ def _score_chunk(
     if not directions:
         return chosen, entropies, hidden.new_empty(0)
     probs[rows, labels] -= 1
-    probs /= -temperatures[:, None]
     (direction,) = torch.autograd.grad(logits, hidden, probs.to(logits.dtype))
-    return chosen, entropies, direction
+    return chosen, entropies, (direction / -temperatures[:, None]).to(hidden.dtype)
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -154,6 +164,9 @@ def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     assert isinstance(head, nn.Module)
     config = model.config.get_text_config()
     logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
-    logits = logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
     cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    return cap * torch.tanh(logits / cap) if cap else logits

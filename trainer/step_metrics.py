@@ -54,7 +54,7 @@ class StepMetrics:
         self.clipped += float(torch.logical_or(ratio < low, ratio > high).sum())
         self.trained_tokens += len(ratio)
         self.computed_tokens += len(micro_batch.tree)
-        self.padded_tokens += micro_batch.tree.padded_tokens
+        self.padded_tokens += micro_batch.padded_tokens
         self.micro_batches += 1
 
     def result(self) -> dict[str, float]:

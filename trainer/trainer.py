@@ -19,9 +19,8 @@ from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.checkpoint import whole_directory
 from lightning_proxy.trainer.microbatches import MicroBatch, TreeCost, micro_batches
-from lightning_proxy.trainer.prefix_tree import build_tree
 from lightning_proxy.trainer.samples import rollout_weights
-from lightning_proxy.trainer.scoring import Scores, Targets, attention_cost, check_tree_support, score
+from lightning_proxy.trainer.scoring import Scores, attention_cost, check_tree_support, score
 from lightning_proxy.trainer.step_metrics import StepMetrics
 from lightning_proxy.trainer.types import Batch, Sample
 
@@ -35,6 +34,10 @@ class LightningTrainer(GRPOTrainer):
     truncated at `importance_cap`. `grpo` and `dapo` (the same under that normalisation): ratios against the sampling
     policy clipped to [1 - clip_low, 1 + clip_high], and at `importance_cap` where the advantage is negative.
     """
+
+    model: Any
+    optimizer: Any
+    control: Any
 
     def __init__(self, config: TrainerConfig, policy: PolicyConfig) -> None:
         if policy.model is None:
@@ -98,7 +101,8 @@ class LightningTrainer(GRPOTrainer):
                 break
             self.accelerator.backward(loss)
         if samples and metrics.finite:
-            metrics.grad_norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm))
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+            metrics.grad_norm = float(norm)
         metrics.learning_rate = self._get_learning_rate()
         metrics.skipped = not samples or not metrics.finite
         if not metrics.skipped:
@@ -112,12 +116,9 @@ class LightningTrainer(GRPOTrainer):
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of every token at temperature 1 under the current policy; 0.0 for each row's first."""
         self.model.eval()
-        rows = [
-            Sample(str(i), str(i), tuple(ids), (0, *[1] * (len(ids) - 1)), *[(0.0,) * len(ids)] * 2, (1.0,) * len(ids))
-            for i, ids in enumerate(token_ids)
-        ]
+        rows = [_fully_scored(str(i), tuple(ids)) for i, ids in enumerate(token_ids) if len(ids) > 1]
         found: dict[str, list[float]] = {}
-        for micro_batch in micro_batches([row for row in rows if row.trained_tokens], self._cost):
+        for micro_batch in micro_batches(rows, self._cost):
             for sample, values in zip(micro_batch.samples, self._score(micro_batch).logprobs.tolist(), strict=True):
                 found[sample.rollout_id] = values[: len(sample.token_ids)]
         return [found.get(str(i), [0.0] * len(ids)) for i, ids in enumerate(token_ids)]
@@ -161,12 +162,11 @@ class LightningTrainer(GRPOTrainer):
         return self._scores.logprobs[:, 1:], self._scores.entropies[:, 1:], None
 
     def _score(self, micro_batch: MicroBatch) -> Scores:
-        targets = Targets.of([s.mask for s in micro_batch.samples], [s.temperatures for s in micro_batch.samples])
         with self.accelerator.autocast():
-            return score(self.policy_model, micro_batch.tree, targets)
+            return score(self.policy_model, micro_batch.tree, micro_batch.samples)
 
     def _inputs(self, micro_batch: MicroBatch, weights: dict[str, float]) -> dict[str, Tensor]:
-        """TRL's inputs: the first token as the prompt, which is never trained, all others as the completion (B, T - 1)."""
+        """TRL's inputs: the first token, never trained, as the prompt; the others, (B, T - 1), as completion."""
         samples, device = micro_batch.samples, self.accelerator.device
         ids = _padded([s.token_ids for s in samples], torch.int64, device)
         present = _padded([[1] * len(s.token_ids) for s in samples], torch.int64, device)
@@ -198,6 +198,11 @@ class LightningTrainer(GRPOTrainer):
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.log(dict(finite))
         return finite
+
+
+def _fully_scored(name: str, token_ids: tuple[int, ...]) -> Sample:
+    n = len(token_ids)
+    return Sample(name, name, token_ids, (0,) + (1,) * (n - 1), (0.0,) * n, (0.0,) * n, (1.0,) * n)
 
 
 def _rewards_come_from_the_store(**_: Any) -> list[float]:

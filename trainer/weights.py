@@ -23,7 +23,7 @@ def save_adapter(model: PeftModel, directory: Path) -> None:
 
 
 def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write base + LoRA as an ordinary checkpoint; appears like `save_adapter`'s. The weights in memory stay as they are."""
+    """Write base + LoRA as an ordinary checkpoint, whole or not at all. The weights in memory stay as they are."""
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
     with whole_directory(directory) as temporary:
@@ -34,7 +34,7 @@ def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, directory:
 
 @torch.no_grad()
 def merged_state(base: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict that `base` would have without PEFT's layers, its LoRA layers' weights replaced by W + BA·scale."""
+    """The state dict that `base` would have without PEFT, the weights under LoRA layers replaced by W + BA·scale."""
     deltas = {
         f"{name}.base_layer.weight": layer.get_delta_weight("default")
         for name, layer in base.named_modules()
@@ -44,7 +44,7 @@ def merged_state(base: PreTrainedModel) -> dict[str, Tensor]:
     for name, weight in base.state_dict().items():
         if ".lora_" in name:
             continue
-        if name in deltas:
-            weight = (weight.float() + deltas[name].float()).to(weight.dtype)
-        merged[name.replace(".base_layer.", ".")] = weight
+        delta = deltas.get(name)
+        whole = weight if delta is None else (weight.float() + delta.float()).to(weight.dtype)
+        merged[name.replace(".base_layer.", ".")] = whole
     return merged
