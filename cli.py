@@ -1,0 +1,139 @@
+"""The command line: parse, wire, call. What a command needs is imported when it runs, so that --help is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from lightning_proxy.commands.system import Launch
+    from lightning_proxy.proxy.config import Config
+
+
+class _Group(TyperGroup):
+    """Shows our own errors as one line, with their exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from lightning_proxy.proxy.errors import LightningError
+
+        try:
+            return super().invoke(ctx)
+        except LightningError as error:
+            typer.echo(f"lightning-proxy: {error.message}", err=True)
+            raise typer.Exit(error.exit_code) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train the model behind any agent with reinforcement learning by changing OPENAI_BASE_URL.",
+)
+
+Model = Annotated[str | None, typer.Option(help="policy.model: a Hugging Face id or a directory")]
+Port = Annotated[int | None, typer.Option(help="proxy.port")]
+Logs = Annotated[Path, typer.Option(help="where the parts' logs go")]
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="a YAML file; every key has a default")] = None,
+) -> None:
+    # Taken where it lies, if it is there: `lightning-proxy up` in a checkout does what config.yaml says.
+    here = Path("config.yaml")
+    context.obj = config or (here if here.is_file() else None)
+
+
+@app.command()
+def up(context: typer.Context, model: Model = None, port: Port = None, logs: Logs = Path("lightning-logs")) -> None:
+    """Run the whole system: policy server (vLLM), proxy, trainer. Ctrl-C stops all of it."""
+    from rich.console import Console
+
+    from lightning_proxy.commands.signals import run_until_signal
+    from lightning_proxy.commands.up import up as run
+
+    config, launch = _load(context, {"policy.model": model, "proxy.port": port})
+    run_until_signal(run(config, launch, logs, Console()))
+
+
+@app.command()
+def serve(context: typer.Context, port: Port = None) -> None:
+    """Run the proxy alone."""
+    from lightning_proxy.commands.serve import serve as run
+
+    run(_load(context, {"proxy.port": port})[0])
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    model: Model = None,
+    once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then end")] = False,
+    max_steps: Annotated[int | None, typer.Option(help="trainer.max_steps")] = None,
+) -> None:
+    """Run the trainer alone."""
+    from lightning_proxy.commands.train import train as run
+
+    run(_load(context, {"policy.model": model, "trainer.max_steps": max_steps})[0], once=once)
+
+
+@app.command()
+def vllm(context: typer.Context, model: Model = None) -> None:
+    """Run the policy server alone: vLLM, with the options that the proxy and the trainer need."""
+    from lightning_proxy.commands.vllm import exec_vllm
+
+    exec_vllm(_load(context, {"policy.model": model})[0])
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    command: Annotated[list[str], typer.Argument(help="the agent program, after `--`")],
+    tasks: Annotated[Path, typer.Option(help="JSON Lines: one task a line")],
+    group_size: Annotated[int, typer.Option(min=1, max=1000, help="siblings per task")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="programs at once")] = 8,
+    mode: Annotated[str, typer.Option(help="train, or eval: recorded but never trained on")] = "train",
+    repeat: Annotated[int, typer.Option(min=1, help="how often to go through the tasks")] = 1,
+    preload: Annotated[str, typer.Option(help="modules to import once, for `python script.py …`")] = "",
+    logs: Annotated[Path | None, typer.Option(help="keep each program's output here")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Run an agent program once per task and sibling, each in a rollout of its own."""
+    from lightning_proxy.commands.run_view import run_command
+
+    config, _ = _load(context, {})
+    request = {"group_size": group_size, "concurrency": concurrency, "mode": mode, "logs": logs}
+    run_command(config, tasks, command, preload.split(",") if preload else [], repeat, as_json, request)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 40,
+    seed: Annotated[int, typer.Option(help="of tasks and trainer")] = 0,
+    directory: Annotated[Path, typer.Option("--dir", help="where it works; emptied first")] = Path("lightning-demo"),
+    model: Annotated[Path | None, typer.Option(help="the model's directory; made on first use")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="answers per held-out task in an evaluation")] = 8,
+    ahead: Annotated[float, typer.Option(min=0, help="steps that rollouts may be ahead of the trainer")] = 1.0,
+) -> None:
+    """Show the whole loop on a small real model on this machine."""
+    from lightning_proxy.commands.demo import DemoOptions
+    from lightning_proxy.commands.demo import demo as run
+
+    run(DemoOptions(steps, seed, directory, model, repeat, ahead))
+
+
+def _load(context: typer.Context, overrides: dict[str, Any]) -> tuple[Config, Launch]:
+    from lightning_proxy.commands.system import Launch
+    from lightning_proxy.proxy.config import load_config
+
+    return load_config(context.obj, overrides), Launch(context.obj, overrides)
+
+
+if __name__ == "__main__":
+    app()

@@ -8,15 +8,16 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from lightning_proxy.proxy.errors import LightningError
 
+T = TypeVar("T")
 GUARD = Path(__file__).with_name("guard.py")
 
 
@@ -26,7 +27,10 @@ class ChildDied(LightningError):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A program to keep running. `health_url` answers 200 once it is well; None: well as soon as it runs."""
+    """A program to keep running. `health_url` answers 200 once it is well; None: well as soon as it runs.
+
+    `may_end`: to end with exit code 0 is no fault.
+    """
 
     name: str
     argv: Sequence[str]
@@ -34,6 +38,7 @@ class ChildSpec:
     health_url: str | None = None
     start_timeout_s: float = 600.0
     grace_s: float = 15.0
+    may_end: bool = False
 
 
 class Child:
@@ -118,14 +123,25 @@ class Supervisor:
             raise LightningError(f"{late}; the end of {child.log}:\n{tail(child.log)}") from None
 
     async def watch(self) -> None:
-        """Wait until any child ends by itself, then raise ChildDied; never returns."""
-        waiting = {asyncio.ensure_future(child.process.wait()): child for child in self._children}
+        """Wait until a child ends that should not, then raise ChildDied; never returns."""
+        async with asyncio.TaskGroup() as watchers:
+            for child in self._children:
+                watchers.create_task(_until_death(child))
+        await asyncio.Event().wait()
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` as long as all children are well; ChildDied, and the work cancelled, if one is not."""
+        doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
+        either: set[asyncio.Future[Any]] = {doing, watching}
         try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            raise waiting[done.pop()].death()
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise _only(watching.exception())
+            return doing.result()
         finally:
-            for future in waiting:
+            for future in either:
                 future.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
 
     async def stop(self) -> None:
         """End all children, the newest first; goes on to the end even if it is cancelled meanwhile."""
@@ -148,6 +164,20 @@ class Supervisor:
         finally:
             ended.cancel()
             healthy.cancel()
+
+
+async def _until_death(child: Child) -> None:
+    code = await child.process.wait()
+    if code != 0 or not child.spec.may_end:
+        raise child.death()
+
+
+def _only(error: BaseException | None) -> BaseException:
+    """The first error of a task group's."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert error is not None
+    return error
 
 
 def tail(log: Path, lines: int = 15) -> str:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lightning_proxy.commands.control import ControlClient
-from lightning_proxy.commands.programs import Runner
+from lightning_proxy.commands.programs import Runner, make_runner
 from lightning_proxy.commands.run import RolloutResult, RunOptions, run_tasks
-from lightning_proxy.commands.tasks import Task
+from lightning_proxy.commands.signals import run_until_signal
+from lightning_proxy.commands.summary import sentence, summarize
+from lightning_proxy.commands.tasks import Task, read_tasks
+from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.errors import ConfigError, LightningError
 
 
 @dataclass
@@ -62,3 +68,27 @@ def repeated(tasks: list[Task], repeat: int) -> list[Task]:
 def logs_directory(path: Path | None) -> Path | None:
     """Where the programs' output is kept, made absolute: a program may change its directory."""
     return path.absolute() if path is not None else None
+
+
+def run_command(
+    config: Config,
+    path: Path,
+    command: list[str],
+    preload: list[str],
+    repeat: int,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    """Everything the command does; raises LightningError if it could not, or if every program failed."""
+    if options["mode"] not in ("train", "eval"):
+        raise ConfigError(f"--mode is train or eval, got {options['mode']!r}")
+    tasks, runner = repeated(read_tasks(path), repeat), make_runner(command, preload)
+    console = Console(stderr=True)
+    run_options = RunOptions(**{**options, "logs": logs_directory(options["logs"])})
+    results = run_until_signal(run_with_progress(ControlClient.of(config), tasks, runner, run_options, console))
+    if as_json:
+        print(json.dumps(summarize(results)))
+    else:
+        console.print(sentence(results), markup=False)
+    if all(result.failed for result in results):
+        raise LightningError("every program failed")

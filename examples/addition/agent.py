@@ -1,4 +1,4 @@
-"""An agent that adds two numbers, and its evaluator. Any OpenAI-compatible endpoint serves it: OPENAI_BASE_URL says which."""
+"""An agent that adds two numbers, and its evaluator. OPENAI_BASE_URL says which endpoint serves it."""
 
 import json
 import math

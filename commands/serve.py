@@ -1,0 +1,26 @@
+"""`serve`: the proxy in one uvicorn."""
+
+from __future__ import annotations
+
+from lightning_proxy.commands.processes import require_free_port
+from lightning_proxy.proxy.config import Config
+
+
+def serve(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM; LightningError if the port is taken."""
+    import uvicorn
+
+    from lightning_proxy.proxy.app import create_app
+
+    require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
+    uvicorn.run(
+        create_app(config),
+        host=config.proxy.host,
+        port=config.proxy.port,
+        log_level="warning",
+        access_log=False,
+        # The upstream's own headers are passed on; a second `server` and `date` would not be transparent.
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=5,
+    )

@@ -1,0 +1,30 @@
+"""`train`: the trainer as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import signal
+
+from lightning_proxy.commands.vllm import require_model
+from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.errors import LightningError
+
+
+def train(config: Config, *, once: bool = False) -> None:
+    """Train until SIGINT or SIGTERM (the step under way is finished first), `trainer.max_steps`, or with `once` one pass."""
+    require_model(config)
+    if importlib.util.find_spec("trl") is None:
+        raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(_train(config, once))
+
+
+async def _train(config: Config, once: bool) -> None:
+    from lightning_proxy.trainer.loop import train as run
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await run(config, stop, once=once)

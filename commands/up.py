@@ -1,0 +1,23 @@
+"""`up`: the whole system until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_proxy.commands.system import Launch, System
+from lightning_proxy.proxy.config import Config
+
+
+async def up(config: Config, launch: Launch, logs: Path, console: Console) -> None:
+    """Run vLLM, proxy and trainer until cancelled, or until one of them fails."""
+
+    def say(what: str) -> None:
+        console.print(f"[dim]{what}[/]")
+
+    async with System(config, launch, logs, say) as system:
+        url = f"http://{config.proxy.host}:{config.proxy.port}"
+        console.print(f"ready: OPENAI_BASE_URL={url}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops")
+        await system.guard(asyncio.Event().wait())
