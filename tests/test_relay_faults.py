@@ -276,3 +276,26 @@ async def test_an_agent_that_leaves_stops_the_upstream_call_and_is_recorded(body
     assert (recorder.ends[0].status, recorder.ends[0].trainable) == ("cancelled", False)
     if body is STREAM:
         assert recorder.ends[0].response["choices"][0]["message"]["content"] == "a"
+
+
+async def test_a_call_that_is_stopped_with_the_server_is_recorded():
+    upstream, recorder, messages = (
+        HangingUpstream(STREAM_HEAD, http_chunk(event("a"))),
+        MemoryRecorder(),
+        asyncio.Queue(),
+    )
+    messages.put_nowait({"type": "http.request", "body": orjson.dumps(STREAM)})
+    sent = asyncio.Queue()
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+    async with speaking(upstream) as base, make_session() as session:
+        target = OneUpstream(UpstreamConfig(name="up", base_url=f"{base}/v1", kind="openai"))
+        relay = Relay(Config(), session, recorder, target, OpenDoor())
+        call = asyncio.create_task(relay(scope, messages.get, sent.put))
+        while (await sent.get()).get("body") != event("a"):
+            pass
+        call.cancel()
+        await asyncio.wait((call,))
+        await upstream.left.wait()
+    assert call.cancelled()
+    assert recorder.ends[0].status == "cancelled"
+    assert recorder.ends[0].response["choices"][0]["message"]["content"] == "a"
