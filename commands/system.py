@@ -74,7 +74,7 @@ class System:
 
 
 def check_addresses(config: Config) -> None:
-    """The ports are free, and the proxy's first vLLM upstream is the server that will be started; else one clear line."""
+    """The ports are free and the proxy's first vLLM upstream is the server to be started; else LightningError."""
     upstream = next((one for one in config.upstreams if one.kind == "vllm"), None)
     address = urlsplit(upstream.base_url) if upstream else None
     if address is None or address.port != config.vllm.port:

@@ -1,0 +1,177 @@
+"""`demo`: the whole loop on a small real model, as an ordinary user of the product would run it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.demo_config import (
+    EXAMPLE,
+    GROUP_SIZE,
+    TASKS_PER_STEP,
+    DemoOptions,
+    dump,
+    empty_directory,
+    read_split,
+    write_config,
+)
+from lightning_proxy.commands.demo_model import cache_directory
+from lightning_proxy.commands.demo_report import DemoResult, curve, save_png, show
+from lightning_proxy.commands.demo_view import DemoState, DemoView
+from lightning_proxy.commands.programs import PreloadRunner, Runner
+from lightning_proxy.commands.run import RunOptions, run_tasks
+from lightning_proxy.commands.signals import run_until_signal
+from lightning_proxy.commands.summary import Totals, totals
+from lightning_proxy.commands.system import Launch, System
+from lightning_proxy.commands.tasks import Task
+from lightning_proxy.proxy.config import load_config
+from lightning_proxy.proxy.errors import LightningError
+
+CONCURRENCY = 32
+POLL_S = 1.0
+STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
+
+
+def demo(options: DemoOptions) -> None:
+    """Prepare model, tasks and configuration; run the loop; show and save what came of it."""
+    console = Console()
+    directory = empty_directory(options.directory)
+    tasks = directory / "tasks"
+    subprocess.run([sys.executable, EXAMPLE / "tasks.py", tasks, f"--seed={options.seed}"], check=True)
+    console.print("[dim]preparing the model[/]")
+    # In a process of its own: what torch and transformers take is given back before the loop starts.
+    model = (options.model or cache_directory()).absolute()
+    if not (model / "config.json").is_file():
+        subprocess.run([sys.executable, "-m", "lightning_proxy.commands.demo_model", model], check=True)
+    config = write_config(directory, model, options)
+    result = run_until_signal(Demo(options, directory, config, console).run())
+    show(result, console)
+    dump(directory / "result.json", result.as_json())
+    save_png(result, directory / "reward.png")
+    console.print(f"curve: {directory / 'reward.png'}, data: {directory / 'result.json'}", soft_wrap=True)
+
+
+class Demo:
+    """Evaluation, training, evaluation against one running system."""
+
+    def __init__(self, options: DemoOptions, directory: Path, config: Path, console: Console) -> None:
+        self._options, self._directory, self._config_path = options, directory, config
+        self._train, self._held_out = read_split(directory / "tasks")
+        self._state = DemoState(options.steps)
+        self._view = DemoView(self._state, console)
+
+    async def run(self) -> DemoResult:
+        config = load_config(self._config_path)
+        runner = PreloadRunner([sys.executable, str(EXAMPLE / "agent.py")], ["openai"])
+        system = System(config, Launch(self._config_path), self._directory / "logs", self._phase)
+        with self._view.shown():
+            async with system, ControlClient.of(config) as api, _closing(runner):
+                return await system.guard(self._loop(system, api, runner))
+
+    async def _loop(self, system: System, api: ControlClient, runner: Runner) -> DemoResult:
+        async with _background(self._poll(api)):
+            self._phase("evaluating the base model on held-out tasks")
+            before = await self._evaluate(api, runner)
+            self._phase("training while the agent goes on working")
+            started = time.monotonic()
+            await self._work_until_trained(system, api, runner)
+            training_s = time.monotonic() - started
+            self._phase("evaluating the trained model on held-out tasks")
+            after = await self._evaluate(api, runner)
+            self._state.take(await api.policy())
+        state, rewards = self._state, curve(self._state.rewards, STEP_ROLLOUTS)
+        self._phase("stopping")
+        return DemoResult(
+            self._options.seed, state.step, state.version, before, after, rewards, training_s, state.elapsed
+        )
+
+    async def _evaluate(self, api: ControlClient, runner: Runner) -> Totals:
+        how = RunOptions(self._options.repeat, CONCURRENCY, "eval")
+        return totals(await run_tasks(api, self._held_out, runner, how, self._state.add_evaluated))
+
+    async def _work_until_trained(self, system: System, api: ControlClient, runner: Runner) -> None:
+        """The agent works on tasks without end; the trainer ends by itself after its last step."""
+        assert system.trainer is not None
+        how = RunOptions(GROUP_SIZE, CONCURRENCY, "train", self._directory / "agents")
+        backlog = Backlog(api, limit=int((1 + self._options.ahead) * STEP_ROLLOUTS))
+        work = run_tasks(api, self._tasks(), runner, how, self._state.add, backlog.wait)
+        working = asyncio.ensure_future(work)
+        trained = asyncio.ensure_future(system.trainer.process.wait())
+        either: set[asyncio.Future[Any]] = {working, trained}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not trained.done():
+                await working
+                raise LightningError("the agent stopped working before the trainer was done")
+        finally:
+            for future in either:
+                future.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
+
+    def _tasks(self) -> Iterator[Task]:
+        order = random.Random(self._options.seed)
+        while True:
+            yield from order.sample(self._train, len(self._train))
+
+    async def _poll(self, api: ControlClient) -> None:
+        while True:
+            self._state.take(await api.policy())
+            self._view.changed()
+            await asyncio.sleep(POLL_S)
+
+    def _phase(self, phase: str) -> None:
+        self._state.phase = phase
+        self._view.changed()
+
+
+class Backlog:
+    """Keeps rollouts fresh: opens no group while `limit` training rollouts wait for the trainer already."""
+
+    def __init__(self, api: ControlClient, limit: int) -> None:
+        self._api, self._limit = api, limit
+        self._room = 0
+
+    async def wait(self) -> None:
+        """Return when there is room for one more group."""
+        while self._room < GROUP_SIZE:
+            self._room = self._limit - await self._waiting()
+            if self._room < GROUP_SIZE:
+                await asyncio.sleep(POLL_S)
+        self._room -= GROUP_SIZE
+
+    async def _waiting(self) -> int:
+        page = await self._api.rollouts(mode="train", limit=min(1000, 4 * self._limit))
+        return sum(
+            one["step"] is None and not one.get("dropped") and one["status"] in ("running", "completed")
+            for one in page["data"]
+        )
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def _closing(runner: Runner) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await runner.close()

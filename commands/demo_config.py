@@ -1,0 +1,74 @@
+"""The demo's options, and the configuration that it writes for the system: an ordinary config.yaml."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_proxy.commands.processes import free_port
+from lightning_proxy.commands.tasks import Task, read_tasks
+from lightning_proxy.proxy.errors import ConfigError
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "addition"
+CONFIG = "config.yaml"
+GROUP_SIZE = 8
+TASKS_PER_STEP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """`repeat`: answers per held-out task and evaluation. `ahead`: steps that rollouts may be ahead of the trainer."""
+
+    steps: int = 40
+    seed: int = 0
+    directory: Path = Path("lightning-demo")
+    model: Path | None = None
+    repeat: int = 8
+    ahead: float = 1.0
+
+
+def empty_directory(directory: Path) -> Path:
+    """Make `directory`, or empty it if an earlier demo worked there; never anyone else's."""
+    if directory.exists() and any(directory.iterdir()):
+        if not (directory / CONFIG).is_file() or not (directory / "tasks").is_dir():
+            raise ConfigError(f"{directory} is not empty and no earlier demo's: choose another --dir")
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory.absolute()
+
+
+def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
+    """The system's configuration, with ports that are free now."""
+    proxy_port, vllm_port = free_port(), free_port()
+    data: dict[str, Any] = {
+        "proxy": {"port": proxy_port},
+        "store": {"url": f"sqlite:///{directory / 'lightning.db'}"},
+        "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
+        "policy": {"model": str(model), "publish": "merged", "directory": str(directory / "policy")},
+        "vllm": {"port": vllm_port, "max_model_len": 512, "kv_cache_gib": 1.0},
+        "trainer": {
+            "group_size": GROUP_SIZE,
+            "tasks_per_step": TASKS_PER_STEP,
+            "learning_rate": 2e-4,
+            "lora_rank": 16,
+            "max_steps": options.steps,
+            "seed": options.seed,
+        },
+    }
+    path = directory / CONFIG
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return path
+
+
+def read_split(directory: Path) -> tuple[list[Task], list[Task]]:
+    """The tasks that examples/addition/tasks.py wrote: (train, held out)."""
+    return read_tasks(directory / "train.jsonl"), read_tasks(directory / "held_out.jsonl")
+
+
+def dump(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1) + "\n")
