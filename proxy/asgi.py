@@ -50,20 +50,17 @@ class Agent:
 
     async def read(self, headers: dict[str, str], limit: int) -> bytes:
         """The request's body; raises TooLarge for more than `limit` bytes, ClientDisconnected."""
-        too_large = TooLarge(f"the request body is larger than {limit} bytes (proxy.max_body_mb)")
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > limit:
-            raise too_large
+        declared = int(length) if length.isdecimal() else 0
         body = bytearray()
-        while True:
+        while max(len(body), declared) <= limit:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
             body += message.get("body", b"")
-            if len(body) > limit:
-                raise too_large
-            if not message.get("more_body"):
+            if not message.get("more_body") and len(body) <= limit:
                 return bytes(body)
+        raise TooLarge(f"the request body is larger than {limit} bytes (proxy.max_body_mb)")
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` once the request is read; cancel it when the agent disconnects; it has ended when this returns."""

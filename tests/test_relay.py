@@ -300,3 +300,37 @@ async def test_a_key_given_out_for_a_rollout_names_it():
     async with vllm_and_proxy() as (_, _, proxied, recorder):
         await post(proxied, CHAT, Authorization="Bearer rollout-key")
     assert recorder.starts[0].rollout.rollout_id == "of-key"
+
+
+async def test_a_body_that_grows_over_the_limit_without_saying_so_is_refused():
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b"x" * 1000
+
+    async with (
+        vllm_and_proxy() as (_, _, proxied, recorder),
+        aiohttp.ClientSession() as http,
+        http.post(f"{proxied}/v1/chat/completions", data=endless()) as response,
+    ):
+        assert response.status == 413
+    assert recorder.starts == []
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
+async def test_any_method_and_body_passes_through(method):
+    async with (
+        vllm_and_proxy() as (_, _, proxied, _),
+        aiohttp.ClientSession() as http,
+        http.request(method, f"{proxied}/v1/files/a%20b?x=%2F", data=b"\x00bytes") as response,
+    ):
+        seen = await response.json()
+    assert (seen["method"], seen["path"], seen["body"]) == (method, "/v1/files/a%20b?x=/", "\x00bytes")
+
+
+async def test_the_alias_can_be_looked_up():
+    async with (
+        vllm_and_proxy() as (_, _, proxied, _),
+        aiohttp.ClientSession() as http,
+        http.get(f"{proxied}/v1/models/policy") as response,
+    ):
+        assert (await response.json())["id"] == "policy"
