@@ -13,10 +13,11 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lightning_proxy.proxy.asgi import Agent, ClientDisconnected
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
-from lightning_proxy.proxy.naming import parse_path
 from lightning_proxy.proxy.parts import open_parts
+from lightning_proxy.proxy.relay import is_data_path
 from lightning_proxy.proxy.routes import router
 
 
@@ -34,7 +35,7 @@ def create_app(config: Config) -> ASGIApp:
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)
     control.add_exception_handler(HTTPException, _http_error)
-    return _Dispatch(control, int(config.proxy.max_body_mb * 2**20))
+    return _Dispatch(control, int(config.proxy.max_body_mb * 1_000_000))
 
 
 class _Dispatch:
@@ -45,7 +46,7 @@ class _Dispatch:
         self._max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and parse_path(scope["path"]) is not None:
+        if scope["type"] == "http" and is_data_path(scope["path"]):
             await self._control.state.parts.relay(scope, receive, send)
         elif scope["type"] == "http":
             await self._limited(scope, receive, send)
@@ -53,17 +54,26 @@ class _Dispatch:
             await self._control(scope, receive, send)
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received = 0
+        agent = Agent(receive, send)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            body = await agent.read(headers, self._max_body)
+        except TooLarge as error:
+            await agent.error(error)
+        except ClientDisconnected:
+            pass
+        else:
+            await self._control(scope, _replay(body, receive), send)
 
-        async def limited() -> Any:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_body:
-                raise TooLarge(f"the body is larger than {self._max_body} bytes (proxy.max_body_mb)")
-            return message
 
-        await self._control(scope, limited, send)
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body that was read, then what comes after it."""
+    read = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def replay() -> Any:
+        return next(read, None) or await receive()
+
+    return replay
 
 
 async def _lightning_error(_: Request, error: Exception) -> JSONResponse:

@@ -20,6 +20,7 @@ from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.relay import Relay
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PublishMode
+from lightning_proxy.proxy.upstream import make_session
 from lightning_proxy.proxy.vllm import Vllm
 
 
@@ -44,10 +45,8 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
     mode = publish_mode(config)
     database = await Database.open(config.store)
     store, ledger, metrics = Store(database), Ledger(database), Metrics()
-    # Bytes are relayed as they come; no redirect is ever followed.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with (
-        aiohttp.ClientSession(connector=connector, auto_decompress=False) as data,
+        make_session() as data,
         aiohttp.ClientSession() as control,
     ):
         upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)

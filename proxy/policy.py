@@ -61,8 +61,11 @@ class Swap:
                     log.warning("vLLM was left paused: resuming it")
                     await self.vllm.resume()
                 return
+            served = {model["id"] for model in await self.vllm.models()}
             for version in await self.ledger.versions():
-                if version.path and (version.status == "live" or version.version in pinned):
+                wanted = version.path and (version.status == "live" or version.version in pinned)
+                if wanted and version.served_model not in served:
+                    log.warning("vLLM does not serve policy version %d: loading it again", version.version)
                     await self.load(version)
 
     async def _replace(self, version: PolicyVersion, step: int | None, *, moved: bool = True) -> None:
@@ -194,7 +197,7 @@ class Policy:
         while self._swap is not None:
             if not await self.reachable():
                 self._in_line = False
-            elif not self._in_line or self._swap.mode == "merged":
+            else:
                 await self._get_in_line()
             await asyncio.sleep(WATCH_S)
 

@@ -13,7 +13,7 @@ import orjson
 
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send
 from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import InvalidRequest, LightningError, NotFound
+from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, NotFound
 from lightning_proxy.proxy.exchange import Exchange, OnEnd
 from lightning_proxy.proxy.inject import Endpoint, Injection, inject
 from lightning_proxy.proxy.naming import name_rollout, parse_path
@@ -75,6 +75,8 @@ class Relay:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         caller = await self._keys.authenticate(headers)
         rollout = name_rollout(path, headers, caller.rollout_id)
+        if caller.rollout_id not in (None, rollout.rollout_id):
+            raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
         body = await agent.read(headers, self._max_body_bytes)
         endpoint = _RECORDED.get(path.rest) if scope["method"] == "POST" else None
         if endpoint is not None:

@@ -87,7 +87,8 @@ def _read_choices(row: sqlite3.Row) -> tuple[Choice, ...]:
         return ()
     first = Choice(0, unpack_ids(row["token_ids"]), unpack_floats(row["logprobs"]), row["finish_reason"])
     more = (
-        Choice(index, tuple(ids), tuple(lps), reason) for index, ids, lps, reason in loads_or_none(row["more_choices"]) or ()
+        Choice(index, tuple(ids), tuple(lps), reason)
+        for index, ids, lps, reason in loads_or_none(row["more_choices"]) or ()
     )
     return (first, *more)
 
