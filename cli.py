@@ -121,8 +121,8 @@ def demo(
     ahead: Annotated[float, typer.Option(min=0, help="steps that rollouts may be ahead of the trainer")] = 1.0,
 ) -> None:
     """Show the whole loop on a small real model on this machine."""
-    from lightning_proxy.commands.demo import DemoOptions
     from lightning_proxy.commands.demo import demo as run
+    from lightning_proxy.commands.demo_config import DemoOptions
 
     run(DemoOptions(steps, seed, directory, model, repeat, ahead))
 

@@ -13,7 +13,7 @@ from lightning_proxy.proxy.errors import LightningError
 
 
 def train(config: Config, *, once: bool = False) -> None:
-    """Train until SIGINT or SIGTERM (a step under way is finished first), or `max_steps`; with `once` on what is ready."""
+    """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready."""
     require_model(config)
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")

@@ -1,0 +1,120 @@
+"""The command line from outside: exit codes, one-line errors, what it starts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.commands.system import Launch
+from lightning_proxy.commands.vllm import served_model, vllm_program
+from lightning_proxy.proxy.config import Config, load_config
+from lightning_proxy.proxy.errors import ConfigError
+
+
+def lightning(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_proxy.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "tiny-model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def policy(model: Path | str, **more: object) -> Config:
+    return Config.model_validate({"policy": {"model": str(model), **more}})
+
+
+def option(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_a_wrong_key_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("proxy: {prot: 1}\n")
+    done = lightning("serve", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "lightning-proxy: config.yaml: proxy.prot: unknown key\n"
+
+
+def test_a_missing_configuration_file_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
+    done = lightning("--config", "no.yaml", "serve", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "lightning-proxy: cannot read no.yaml: No such file or directory\n"
+
+
+def test_a_missing_model_directory_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
+    done = lightning("vllm", "--model", "./nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "lightning-proxy: policy.model: there is no directory ./nowhere\n"
+
+
+def test_a_port_in_use_ends_with_one_line_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = lightning("up", "--model", model, "--port", str(port), cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port} cannot be bound" in done.stderr
+    assert "proxy.port" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "lightning-logs" / "vllm.log").exists()
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    heavy = ("torch", "vllm", "fastapi", "aiohttp")
+    look = f"import sys, lightning_proxy.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_merged_publishing_opens_the_operator_routes_and_loads_no_adapters(model: Path) -> None:
+    program = vllm_program(policy(model, publish="merged"))
+    assert "--enable-lora" not in program.argv
+    assert program.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert option(program.argv, "--host") == "127.0.0.1"
+
+
+def test_lora_publishing_lets_adapters_be_loaded_at_a_rank_that_vllm_has(model: Path) -> None:
+    config = Config.model_validate({"policy": {"model": str(model), "publish": "lora"}, "trainer": {"lora_rank": 12}})
+    program = vllm_program(config)
+    assert "--enable-lora" in program.argv
+    assert option(program.argv, "--max-lora-rank") == "16"
+    assert program.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+
+
+def test_the_behaviour_logprobs_are_those_after_temperature(model: Path) -> None:
+    assert option(vllm_program(policy(model)).argv, "--logprobs-mode") == "processed_logprobs"
+
+
+def test_a_model_directory_is_served_under_its_name_and_an_id_under_itself(model: Path) -> None:
+    assert served_model(policy(model)) == "tiny-model"
+    assert served_model(policy("org/name")) == "org/name"
+
+
+def test_operator_routes_are_never_bound_to_other_than_loopback(model: Path) -> None:
+    config = Config.model_validate({"policy": {"model": str(model)}, "vllm": {"host": "0.0.0.0"}})
+    with pytest.raises(ConfigError, match=r"vllm\.host"):
+        vllm_program(config)
+
+
+def test_options_reach_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch(None, {"policy.model": "a/b", "proxy.port": 9000, "trainer.max_steps": None})
+    for name, value in launch.env().items():
+        monkeypatch.setenv(name, value)
+    config = load_config()
+    assert (config.policy.model, config.proxy.port, config.trainer.max_steps) == ("a/b", 9000, None)
+
+
+def test_run_names_the_bad_line_of_a_task_file(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"a": 1}) + "\n\n{oops\n")
+    done = lightning("run", "--tasks", "tasks.jsonl", "--", "true", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lightning-proxy: tasks.jsonl:3: not JSON: ")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,76 @@
+"""The configuration file, its defaults and its one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_proxy.proxy.config import Config, load_config
+from lightning_proxy.proxy.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+def keys(data: Any, prefix: str = "") -> set[str]:
+    if isinstance(data, list):
+        return keys(data[0], prefix) if data and isinstance(data[0], dict) else set()
+    if not isinstance(data, dict):
+        return set()
+    return {f"{prefix}{k}" for k in data} | {found for k, v in data.items() for found in keys(v, f"{prefix}{k}.")}
+
+
+def test_the_commented_file_shows_every_default() -> None:
+    assert load_config(ROOT / "config.yaml") == Config()
+
+
+def test_the_commented_file_names_every_key() -> None:
+    assert keys(yaml.safe_load((ROOT / "config.yaml").read_text())) == keys(json.loads(Config().model_dump_json()))
+
+
+def test_a_file_with_some_keys_keeps_the_other_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("proxy: {port: 9000}\n")
+    assert load_config(path).proxy.port == 9000
+    assert load_config(path).trainer == Config().trainer
+
+
+def test_the_environment_wins_over_the_file_and_options_over_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("proxy: {port: 9000}\ntrainer: {seed: 1}\n")
+    monkeypatch.setenv("LIGHTNING_PROXY__PORT", "9001")
+    monkeypatch.setenv("LIGHTNING_TRAINER__SEED", "2")
+    config = load_config(path, {"proxy.port": 9002, "proxy.host": None})
+    assert (config.proxy.port, config.trainer.seed, config.proxy.host) == (9002, 2, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("proxy: {prot: 1}", "proxy.prot: unknown key"),
+        ("proxi: {}", "proxi: unknown key"),
+        ("proxy: {port: 70000}", "proxy.port"),
+        ("proxy: {port: high}", "proxy.port"),
+        ("proxy: {host: 0.0.0.0}", "proxy.api_keys"),
+        ("upstreams: []", "upstreams"),
+        ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url must be"),
+        ("store: {url: 'mysql://h'}", "only sqlite:///FILE"),
+        ("trainer: {group_size: 1}", "trainer.group_size"),
+        ("trainer: {baseline: best}", "trainer.baseline"),
+        ("[1, 2]", "expected sections"),
+        ("proxy: [", "not valid YAML"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line_that_names_it(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert named in caught.value.message
+    assert str(path) in caught.value.message
+    assert "\n" not in caught.value.message
