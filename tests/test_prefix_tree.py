@@ -29,7 +29,7 @@ def random_rows(seed: int, count: int = 9) -> list[list[int]]:
         rows.append(
             kept[: rng.randrange(1, len(kept) + 1)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(8))]
         )
-    return rows + [rows[0]]
+    return [*rows, rows[0]]
 
 
 def lora_llama(seed: int) -> PeftModel:

@@ -115,8 +115,8 @@ def test_with_the_sampling_policy_unchanged_all_losses_have_one_gradient(model_d
         learner = trainer(model_directory, tmp_path, loss_type=loss_type)
         found = learner.logprobs([s.token_ids for s in batch().samples])
         samples = tuple(
-            Sample(s.rollout_id, s.task_id, s.token_ids, s.mask, tuple(a * b for a, b in zip(logp, s.mask, strict=True)),
-                   s.advantages, s.temperatures)
+            Sample(s.rollout_id, s.task_id, s.token_ids, s.mask,
+                   tuple(a * b for a, b in zip(logp, s.mask, strict=True)), s.advantages, s.temperatures)
             for s, logp in zip(batch().samples, found, strict=True)
         )  # fmt: skip
         metrics = learner.step(Batch(1, samples, ()))
