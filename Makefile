@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 	export UV_PYTHON_DOWNLOADS=never; \
 	[ -x $(BIN)/python ] || "$$uv" venv --quiet --allow-existing --python $(PYTHON) $(VENV); \
 	[ -n "$${UV_FIND_LINKS:-}" ] || backend="--torch-backend $(if $(GPU),auto,cpu)"; \
-	"$$uv" pip install --python $(BIN)/python $${backend:-} -e '.[$(EXTRAS)]'
+	"$$uv" pip install --compile-bytecode --python $(BIN)/python $${backend:-} -e '.[$(EXTRAS)]'
 	mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/lightning_proxy
 	@touch $@
 

@@ -39,6 +39,8 @@ from lightning_proxy.proxy.config import load_config
 from lightning_proxy.proxy.errors import LightningError
 
 CONCURRENCY = 32
+# `import openai` leaves most of itself to the first call: 0.6 s of CPU in every run, against 0.03 s with these imported.
+PRELOADED = ("openai", "openai.resources", "httpcore", "h11", "certifi", "urllib.request")
 POLL_S = 1.0
 STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
 
@@ -73,7 +75,7 @@ class Demo:
 
     async def run(self) -> DemoResult:
         config = load_config(self._config_path)
-        runner = PreloadRunner([sys.executable, str(EXAMPLE / "agent.py")], ["openai"])
+        runner = PreloadRunner([sys.executable, str(EXAMPLE / "agent.py")], PRELOADED)
         system = System(config, Launch(self._config_path), self._directory / "logs", self._phase)
         with self._view.shown():
             async with system, ControlClient.of(config) as api, _closing(runner):

@@ -75,7 +75,7 @@ class DemoView:
         if self._console.is_terminal or self._said == (state.phase, state.step):
             return
         self._said = (state.phase, state.step)
-        self._console.print("  ".join(f"{name} {value}" for name, value in self._facts()), markup=False)
+        self._console.print("  ".join(f"{name} {value}" for name, value in self._facts()), markup=False, soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
