@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import os
 import signal
 
 from lightning_proxy.commands.vllm import require_model
@@ -17,6 +18,8 @@ def train(config: Config, *, once: bool = False) -> None:
     require_model(config)
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
+    # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(_train(config, once))
 

@@ -93,6 +93,8 @@ def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
         # Opens vLLM's operator routes (pause, reload_weights): the reason why vllm.host is loopback by default.
         env["VLLM_SERVER_DEV_MODE"] = "1"
     if not gpu:
+        # Spinning threads would starve the trainer's on the same cores.
+        env |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
         env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.vllm.kv_cache_gib))  # whole GiB only
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"

@@ -1,4 +1,4 @@
-"""Who may call: agents and admins by configured keys, one rollout by a key given out for it. Compared in constant time."""
+"""Who may call: agents and admins by configured keys, one rollout by a key given out for it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Keys:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
 
     def require_admin(self, headers: Mapping[str, str]) -> None:
-        """Let admins in; where no admin key is configured, an agent's key (or, without any key, everybody on loopback)."""
+        """Let admins in; where no admin key is configured, agents (without any key: everybody)."""
         wanted = self._admins or self._agents
         if wanted and not self._matches(_key(headers), wanted):
             raise Unauthorized("an admin key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""The configuration: one commented YAML, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by command line options.
+"""The configuration: one commented YAML, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by options.
 
 Defaults live here; `config.yaml` shows every one of them, and a test compares the two.
 """
@@ -43,7 +43,7 @@ class StoreConfig(Section):
 
     @property
     def path(self) -> Path:
-        """The database file of a `sqlite:///…` URL (three slashes: relative to the working directory; four: absolute)."""
+        """The database file of a `sqlite:///…` URL: three slashes for a relative path, four for an absolute one."""
         return Path(self.url.removeprefix("sqlite:///"))
 
     @model_validator(mode="after")
@@ -101,7 +101,7 @@ class TrainerConfig(Section):
     group_timeout_s: Seconds = 600.0
     max_steps: Annotated[int, Field(ge=1)] | None = None
     max_staleness: Annotated[int, Field(ge=0)] = 8
-    loss_type: Literal["grpo", "dapo", "cispo"] = "dapo"
+    loss_type: Literal["cispo", "grpo"] = "cispo"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     lr_scheduler: Literal["constant", "constant_with_warmup"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0

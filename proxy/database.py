@@ -49,7 +49,7 @@ class Database:
     async def transaction(self) -> AsyncIterator[aiosqlite.Connection]:
         """The write connection inside BEGIN IMMEDIATE … COMMIT; rolled back on any error.
 
-        Raises StoreUnavailable when SQLite cannot write (locked longer than `store.busy_timeout_s`, disk full, read-only).
+        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, read-only.
         """
         async with self._lock:
             try:
@@ -92,7 +92,10 @@ async def _connect(path: Path, config: StoreConfig) -> aiosqlite.Connection:
 
 
 async def _migrate(connection: aiosqlite.Connection) -> None:
-    """Run the numbered scripts of `migrations/` that this file has not seen, in one transaction (several processes may start at once)."""
+    """Run the numbered scripts of `migrations/` that this file has not seen.
+
+    In one transaction: several processes may start at once.
+    """
     scripts = sorted(resources.files("lightning_proxy.proxy").joinpath("migrations").iterdir(), key=lambda f: f.name)
     await connection.execute("BEGIN IMMEDIATE")
     row = await (await connection.execute("PRAGMA user_version")).fetchone()

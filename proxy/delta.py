@@ -1,6 +1,6 @@
 """Requests and token ids as what they add to an earlier call: an agent re-sends its whole history at every turn. Pure.
 
-A stored request is `{"same": [keys], "grown": {key: [kept, suffix]}, "new": {key: value}}` relative to its parent's request.
+A stored request is `{"same": [keys], "grown": {key: [kept, suffix]}, "new": {key: value}}`, relative to its parent's.
 """
 
 from __future__ import annotations

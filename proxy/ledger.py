@@ -1,6 +1,6 @@
 """The store as the trainer sees it: which rollouts each step took, and which policy version is live.
 
-Commit points: `claim` (a step owns its rollouts), `trained` (they are never offered again), `set_live` (the alias moves).
+Commit points: `claim` (a step owns its rollouts), `trained` (they are never offered again), `set_live` (alias moves).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step. `base` is the policy version whose weights it started from, `version` the one it was published as."""
+    """A training step. `base`: the policy version it started from; `version`: the one it was published as."""
 
     step: int
     status: str

@@ -1,4 +1,4 @@
-"""Which weights answer a call: the alias and its versions, kept true on the vLLM server even when that was restarted."""
+"""Which weights answer a call: the alias and its versions, also on a vLLM server that was restarted."""
 
 from __future__ import annotations
 
@@ -219,6 +219,6 @@ def _files(version: PolicyVersion) -> str:
 
 
 def _labels(version: PolicyVersion) -> tuple[str, ...]:
-    """vLLM's weight version for ours. The time tells versions of different stores apart; `default` is vLLM's after a start."""
+    """vLLM's weight version for ours. The time tells stores apart; `default` is vLLM's after a start."""
     label = f"{version.version}-{int(version.created_at)}"
     return (label,) if version.version else (label, "default")

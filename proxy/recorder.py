@@ -1,6 +1,7 @@
 """Durable records at the speed of one commit for many calls: a bounded queue, one writer, group commit.
 
-`start` and `end` return when the record is committed; the answer's last byte waits for that. When the queue is full, callers wait.
+`start` and `end` return when the record is committed; the answer's last byte waits for that.
+When the queue is full, callers wait: nothing is ever dropped.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class Recorder:
             self._tails.popitem(last=False)
 
 
-# A call's rows are written only after those of its start were committed, so statements of one group may be sorted by kind.
+# A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
 _ORDER = [sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_END, sql.ROLLOUT_CALL_ENDED, sql.TOOL_CALL, sql.TOOL_RESULT]
 
 

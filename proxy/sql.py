@@ -1,6 +1,6 @@
 """Every SQL statement of the project, with named parameters, in the SQL that SQLite and PostgreSQL share.
 
-Rows of `calls` are written twice: `CALL_START` when the request goes upstream (status `incomplete`), `CALL_END` when it is over.
+Rows of `calls` are written twice: by `CALL_START` when the request goes upstream, as `incomplete`, and by `CALL_END`.
 """
 
 # Rollouts ---------------------------------------------------------------------------------------------------------
@@ -43,7 +43,8 @@ ROLLOUT_COUNTS = "SELECT mode, status, COUNT(*) AS rollouts FROM rollouts GROUP 
 # Calls ------------------------------------------------------------------------------------------------------------
 
 CALL_START = """
-INSERT INTO calls (call_id, rollout_id, seq, parent_id, agent, endpoint, status, model, policy_version, request, started_at)
+INSERT INTO calls
+    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, model, policy_version, request, started_at)
 VALUES (
     :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
     :parent_id, :agent, :endpoint, 'incomplete', :model, :policy_version, :request, :at

@@ -27,7 +27,7 @@ class Store:
     # Calls: the recorder hands over whole batches ------------------------------------------------------------------
 
     async def write(self, batch: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Run statements of `sql.py` in one transaction, in order; neighbours with the same statement go in one call."""
+        """Run statements of `sql.py` in one transaction, in order; neighbours that are alike go in one call."""
         async with self._db.transaction() as db:
             for statement, params in _runs(batch):
                 await db.executemany(statement, params)

@@ -17,7 +17,7 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
 
 def check_id(value: str, what: str) -> str:
-    """Return `value` if it is a valid id (1-200 characters of `A-Za-z0-9_.:-`); raise InvalidRequest naming `what` otherwise."""
+    """Return `value` if it is a valid id; raise InvalidRequest naming `what` otherwise."""
     if not _ID.fullmatch(value):
         raise InvalidRequest(
             f"{what} must be 1 to 200 characters of A-Z a-z 0-9 . _ : -, got {value[:60]!r}", param=what
@@ -69,7 +69,7 @@ class Choice:
 class CallStart:
     """What is known of a call when it is sent upstream. Stored at once, as `incomplete`.
 
-    `request` is the body as the agent sent it. `policy_version` is 0 for the base model and None for a model outside the policy.
+    `request` is the body as the agent sent it. `policy_version`: 0 is the base model, None a model outside the policy.
     """
 
     call_id: str
@@ -169,7 +169,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One run of an agent on one task. `step` is the training step that took it, None while it has not been trained on."""
+    """One run of an agent on one task. `step` is the training step that took it, None while none has."""
 
     rollout_id: str
     task_id: str | None
@@ -189,7 +189,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """A set of weights that was or is served. 0 is the base model. `path` holds the adapter (lora) or whole model (merged)."""
+    """Weights that were or are served. 0 is the base model. `path` holds the adapter (lora) or whole model (merged)."""
 
     version: int
     status: Literal["publishing", "ready", "live", "failed"]

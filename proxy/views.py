@@ -73,7 +73,7 @@ def step_view(step: Step) -> dict[str, Any]:
 def transitions(rollout: Rollout, calls: Sequence[ModelCall]) -> list[Transition]:
     """The rollout as a Markov decision process: one transition a call, one a tool call whose result came back.
 
-    State: what the model was shown. Action: its whole answer. The rollout's reward is that of the last call's transition.
+    State: what the model was shown. Action: its whole answer. The last call's transition carries the rollout's reward.
     """
     answered = [call for call in calls if call.status == "ok"]
     found: list[Transition] = []

@@ -73,7 +73,7 @@ class Vllm:
             await asyncio.shield(self.resume())
 
     async def sample(self, model: str, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """Sample an answer of up to `tokens` tokens at temperature 1; its ids, and their log-probabilities as served."""
+        """Sample an answer of up to `tokens` tokens at temperature 1; its ids, and their log-probabilities."""
         body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 1.0, "top_p": 1.0}
         answer = await self._request("POST", "/v1/completions", body | {"logprobs": 0, "return_token_ids": True})
         choice = answer["choices"][0]

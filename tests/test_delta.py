@@ -1,10 +1,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lightning_proxy.proxy.delta import common_prefix, grow_request, pack_ids, shrink_request, unpack_ids
 from lightning_proxy.proxy.json_text import dumps, loads
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )

@@ -141,7 +141,7 @@ async def relaying(base: str, recorder: Any, **upstream: Any) -> AsyncIterator[s
             relay = Relay(config, session, recorder, OneUpstream(target), OpenDoor())
             server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", log_level="critical", ws="none"))
             task = asyncio.create_task(server.serve([listener]))
-            while not server.started:  # noqa: ASYNC110 uvicorn has no event for it
+            while not server.started:
                 await asyncio.sleep(0.001)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
             server.should_exit = True

@@ -1,4 +1,4 @@
-"""From the store's ended rollouts to the batch of a step: which groups are ready, what they teach, what is dropped and why."""
+"""From the store's ended rollouts to the batch of a step: which groups are ready, and what is dropped and why."""
 
 from __future__ import annotations
 

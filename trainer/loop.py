@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ RETRY_S = 2.0
 
 
 class TrainingLoop:
-    """Trains on what the store holds and publishes every step. Killed at any moment, it goes on from the last whole step."""
+    """Trains on what the store holds and publishes every step. Killed at any moment, it goes on from the last step."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TrainingLoop:
                 await _sleep(stop, self._config.poll_s)
 
     async def resume(self) -> None:
-        """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish what was not."""
+        """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish if need be."""
         if released := await self._ledger.release_unfinished():
             log.warning("step %s was not finished: its rollouts are offered again", released[0])
         await self._publisher.abandon_unfinished()
@@ -73,7 +73,9 @@ class TrainingLoop:
         if last is None:
             return
         if last.checkpoint is None or not Path(last.checkpoint).is_dir():
-            raise ConfigError(f"the checkpoint of step {last.step} is gone: {last.checkpoint}; restore it, or use a new store")
+            raise ConfigError(
+                f"the checkpoint of step {last.step} is gone: {last.checkpoint}; use a new store, or restore it"
+            )
         await asyncio.to_thread(self._trainer.load, Path(last.checkpoint))
         self._version = last.base if last.version is None else last.version
         log.info("going on after step %d (policy version %d)", last.step, self._version)
@@ -187,7 +189,5 @@ def _only_trainer(directory: Path) -> Iterator[None]:
 
 
 async def _sleep(stop: asyncio.Event, seconds: float) -> None:
-    try:
+    with suppress(TimeoutError):
         await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        pass

@@ -109,7 +109,9 @@ class Publisher:
         """Remove the files of old versions, except those that running rollouts keep to."""
         versions = [v for v in await self._ledger.versions() if v.path is not None]
         keep = {v.version for v in versions[-self._config.keep_versions :]} | {(await self._ledger.live()).version}
-        keep |= await self._ledger.pinned(time.time() - self._config.pin_timeout_s) if self._swap.mode == "lora" else set()
+        keep |= (
+            await self._ledger.pinned(time.time() - self._config.pin_timeout_s) if self._swap.mode == "lora" else set()
+        )
         for version in versions:
             if version.version not in keep:
                 await self._remove(version)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class Sample:
     """One training row of one rollout; every list has the length of `token_ids`.
 
-    `mask[i]` is 1 where the policy sampled `token_ids[i]`, 0 for context. Where the mask is 0, `logprobs`, `advantages` are 0.0.
+    `mask[i]` is 1 where the policy sampled `token_ids[i]`, 0 for context; there `logprobs` and `advantages` are 0.0.
     `temperatures[i]` is the sampling temperature of the call that token i belongs to (1.0 for context).
     """
 
