@@ -169,7 +169,10 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One run of an agent on one task. `step` is the training step that took it, None while none has."""
+    """One run of an agent on one task.
+
+    `step` is the training step that took it, `dropped` why the trainer will not take it; both None while it may yet.
+    """
 
     rollout_id: str
     task_id: str | None
@@ -185,6 +188,7 @@ class Rollout:
     calls: int = 0
     tokens: int = 0
     reward: float | None = None
+    dropped: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,20 @@ def test_data_paths_are_split(path, expected):
 
 @pytest.mark.parametrize(
     "path",
-    "/ /v1 /rollouts /rollouts/r /rollouts/r/transitions /rollouts/r/end /rollouts/a/b/v1/models //v1/models /reward "
-    "/rollouts/r/agents/a/tasks/t/v1/x /pause /v2/models".split(),
+    [
+        "/",
+        "/v1",
+        "/rollouts",
+        "/rollouts/r",
+        "/rollouts/r/transitions",
+        "/rollouts/r/end",
+        "/rollouts/a/b/v1/models",
+        "//v1/models",
+        "/reward",
+        "/rollouts/r/agents/a/tasks/t/v1/x",
+        "/pause",
+        "/v2/models",
+    ],
 )
 def test_other_paths_are_not_data_paths(path):
     assert not is_data_path(path)
