@@ -1,0 +1,211 @@
+"""The whole loop as a user runs it, on a tiny model: `up`, an agent program under `run`, rewards, training, new weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+CLI = [sys.executable, "-m", "lightning_proxy.cli"]
+LETTERS = "abcdefghijklmnopqrstuvwxyz ?"
+GROUP, TASKS = 8, 4
+
+# The reward is the share of vowels: a random model writes few, and every answer says a little about how to get more.
+AGENT = """
+import json, os, urllib.request
+from openai import OpenAI
+
+task = json.loads(os.environ["LIGHTNING_TASK"])
+messages = [{"role": "user", "content": task["prompt"]}]
+answer = OpenAI().chat.completions.create(model="policy", messages=messages, max_tokens=12, temperature=1.0)
+text = answer.choices[0].message.content or ""
+reward = sum(c in "aeiou" for c in text) / 12
+body = json.dumps({"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": reward}).encode()
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+urllib.request.urlopen(urllib.request.Request(os.environ["LIGHTNING_URL"] + "/reward", body, headers)).close()
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with one token a letter."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    fast.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}?{% endfor %}"
+    fast.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+class System:
+    """`lightning-proxy up` on free ports, in a directory of its own."""
+
+    def __init__(self, directory: Path, model: Path, publish: str, trainer: dict[str, Any]) -> None:
+        self.directory = directory
+        self.port, vllm_port = free_port(), free_port()
+        self.config = directory / "config.yaml"
+        settings = {
+            "proxy": {"port": self.port},
+            "store": {"url": f"sqlite:///{directory}/store.db"},
+            "upstreams": [{"name": "policy", "kind": "vllm", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
+            "policy": {"model": str(model), "publish": publish, "directory": str(directory / "policy")},
+            "vllm": {"port": vllm_port, "max_model_len": 256, "kv_cache_gib": 1},
+            "trainer": {
+                "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 2e-2, "report_to": [],
+                "poll_s": 0.1, "group_timeout_s": 30, **trainer,
+            },
+        }  # fmt: skip
+        self.config.write_text(yaml.safe_dump(settings))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self.directory / "up.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*CLI, "--config", str(self.config), "up", "--logs", str(self.directory / "logs")],
+                stdout=log, stderr=log, cwd=self.directory, start_new_session=True,
+            )  # fmt: skip
+        wait_until(lambda: self.get("/readyz").get("status") == "ready", 240, "the system is ready")
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(60) in (0, 130), (self.directory / "up.log").read_text()
+
+    def get(self, path: str) -> dict[str, Any]:
+        assert self.process is None or self.process.poll() is None, (self.directory / "up.log").read_text()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except OSError:
+            return {}
+
+    def run_agents(self, repeat: int, mode: str = "train") -> dict[str, Any]:
+        """Let the agent work on every task, `GROUP` siblings each, `repeat` times over."""
+        agent, tasks = self.directory / "agent.py", self.directory / "tasks.jsonl"
+        agent.write_text(AGENT)
+        lines = [{"task_id": f"{mode}-{time.time_ns()}-{i}", "prompt": LETTERS[i] * 3} for i in range(TASKS * repeat)]
+        tasks.write_text("\n".join(map(json.dumps, lines)))
+        done = subprocess.run(
+            [*CLI, "--config", str(self.config), "run", "--tasks", str(tasks), "--group-size", str(GROUP), "--json",
+             "--concurrency", "16", "--mode", mode, "--preload", "openai,openai.resources",
+             "--", sys.executable, str(agent)],
+            capture_output=True, text=True, cwd=self.directory, check=False, env=os.environ | {"COLUMNS": "80"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        summary: dict[str, Any] = json.loads(done.stdout)
+        return summary
+
+    def steps(self) -> int:
+        return int(self.get("/policy").get("steps", 0))
+
+
+@pytest.fixture
+def make_system(tmp_path: Path, tiny_model: Path) -> Iterator[Any]:
+    made: list[System] = []
+
+    def make(publish: str, **trainer: Any) -> System:
+        made.append(System(tmp_path, tiny_model, publish, trainer))
+        return made[-1]
+
+    yield make
+    for system in made:
+        if system.process is not None and system.process.poll() is None:
+            system.process.kill()
+            system.process.wait()
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+def test_an_agent_gets_better_while_it_keeps_working(make_system: Any, publish: str) -> None:
+    system: System = make_system(publish)
+    system.start()
+    before = system.run_agents(repeat=2, mode="eval")["mean_reward"]
+    rounds = 0
+    while system.steps() < 12 and rounds < 12:
+        rounds += 1
+        summary = system.run_agents(repeat=2)
+        assert summary["failed"] == 0
+    after = system.run_agents(repeat=2, mode="eval")["mean_reward"]
+    assert before < 0.35
+    assert after > before + 0.25, (before, after)
+    versions = {v["version"]: v for v in system.get("/policy/versions")["data"]}
+    assert all(v["status"] in ("live", "ready") for v in versions.values()), versions
+    calls = [
+        call
+        for rollout in system.get("/rollouts?limit=200&status=completed")["data"]
+        for call in system.get(f"/rollouts/{rollout['rollout_id']}")["calls"]
+    ]
+    assert all(call["status"] == "ok" and call["trainable"] for call in calls)
+    assert len({v for call in calls for v in call["policy_versions"]}) > 1
+    system.stop()
+
+
+def test_a_trainer_killed_at_any_moment_goes_on_from_its_last_step(make_system: Any) -> None:
+    system: System = make_system("merged")
+    system.start()
+    trained: dict[str, int] = {}
+    for kill_after in (0.0, 0.4, 1.0):
+        system.run_agents(repeat=2)
+        time.sleep(kill_after)
+        kill_trainer(system)
+        system.stop()
+        system.start()
+    wait_until(lambda: system.steps() >= 6, 120, "every rollout was trained on")
+    for rollout in system.get("/rollouts?limit=1000&mode=train")["data"]:
+        assert (rollout["step"] is None) != (rollout["dropped"] is None), rollout
+        trained[rollout["rollout_id"]] = rollout["step"]
+    live = system.get("/policy")["live_version"]
+    by_version = {v["version"]: v for v in system.get("/policy/versions")["data"]}
+    assert by_version[live]["status"] == "live"
+    assert by_version[live]["step"] == system.steps()
+    system.stop()
+
+
+def kill_trainer(system: System) -> None:
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            argv = command.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(system.config).encode() in argv and b"train" in argv:
+            os.kill(int(command.parent.name), signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_until(condition: Any, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.2)
