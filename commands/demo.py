@@ -58,9 +58,9 @@ def demo(options: DemoOptions) -> None:
         subprocess.run([sys.executable, "-m", "lightning_proxy.commands.demo_model", model], check=True)
     config = write_config(directory, model, options)
     result = run_until_signal(Demo(options, directory, config, console).run())
-    show(result, console)
     dump(directory / "result.json", result.as_json())
     save_png(result, directory / "reward.png")
+    show(result, console)
     console.print(f"curve: {directory / 'reward.png'}, data: {directory / 'result.json'}", soft_wrap=True)
 
 

@@ -50,16 +50,15 @@ def show(result: DemoResult, console: Console) -> None:
 
 
 def terminal_curve(values: Sequence[float], width: int) -> str:
-    """The reward curve in characters."""
+    """The reward curve in characters, without colours."""
     import plotext
 
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plot_size(width, 15)
-    plotext.title("mean training reward")
-    plotext.xlabel("steps' worth of rollouts")
-    plotext.plot(list(range(1, len(values) + 1)), list(values), marker="braille")
-    return str(plotext.build())
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, 15)
+    figure.title("mean training reward, by steps' worth of rollouts")
+    figure.draw(figure.signal(list(range(1, len(values) + 1)), list(values)).lines())
+    return str(plotext.uncolorize(str(figure.build())))
 
 
 def save_png(result: DemoResult, path: Path) -> None:

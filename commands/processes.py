@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from lightning_proxy.proxy.errors import LightningError
 
 T = TypeVar("T")
 GUARD = Path(__file__).with_name("guard.py")
+RESTARTS_S = 600.0
+RESTART_DELAY_S = 1.0
 
 
 class ChildDied(LightningError):
@@ -29,7 +32,8 @@ class ChildDied(LightningError):
 class ChildSpec:
     """A program to keep running. `health_url` answers 200 once it is well; None: well as soon as it runs.
 
-    `may_end`: to end with exit code 0 is no fault.
+    `may_end`: to end with exit code 0 is no fault. `restarts`: how often it is started again within `RESTARTS_S` when
+    it dies; never after exit code 2, which says that what it was told is wrong.
     """
 
     name: str
@@ -39,6 +43,7 @@ class ChildSpec:
     start_timeout_s: float = 600.0
     grace_s: float = 15.0
     may_end: bool = False
+    restarts: int = 0
 
 
 class Child:
@@ -46,6 +51,7 @@ class Child:
 
     def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log: Path, lifeline: int) -> None:
         self.spec, self.process, self.log, self._lifeline = spec, process, log, lifeline
+        self._restarted: list[float] = []
 
     @property
     def running(self) -> bool:
@@ -69,9 +75,24 @@ class Child:
             self._lifeline = -1
 
     def death(self) -> ChildDied:
+        return ChildDied(f"{self.spec.name} {self.how_it_ended()}; the end of {self.log}:\n{tail(self.log)}")
+
+    def how_it_ended(self) -> str:
         code = self.process.returncode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return ChildDied(f"{self.spec.name} ended ({how}); the end of {self.log}:\n{tail(self.log)}")
+        return f"ended (signal {signal.Signals(-code).name})" if code and code < 0 else f"ended (exit code {code})"
+
+    def may_restart(self) -> bool:
+        """Whether it may be started again now; counts as a restart if so."""
+        now = time.monotonic()
+        self._restarted = [at for at in self._restarted if now - at < RESTARTS_S]
+        if self.process.returncode == 2 or len(self._restarted) >= self.spec.restarts:
+            return False
+        self._restarted.append(now)
+        return True
+
+    def restarted(self, process: asyncio.subprocess.Process, lifeline: int) -> None:
+        self.release()
+        self.process, self._lifeline = process, lifeline
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -96,18 +117,8 @@ class Supervisor:
     async def start(self, spec: ChildSpec) -> Child:
         """Start `spec`, in a process group of its own; its output goes to `<directory>/<name>.log`."""
         log = self._directory / f"{spec.name}.log"
-        read_end, lifeline = os.pipe()
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-S", "-E", str(GUARD), str(read_end), *spec.argv),
-                env={**os.environ, **spec.env, "PYTHONUNBUFFERED": "1"},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(read_end,),
-                start_new_session=True,
-            )
-        os.close(read_end)
+        log.unlink(missing_ok=True)
+        process, lifeline = await _launch(spec, log)
         child = Child(spec, process, log, lifeline)
         self._children.append(child)
         return child
@@ -126,8 +137,17 @@ class Supervisor:
         """Wait until a child ends that should not, then raise ChildDied; never returns."""
         async with asyncio.TaskGroup() as watchers:
             for child in self._children:
-                watchers.create_task(_until_death(child))
+                watchers.create_task(self._keep_up(child))
         await asyncio.Event().wait()
+
+    async def _keep_up(self, child: Child) -> None:
+        """Start the child again when it dies, as its spec allows; else raise ChildDied."""
+        while await child.process.wait() != 0 or not child.spec.may_end:
+            if not child.may_restart():
+                raise child.death()
+            self._say(f"{child.spec.name} {child.how_it_ended()}: starting it again; see {child.log}")
+            await asyncio.sleep(RESTART_DELAY_S)
+            child.restarted(*await _launch(child.spec, child.log))
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work` as long as all children are well; ChildDied, and the work cancelled, if one is not."""
@@ -166,10 +186,23 @@ class Supervisor:
             healthy.cancel()
 
 
-async def _until_death(child: Child) -> None:
-    code = await child.process.wait()
-    if code != 0 or not child.spec.may_end:
-        raise child.death()
+async def _launch(spec: ChildSpec, log: Path) -> tuple[asyncio.subprocess.Process, int]:
+    """Start the program under its guard, its output appended to `log`; the process, and our end of its lifeline."""
+    read_end, lifeline = os.pipe()
+    try:
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-S", "-E", str(GUARD), str(read_end), *spec.argv),
+                env={**os.environ, **spec.env, "PYTHONUNBUFFERED": "1"},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(read_end,),
+                start_new_session=True,
+            )
+    finally:
+        os.close(read_end)
+    return process, lifeline
 
 
 def _only(error: BaseException | None) -> BaseException:

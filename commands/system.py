@@ -17,6 +17,8 @@ from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import ConfigError
 
 T = TypeVar("T")
+# Every part goes on where it was when it is started again; one that keeps dying ends the system.
+RESTARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,15 @@ class System:
                 program.env,
                 f"http://{_address(self._config.vllm.host, self._config.vllm.port)}/health",
                 self._config.vllm.start_timeout_s,
+                restarts=RESTARTS,
             )
             proxy_url = f"http://{_address(self._config.proxy.host, self._config.proxy.port)}/readyz"
-            serve = ChildSpec("proxy", self._launch.argv("serve"), self._launch.env(), proxy_url, start_timeout_s=60)
+            serve = ChildSpec("proxy", self._launch.argv("serve"), self._launch.env(), proxy_url, 60, restarts=RESTARTS)
             for spec in (vllm, serve):
                 await self._supervisor.wait_healthy(await self._supervisor.start(spec))
-            train = ChildSpec("trainer", self._launch.argv("train"), self._launch.env(), may_end=True)
+            train = ChildSpec(
+                "trainer", self._launch.argv("train"), self._launch.env(), may_end=True, restarts=RESTARTS
+            )
             self.trainer = await self._supervisor.start(train)
             self._stack = stack.pop_all()
         return self

@@ -1,4 +1,4 @@
-"""The whole loop as a user runs it, on a tiny model: `up`, an agent program under `run`, rewards, training, new weights."""
+"""The whole loop as a user runs it, on a tiny model: `up`, an agent under `run`, rewards, training, new weights."""
 
 from __future__ import annotations
 
@@ -174,9 +174,7 @@ def test_a_trainer_killed_at_any_moment_goes_on_from_its_last_step(make_system: 
     for kill_after in (0.0, 0.4, 1.0):
         system.run_agents(repeat=2)
         time.sleep(kill_after)
-        kill_trainer(system)
-        system.stop()
-        system.start()
+        kill_trainer(system)  # `up` starts it again
     wait_until(lambda: system.steps() >= 6, 120, "every rollout was trained on")
     for rollout in system.get("/rollouts?limit=1000&mode=train")["data"]:
         assert (rollout["step"] is None) != (rollout["dropped"] is None), rollout

@@ -147,3 +147,22 @@ def test_the_guard_starts_without_the_package(tmp_path: Path) -> None:
     assert subprocess.run(command, pass_fds=(read_end,), check=False).returncode == 5
     os.close(read_end)
     os.close(write_end)
+
+
+async def test_a_child_that_dies_is_started_again_as_often_as_it_may(tmp_path: Path) -> None:
+    said: list[str] = []
+    starts = str(tmp_path / "starts")
+    script = f"import pathlib; pathlib.Path({starts!r}).open('a').write('x'); raise SystemExit(3)"
+    async with Supervisor(tmp_path, said.append) as children:
+        await children.start(ChildSpec("moody", [sys.executable, "-c", script], restarts=2))
+        with pytest.raises(ChildDied, match="exit code 3"):
+            await children.guard(asyncio.Event().wait())
+    assert Path(starts).read_text() == "xxx"
+    assert sum("starting it again" in line for line in said) == 2
+
+
+async def test_a_child_that_was_told_something_wrong_is_not_started_again(tmp_path: Path) -> None:
+    async with Supervisor(tmp_path) as children:
+        await children.start(ChildSpec("wrong", [sys.executable, "-c", "raise SystemExit(2)"], restarts=2))
+        with pytest.raises(ChildDied, match="exit code 2"):
+            await children.guard(asyncio.Event().wait())
