@@ -49,7 +49,7 @@ class ControlClient:
     async def __aenter__(self) -> ControlClient:
         timeout = aiohttp.ClientTimeout(total=60)
         self._session = aiohttp.ClientSession(
-            headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+            headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         )
         return self
 

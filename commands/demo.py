@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.control import ControlClient, ControlError
 from lightning_proxy.commands.demo_config import (
     EXAMPLE,
     GROUP_SIZE,
@@ -128,8 +128,9 @@ class Demo:
 
     async def _poll(self, api: ControlClient) -> None:
         while True:
-            self._state.take(await api.policy())
-            self._view.changed()
+            with contextlib.suppress(ControlError):  # a busy machine; the next look will do
+                self._state.take(await api.policy())
+                self._view.changed()
             await asyncio.sleep(POLL_S)
 
     def _phase(self, phase: str) -> None:

@@ -24,7 +24,7 @@ TASKS_PER_STEP = 8
 class DemoOptions:
     """`repeat`: answers per held-out task and evaluation. `ahead`: steps that rollouts may be ahead of the trainer."""
 
-    steps: int = 60
+    steps: int = 50
     seed: int = 0
     directory: Path = Path("lightning-demo")
     model: Path | None = None

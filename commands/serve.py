@@ -23,4 +23,6 @@ def serve(config: Config) -> None:
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=5,
+        # Longer than any client keeps an idle connection: none is closed just as a request comes in.
+        timeout_keep_alive=75,
     )

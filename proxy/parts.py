@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import aiohttp
-
 from lightning_proxy.proxy.auth import Keys
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import Database
@@ -21,7 +19,7 @@ from lightning_proxy.proxy.relay import Relay
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PublishMode
 from lightning_proxy.proxy.upstream import make_session
-from lightning_proxy.proxy.vllm import Vllm
+from lightning_proxy.proxy.vllm import Vllm, operator_session
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
     store, ledger, metrics = Store(database), Ledger(database), Metrics()
     async with (
         make_session() as data,
-        aiohttp.ClientSession() as control,
+        operator_session() as control,
     ):
         upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
         swap = Swap(ledger, Vllm(control, upstream.base_url), mode, config.policy.directory) if upstream else None

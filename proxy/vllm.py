@@ -18,6 +18,11 @@ class VllmError(LightningError):
     type = "upstream_error"
 
 
+def operator_session() -> aiohttp.ClientSession:
+    """For `Vllm`. vLLM's server closes idle connections after 5 s; a request must not meet one that is just closing."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=4))
+
+
 class Vllm:
     """One vLLM server, addressed by the `base_url` (ending in /v1) of its upstream."""
 

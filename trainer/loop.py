@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
@@ -21,7 +19,7 @@ from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.policy import Swap
 from lightning_proxy.proxy.publish_mode import publish_mode
 from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.vllm import Vllm
+from lightning_proxy.proxy.vllm import Vllm, operator_session
 from lightning_proxy.trainer.collect import Collector
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.trainer import LightningTrainer
@@ -158,7 +156,7 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> N
     with _only_trainer(config.policy.directory):
         trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
         try:
-            async with _opened(config) as database, aiohttp.ClientSession() as session:
+            async with _opened(config) as database, operator_session() as session:
                 store, ledger = Store(database), Ledger(database)
                 swap = Swap(ledger, Vllm(session, upstream.base_url), publish_mode(config), config.policy.directory)
                 publisher = Publisher(config.policy, ledger, swap, trainer)
