@@ -1,0 +1,39 @@
+"""What the documents say is what the code does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import typer.main
+
+from lightning_proxy.cli import app
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_readme_names_every_command() -> None:
+    readme = (ROOT / "README.md").read_text()
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    missing = [name for name in commands if f"lightning-proxy {name}" not in readme and f"`{name}`" not in readme]
+    assert missing == []
+
+
+def test_the_readmes_map_names_files_that_are_there() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in ("relay.py", "recorder.py", "loop.py", "publish.py", "collect.py", "samples.py", "policy.py"):
+        assert name in readme
+    for name in (line.split("`")[1] for line in readme.splitlines() if line.startswith("| `proxy/")):
+        assert (ROOT / name).exists()
+
+
+def test_agents_md_is_short() -> None:
+    assert len((ROOT / "AGENTS.md").read_text().splitlines()) < 60
+
+
+def test_the_proxy_does_not_import_torch() -> None:
+    script = (
+        "import sys, lightning_proxy.proxy.app; sys.exit(any(m in sys.modules for m in ('torch', 'litellm', 'trl')))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
