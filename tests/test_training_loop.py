@@ -1,0 +1,313 @@
+"""From stored rollouts to live weights: what is claimed, committed and published, and what a crash leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from peft import PeftModel
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lightning_proxy.proxy.config import Config, PolicyConfig, StoreConfig, TrainerConfig, UpstreamConfig
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.errors import PublishError
+from lightning_proxy.proxy.ledger import Ledger
+from lightning_proxy.proxy.policy import Swap
+from lightning_proxy.proxy.recorder import Recorder
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.vllm import Vllm, operator_session
+from lightning_proxy.trainer.loop import TrainingLoop
+from lightning_proxy.trainer.publish import Publisher
+from lightning_proxy.trainer.trainer import LightningTrainer
+from lightning_proxy.trainer.types import Batch
+
+VOCABULARY = 24
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, initializer_range=0.2, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w1").save_pretrained(
+        directory
+    )
+    return directory
+
+
+class HonestServer:
+    """vLLM's routes as the publisher uses them, over transformers: answers come from the weights that were loaded."""
+
+    def __init__(self, base: Path) -> None:
+        self.base, self.label, self.paused = base, "default", False
+        self.models: dict[str, Any] = {"base": self.open(str(base))}
+
+    def open(self, path: str) -> Any:
+        if (Path(path) / "adapter_config.json").exists():
+            return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.base), path)
+        return AutoModelForCausalLM.from_pretrained(path)
+
+    def load(self, name: str, path: str) -> None:
+        self.models[name] = self.open(path)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.text() or "{}")
+        match request.path:
+            case "/v1/models":
+                data = [
+                    {"id": n, "parent": None if n == "base" else "base", "root": str(self.base)} for n in self.models
+                ]
+                return web.json_response({"data": data})
+            case "/weight_info":
+                return web.json_response({"weight_version": self.label})
+            case "/is_paused":
+                return web.json_response({"is_paused": self.paused})
+            case "/pause" | "/resume":
+                self.paused = request.path == "/pause"
+            case "/collective_rpc":
+                self.load("base", body["kwargs"]["weights_path"])
+            case "/update_weight_version":
+                self.label = body["new_version"]
+            case "/v1/load_lora_adapter":
+                self.load(body["lora_name"], body["lora_path"])
+            case "/v1/unload_lora_adapter":
+                del self.models[body["lora_name"]]
+            case "/v1/completions":
+                return web.json_response({"choices": [self.sample(body)]})
+        return web.json_response({})
+
+    @torch.no_grad()
+    def sample(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids, logprobs = list(body["prompt"]), []
+        for _ in range(body["max_tokens"]):
+            found = self.models[body["model"]](input_ids=torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+            ids.append(int(torch.multinomial(found.exp(), 1)))
+            logprobs.append(float(found[ids[-1]]))
+        return {"token_ids": ids[len(body["prompt"]) :], "logprobs": {"token_logprobs": logprobs}}
+
+
+class DeafServer(HonestServer):
+    """Says yes to new weights and goes on serving the old ones."""
+
+    def load(self, name: str, path: str) -> None:
+        self.models[name] = self.models["base"]
+
+
+class Bench:
+    """A store, a server and a trainer; `loop()` is the trainer's process as it is after a start."""
+
+    def __init__(self, config: Config, database: Database, vllm: Vllm, server: HonestServer) -> None:
+        self.config, self.vllm, self.server = config, vllm, server
+        self.store, self.ledger = Store(database), Ledger(database)
+        self.random = random.Random(0)
+
+    def loop(self, **trainer: Any) -> TrainingLoop:
+        config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
+        swap = Swap(self.ledger, self.vllm, self.mode, config.policy.directory)
+        self.trainer = LightningTrainer(config.trainer, config.policy)
+        publisher = Publisher(config.policy, self.ledger, swap, self.trainer)
+        return TrainingLoop(config, self.store, self.ledger, self.trainer, publisher)
+
+    @property
+    def mode(self) -> Any:
+        return self.config.policy.publish
+
+    async def rollout(self, task: str, reward: float | None, *, version: int = 0, status: str | None = None) -> str:
+        """One recorded rollout of one call, ended with a reward or a status."""
+        rollout_id = f"{task}-{self.random.getrandbits(60)}"
+        name, now = RolloutName(rollout_id, task), time.time()
+        ids = tuple(self.random.randrange(2, VOCABULARY) for _ in range(4))
+        async with Recorder(self.store, merged=self.mode == "merged") as recorder:
+            request = {"messages": [{"role": "user", "content": task}]}
+            await recorder.start(CallStart(rollout_id, name, "chat/completions", "policy", version, request, now))
+            choice = Choice(0, ids, (-3.0,) * 4, "stop")
+            await recorder.end(CallEnd(rollout_id, rollout_id, "ok", {}, 200, (0, 5, 6), (choice,)))
+        if reward is not None:
+            await self.store.post_rewards([Reward(rollout_id, reward)], None, b"")
+        if status is not None:
+            await self.store.end_rollout(rollout_id, status, None)  # type: ignore[arg-type]
+        return rollout_id
+
+    async def groups(self, *tasks: str) -> list[str]:
+        """A whole group of every task, with rewards that differ."""
+        size = self.config.trainer.group_size
+        return [await self.rollout(task, float(i % 2)) for task in tasks for i in range(size)]
+
+    async def steps_of(self, rollouts: list[str]) -> set[int | None]:
+        return {(await self.store.rollout(r)).step for r in rollouts}
+
+
+@asynccontextmanager
+async def bench(
+    base: Path, tmp_path: Path, publish: str = "merged", server: type[HonestServer] = HonestServer, **trainer: Any
+) -> AsyncIterator[Bench]:
+    played = server(base)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", played.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    settings = {"group_size": 4, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
+    config = Config(
+        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
+        upstreams=[UpstreamConfig(name="policy", base_url=url)],
+        policy=PolicyConfig.model_validate({"model": str(base), "publish": publish, "directory": tmp_path / "policy"}),
+        trainer=TrainerConfig.model_validate({**settings, **trainer}),
+    )
+    database = await Database.open(config.store)
+    try:
+        async with operator_session() as session:
+            yield Bench(config, database, Vllm(session, url), played)
+    finally:
+        await database.close()
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_a_step_makes_verified_weights_live(base: Path, tmp_path: Path, publish: str) -> None:
+    async with bench(base, tmp_path, publish) as b:
+        rollouts = await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.version, live.step, live.publish) == (1, 1, publish)
+        assert await b.steps_of(rollouts) == {1}
+        step = await b.ledger.last_step()
+        assert step is not None
+        assert (step.version, step.metrics["reward_mean"], step.metrics["rollouts"]) == (1, 0.5, 8)
+        assert not b.server.paused
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_weights_that_are_not_served_do_not_count(base: Path, tmp_path: Path, publish: str) -> None:
+    async with bench(base, tmp_path, publish, DeafServer) as b:
+        await b.groups("t1", "t2")
+        with pytest.raises(PublishError, match="does not serve the weights"):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.ledger.live()).version == 0
+        failed = await b.ledger.version(1)
+        assert failed.status == "failed"
+        assert failed.error is not None and "differ" in failed.error
+
+
+@pytest.mark.parametrize("moment", ["step", "save", "commit", "publish"])
+async def test_after_a_crash_every_rollout_is_trained_once(
+    base: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(Exception):
+        pass
+
+    def crash(*_: Any, **__: Any) -> Any:
+        raise Crash
+
+    async with bench(base, tmp_path) as b:
+        first = await b.groups("t1", "t2")
+        second = await b.groups("t3", "t4")
+        loop = b.loop()
+        await loop.resume()
+        assert await loop.train_once()
+        target, name = {
+            "step": (b.trainer, "step"),
+            "save": (b.trainer, "save"),
+            "commit": (b.ledger, "trained"),
+            "publish": (b.vllm, "sample"),
+        }[moment]
+        with monkeypatch.context() as broken:
+            broken.setattr(target, name, crash)
+            with pytest.raises(Crash):
+                await loop.train_once()
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(first) == {1}
+        assert await b.steps_of(second) == {2}
+        last, live = await b.ledger.last_step(), await b.ledger.live()
+        assert last is not None
+        assert (last.step, last.version) == (2, live.version)
+        assert b.server.label == f"{live.version}-{int(live.created_at)}"
+        assert {v.status for v in await b.ledger.versions()} <= {"live", "ready", "failed"}
+
+
+async def test_what_teaches_nothing_is_dropped_with_a_reason(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, max_staleness=0) as b:
+        useful = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
+        failed = await b.rollout("t1", None, status="failed")
+        equal = [await b.rollout("t2", 0.5) for _ in range(4)]
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(useful) == {1}
+        reasons = {r: (await b.store.rollout(r)).dropped for r in [failed, *equal]}
+        assert reasons[failed] == "failed or discarded"
+        assert {reasons[r] for r in equal} == {"all rewards of the group are equal"}
+        stale = [await b.rollout(task, float(i % 2)) for task in ("t3", "t4") for i in range(4)]
+        await b.loop().run(asyncio.Event(), once=True)
+        assert {(await b.store.rollout(r)).dropped for r in stale} == {"stale: sampled by too old a policy version"}
+
+
+async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
+        rollouts = [await b.rollout("t1", r) for r in (0.0, 1.0)]
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts) == {None}
+        await asyncio.sleep(1.1)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts) == {1}
+
+
+async def test_evaluations_and_untold_rollouts_are_never_trained_on(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=0.01) as b:
+        running = await b.rollout("t1", None)
+        await b.store.open_rollouts([(RolloutName("e1", "t2", None, "eval"), "h")], {})
+        await b.store.post_rewards([Reward("e1", 1.0)], None, b"")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of([running, "e1"]) == {None}
+        assert await b.ledger.last_step() is None
+
+
+async def test_training_goes_on_from_a_version_made_live_by_hand(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        await b.groups("t3", "t4")
+        await b.loop().run(asyncio.Event(), once=True)
+        swap = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory)
+        await swap.activate(await b.ledger.version(1))
+        await b.groups("t5", "t6")
+        await b.loop().run(asyncio.Event(), once=True)
+        last = await b.ledger.last_step()
+        assert last is not None
+        assert (last.step, last.base, last.version) == (3, 1, 3)
+
+
+async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        rollouts = await b.groups("t1", "t2")
+        loop = b.loop()
+        whole = b.trainer.step
+
+        def poisoned(batch: Batch) -> dict[str, float]:
+            samples = tuple(replace(s, advantages=tuple(float("nan") for _ in s.advantages)) for s in batch.samples)
+            return whole(replace(batch, samples=samples))
+
+        monkeypatch.setattr(b.trainer, "step", poisoned)
+        await loop.run(asyncio.Event(), once=True)
+        last = await b.ledger.last_step()
+        assert last is not None
+        assert (last.metrics["skipped"], last.version) == (1.0, None)
+        assert (await b.ledger.live()).version == 0
+        assert await b.steps_of(rollouts) == {1}
