@@ -21,6 +21,8 @@ from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, ToolResult
 
 Statements = list[tuple[str, dict[str, Any]]]
+Entry = tuple[Statements, asyncio.Future[None]]
+GROUP = 512  # records in one commit, at most
 
 
 @dataclass(slots=True)
@@ -38,7 +40,7 @@ class Recorder:
     def __init__(self, store: Store, *, merged: bool, queue: int = 4096, rollouts: int = 2048, tails: int = 4) -> None:
         self._store = store
         self._merged = merged
-        self._queue: asyncio.Queue[tuple[Statements, asyncio.Future[None]]] = asyncio.Queue(queue)
+        self._queue: asyncio.Queue[Entry] = asyncio.Queue(queue)
         self._tails: OrderedDict[str, list[Tail]] = OrderedDict()
         self._parents: dict[str, Tail | None] = {}
         self._max_rollouts = rollouts
@@ -115,19 +117,25 @@ class Recorder:
     async def _write_groups(self) -> None:
         while True:
             group = [await self._queue.get()]
-            while not self._queue.empty() and len(group) < 512:
+            while not self._queue.empty() and len(group) < GROUP:
                 group.append(self._queue.get_nowait())
-            error: Exception | None = None
-            try:
-                await self._store.write(_in_groups([statement for statements, _ in group for statement in statements]))
-            except Exception as failure:  # whatever it is, those who wait must hear of it
-                error = (
-                    failure if isinstance(failure, StoreUnavailable) else StoreUnavailable(f"not recorded: {failure!r}")
-                )
-            for _, done in group:
+            error = await self._write(group)
+            if error is not None and not isinstance(error, StoreUnavailable) and len(group) > 1:
+                # One of them cannot be stored at all; the others must not suffer for it.
+                for one in group:
+                    _settle([one], await self._write([one]))
+            else:
+                _settle(group, error)
+            for _ in group:
                 self._queue.task_done()
-                if not done.done():
-                    done.set_result(None) if error is None else done.set_exception(error)
+
+    async def _write(self, group: Sequence[Entry]) -> Exception | None:
+        """Commit the group; the error, whatever it is, since those who wait must hear of it."""
+        try:
+            await self._store.write(_in_groups([statement for statements, _ in group for statement in statements]))
+        except Exception as error:
+            return error
+        return None
 
     def _longest_parent(self, rollout_id: str, request: dict[str, Any]) -> Tail | None:
         messages = start_messages(request)
@@ -141,6 +149,15 @@ class Recorder:
         self._tails.move_to_end(rollout_id)
         if len(self._tails) > self._max_rollouts:
             self._tails.popitem(last=False)
+
+
+def _settle(group: Sequence[Entry], error: Exception | None) -> None:
+    """Tell those who wait how the commit went."""
+    if error is not None and not isinstance(error, StoreUnavailable):
+        error = StoreUnavailable(f"the call could not be recorded: {error!r}")
+    for _, done in group:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
 
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.

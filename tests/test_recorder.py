@@ -1,0 +1,135 @@
+"""Records in a real SQLite file: stored once, read back exactly, committed together, failing alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.config import StoreConfig
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
+from lightning_proxy.proxy.recorder import Recorder
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    opened = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def recorder(database: Database) -> AsyncIterator[Recorder]:
+    async with Recorder(Store(database), merged=False) as running:
+        yield running
+
+
+def start(call_id: str, request: dict[str, Any], rollout_id: str = "r", agent: str | None = None) -> CallStart:
+    return CallStart(call_id, RolloutName(rollout_id, "t", agent), "chat/completions", "m", 0, request, 1.0)
+
+
+def end(call_id: str, prompt: tuple[int, ...] = (), answer: tuple[int, ...] = (), **more: Any) -> CallEnd:
+    choice = Choice(0, answer, tuple(-0.5 for _ in answer), "stop")
+    return CallEnd(call_id, more.pop("rollout_id", "r"), "ok", {"id": call_id}, 200, prompt, (choice,), **more)
+
+
+async def test_a_conversation_is_stored_once_however_often_it_is_sent_again(
+    database: Database, recorder: Recorder, tmp_path: Path
+) -> None:
+    messages: list[dict[str, Any]] = []
+    prompt: tuple[int, ...] = ()
+    unique = 0
+    for turn in range(50):
+        question, answer = f"question {turn} " * 60, f"answer {turn} " * 60
+        messages = [*messages, {"role": "user", "content": question}]
+        prompt = (*prompt, *range(turn * 1000, turn * 1000 + 100))
+        sampled = tuple(range(turn * 1000 + 100, turn * 1000 + 200))
+        await recorder.start(start(f"c{turn}", {"model": "m", "messages": messages, "tools": [{"x": "y" * 500}]}))
+        await recorder.end(end(f"c{turn}", prompt, sampled))
+        unique += len(question) + len(answer) + 100 * 4 + 100 * 8
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        prompt += sampled
+    calls = await Store(database).calls("r")
+    assert calls[-1].request["messages"] == messages[:-1]
+    assert calls[-1].prompt_token_ids + calls[-1].response_token_ids == prompt
+    (row,) = await database.all(
+        "SELECT SUM(LENGTH(request) + LENGTH(prompt_ids) + LENGTH(token_ids)) AS size FROM calls"
+    )
+    assert row["size"] < 2 * unique
+
+
+async def test_branches_and_edited_histories_are_read_back_as_they_were(database: Database, recorder: Recorder) -> None:
+    histories = [["a"], ["a", "b"], ["a", "c"], ["a", "b", "d"], ["x"], [], ["a", "b", "d", "e"]]
+    for i, history in enumerate(histories):
+        request = {"messages": [{"role": "user", "content": text} for text in history], "temperature": i}
+        await recorder.start(start(f"c{i}", request))
+        await recorder.end(end(f"c{i}", tuple(map(ord, history)), (i,)))
+    calls = await Store(database).calls("r")
+    assert [[m["content"] for m in call.request["messages"]] for call in calls] == histories
+    assert [call.request["temperature"] for call in calls] == list(range(len(histories)))
+    assert [call.prompt_token_ids for call in calls] == [tuple(map(ord, history)) for history in histories]
+    assert [call.seq for call in calls] == list(range(len(histories)))
+
+
+async def test_a_tool_call_gets_its_result_from_the_request_that_brings_it(
+    database: Database, recorder: Recorder
+) -> None:
+    await recorder.start(start("c0", {"messages": [{"role": "user", "content": "q"}]}))
+    tools = (ToolCall("id-1", "add", '{"a": 1}'), ToolCall("id-2", "sub", "{}"))
+    await recorder.end(end("c0", (1,), (2,), tool_calls=tools))
+    history = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": []}]
+    history += [{"role": "tool", "tool_call_id": "id-2", "content": "7"}]
+    await recorder.start(start("c1", {"messages": history}))
+    (first, second) = await Store(database).calls("r")
+    assert [(t.name, t.arguments, t.result) for t in first.tool_calls] == [
+        ("add", '{"a": 1}', None),
+        ("sub", "{}", "7"),
+    ]
+    assert (second.status, second.trainable) == ("incomplete", False)
+
+
+async def test_many_calls_at_once_are_all_there(database: Database, recorder: Recorder) -> None:
+    async def call(i: int) -> None:
+        await recorder.start(start(f"c{i}", {"messages": []}, f"r{i % 7}"))
+        await recorder.end(end(f"c{i}", (1,), (2,), rollout_id=f"r{i % 7}"))
+
+    await asyncio.gather(*(call(i) for i in range(200)))
+    for r in range(7):
+        calls = await Store(database).calls(f"r{r}")
+        assert [c.seq for c in calls] == list(range(len(calls)))
+        assert {c.call_id for c in calls} == {f"c{i}" for i in range(200) if i % 7 == r}
+
+
+async def test_a_record_that_cannot_be_stored_fails_alone(database: Database, recorder: Recorder) -> None:
+    await recorder.start(start("twice", {"messages": []}))
+    names = ["a", "twice", "b"]
+    results = await asyncio.gather(
+        *(recorder.start(start(name, {"messages": []})) for name in names), return_exceptions=True
+    )
+    assert [type(result) for result in results] == [type(None), StoreUnavailable, type(None)]
+    assert {c.call_id for c in await Store(database).calls("r")} == {"twice", "a", "b"}
+
+
+async def test_lone_surrogates_and_huge_numbers_are_kept(database: Database, recorder: Recorder) -> None:
+    request = {"messages": [{"role": "user", "content": "\ud800"}], "seed": 2**80}
+    await recorder.start(start("c", request))
+    assert (await Store(database).calls("r"))[0].request == request
+
+
+async def test_an_unknown_rollout_is_not_found(database: Database) -> None:
+    with pytest.raises(NotFound):
+        await Store(database).calls("nobody")
+
+
+async def test_two_processes_may_open_a_new_store_at_once(tmp_path: Path) -> None:
+    config = StoreConfig(url=f"sqlite:///{tmp_path}/new.db")
+    opened = await asyncio.gather(*(Database.open(config) for _ in range(4)))
+    assert len({row["n"] for db in opened for row in await db.all("SELECT COUNT(*) AS n FROM policy_log")}) == 1
+    for database in opened:
+        await database.close()
