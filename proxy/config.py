@@ -33,7 +33,6 @@ class ProxyConfig(Section):
     api_keys: list[SecretStr] = []
     admin_keys: list[SecretStr] = []
     max_body_mb: Annotated[float, Field(gt=0)] = 32.0
-    on_disconnect: Literal["abort"] = "abort"
 
 
 class StoreConfig(Section):

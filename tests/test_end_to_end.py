@@ -69,14 +69,14 @@ class System:
 
     def __init__(self, directory: Path, model: Path, publish: str, trainer: dict[str, Any]) -> None:
         self.directory = directory
-        self.port, vllm_port = free_port(), free_port()
+        self.port, self.vllm_port = free_port(), free_port()
         self.config = directory / "config.yaml"
         settings = {
             "proxy": {"port": self.port},
             "store": {"url": f"sqlite:///{directory}/store.db"},
-            "upstreams": [{"name": "policy", "kind": "vllm", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
+            "upstreams": [{"name": "policy", "kind": "vllm", "base_url": f"http://127.0.0.1:{self.vllm_port}/v1"}],
             "policy": {"model": str(model), "publish": publish, "directory": str(directory / "policy")},
-            "vllm": {"port": vllm_port, "max_model_len": 256, "kv_cache_gib": 1},
+            "vllm": {"port": self.vllm_port, "max_model_len": 256, "kv_cache_gib": 1},
             "trainer": {
                 "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 1e-2, "report_to": [],
                 "poll_s": 0.1, "group_timeout_s": 30, **trainer,
@@ -172,13 +172,14 @@ def test_an_agent_gets_better_while_it_keeps_working(make_system: Any, publish: 
     system.stop()
 
 
-def test_a_trainer_killed_at_any_moment_goes_on_from_its_last_step(make_system: Any) -> None:
+def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     system: System = make_system("merged")
     system.start()
+    before = system.run_agents(repeat=1, mode="eval")["mean_reward"]
     for kill_after in (0.0, 0.4, 1.0):
         system.run_agents(repeat=2)
         time.sleep(kill_after)
-        kill_trainer(system)  # `up` starts it again
+        kill(system, b"train")  # `up` starts it again
     wait_until(lambda: not system.waiting(), 120, "every rollout was trained on or dropped")
     rollouts = system.get("/rollouts?limit=1000&mode=train")["data"]
     assert len(rollouts) == 3 * 2 * TASKS * GROUP
@@ -187,16 +188,22 @@ def test_a_trainer_killed_at_any_moment_goes_on_from_its_last_step(make_system: 
     by_version = {v["version"]: v for v in system.get("/policy/versions")["data"]}
     assert by_version[live]["status"] == "live"
     assert by_version[live]["step"] == system.steps()
+    kill(system, b"vllm.entrypoints.openai.api_server")
+    wait_until(lambda: system.get("/readyz").get("status") != "ready", 30, "vLLM is gone")
+    wait_until(lambda: system.get("/readyz").get("status") == "ready", 120, "vLLM is back")
+    assert system.run_agents(repeat=1, mode="eval")["mean_reward"] > before + 0.2, "the live version is served again"
     system.stop()
 
 
-def kill_trainer(system: System) -> None:
+def kill(system: System, part: bytes) -> None:
+    """kill -9 a part of the system, told by an argument of its command line."""
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             argv = command.read_bytes().split(b"\0")
         except OSError:
             continue
-        if str(system.config).encode() in argv and b"train" in argv:
+        ours = str(system.config).encode() in argv or str(system.vllm_port).encode() in argv
+        if ours and part in argv and b"guard.py" not in b"".join(argv):
             os.kill(int(command.parent.name), signal.SIGKILL)
 
 
