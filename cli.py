@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from lightning_proxy.commands import policy, rollouts
+
 if TYPE_CHECKING:
     from lightning_proxy.commands.system import Launch
     from lightning_proxy.proxy.config import Config
@@ -34,9 +36,15 @@ app = typer.Typer(
     help="Train the model behind any agent with reinforcement learning by changing OPENAI_BASE_URL.",
 )
 
+app.add_typer(rollouts.app, name="rollouts")
+app.add_typer(policy.app, name="policy")
+# Without this setting a negative reward would be taken for an option.
+app.command(context_settings={"ignore_unknown_options": True})(rollouts.reward)
+
 Model = Annotated[str | None, typer.Option(help="policy.model: a Hugging Face id or a directory")]
 Port = Annotated[int | None, typer.Option(help="proxy.port")]
 Logs = Annotated[Path, typer.Option(help="where the parts' logs go")]
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
 @app.callback()
@@ -125,6 +133,36 @@ def demo(
     from lightning_proxy.commands.demo_config import DemoOptions
 
     run(DemoOptions(steps, seed, directory, model, repeat, ahead))
+
+
+@app.command()
+def status(context: typer.Context, as_json: Json = False) -> None:
+    """Show how the running system is; exit code 1 when it is not ready."""
+    from lightning_proxy.commands.status import show_status
+
+    if not show_status(_load(context, {})[0], as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="`-` for standard output")],
+    kind: Annotated[str, typer.Option(help="transitions, or sft: conversations")] = "transitions",
+    format: Annotated[str | None, typer.Option(help="jsonl or parquet; default by the file's suffix")] = None,
+    mode: Annotated[str | None, typer.Option(help="train or eval")] = None,
+    status: Annotated[str | None, typer.Option(help="running, completed, failed or discarded")] = None,
+    task: Annotated[str | None, typer.Option(help="task id")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="leaves out rollouts without a reward, too")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="opened since: 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
+    ] = None,
+) -> None:
+    """Write what was recorded as JSON Lines or Parquet; reads the store, so the proxy need not run."""
+    from lightning_proxy.commands.export import export_command
+
+    filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
+    export_command(_load(context, {})[0], file, format, kind, filters)
 
 
 def _load(context: typer.Context, overrides: dict[str, Any]) -> tuple[Config, Launch]:

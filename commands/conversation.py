@@ -1,0 +1,76 @@
+"""A call, as the control API shows it, as messages: what the model was shown and what it answered. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def shown(call: dict[str, Any]) -> list[Message]:
+    """The messages of the request; a plain prompt is one message of the user."""
+    request = call["request"]
+    found = request.get("messages", request.get("input", request.get("prompt", [])))
+    if isinstance(found, list) and all(isinstance(message, dict) for message in found):
+        return found
+    return [{"role": "user", "content": found}]
+
+
+def answer(call: dict[str, Any]) -> Message | None:
+    """The first choice as a message; None where the call has no answer of this shape."""
+    response = call["response"] if isinstance(call["response"], dict) else {}
+    choices = response.get("choices") or [None]
+    first = choices[0] if isinstance(choices[0], dict) else {}
+    if "text" in first:
+        return {"role": "assistant", "content": first["text"]}
+    message = first.get("message")
+    return message if isinstance(message, dict) else None
+
+
+def whole(call: dict[str, Any]) -> list[Message]:
+    """What was shown, with the answer appended; without the answer's empty fields."""
+    last = answer(call)
+    filled = {name: value for name, value in (last or {}).items() if name == "content" or value not in (None, [], "")}
+    return shown(call) + ([filled] if last else [])
+
+
+def shared(a: Sequence[Message], b: Sequence[Message]) -> int:
+    """How many leading messages are the same; clients add and drop empty fields when they send an answer back."""
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if _core(a[i]) != _core(b[i])), length)
+
+
+def additions(calls: Sequence[dict[str, Any]]) -> list[list[Message]]:
+    """For each call the shown messages that no earlier call showed or answered at the same place."""
+    earlier: list[list[Message]] = []
+    added = []
+    for call in calls:
+        messages = shown(call)
+        added.append(messages[max((shared(messages, known) for known in earlier), default=0) :])
+        earlier.append(whole(call))
+    return added
+
+
+def longest(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answered calls whose conversation no later call goes on with."""
+    answered = [call for call in calls if call["status"] == "ok" and answer(call)]
+    return [
+        call
+        for i, call in enumerate(answered)
+        if not any(shared(shown(call), shown(later)) == len(shown(call)) for later in answered[i + 1 :])
+    ]
+
+
+def text(message: Message) -> str:
+    """The message's text; of content in parts the text parts, others by their type."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]
+    return "\n".join(str(part.get("text", f"[{part.get('type', '?')}]")) for part in parts)
+
+
+def _core(message: Message) -> tuple[Any, ...]:
+    tools = [tool.get("function", tool) for tool in message.get("tool_calls") or []]
+    return message.get("role"), text(message), tools, message.get("tool_call_id")

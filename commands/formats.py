@@ -1,0 +1,58 @@
+"""Numbers, times and texts as a person reads them in a terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A few significant digits, `-` for none."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """In the one unit that says it best: 0.4s, 12s, 3m, 5h, 2d."""
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f}s"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{int(seconds)}s"
+
+
+def clock(at: float) -> str:
+    """A Unix time as local time of day."""
+    return datetime.fromtimestamp(at).strftime("%H:%M:%S")
+
+
+def plain(value: object, style: str = "") -> Text:
+    """A recorded text: no markup in it means anything, and what would steer the terminal is shown escaped."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(value))
+    return Text(shown, style=style)
+
+
+def cut(text: str, limit: int) -> str:
+    """The beginning and the end of a text of more than `limit` characters, and how much is left out between."""
+    if len(text) <= limit:
+        return text
+    head, tail = limit * 3 // 4, limit // 4
+    return f"{text[:head]} … [{len(text) - head - tail:,} characters, --full shows them] … {text[-tail:]}"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The newest `width` values as bars between the least and the greatest of them."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in shown)

@@ -1,0 +1,118 @@
+"""`status`: health, policy, last step and rollouts of a running system on one screen."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_proxy.commands.ask import ask, print_json
+from lightning_proxy.commands.control import ControlClient, ControlError
+from lightning_proxy.commands.formats import count, duration, number, plain, sparkline
+from lightning_proxy.proxy.config import Config
+
+NEWEST_STEPS = 40
+COUNT = re.compile(r'^lightning_rollouts\{mode="(\w+)",status="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+def show_status(config: Config, *, as_json: bool) -> bool:
+    """Print the state of the system; returns whether it is ready."""
+    url = ControlClient.of(config).url
+    status = ask(config, read_status)
+    if as_json:
+        print_json({"url": url, **status})
+    else:
+        Console(highlight=False).print(status_view(status, url, time.time()))
+    return is_ready(status)
+
+
+async def read_status(api: ControlClient) -> dict[str, Any]:
+    """Everything that `status` shows, as plain data; ControlError if the proxy is not there."""
+    ready = json.loads(await _get(api, "/readyz"))
+    if ready["store"] != "ok":
+        return {"ready": ready, "policy": None, "rewards": [], "rollouts": {}}
+    versions = (await api.request("GET", "/policy/versions"))["data"]
+    rewards = [v["metrics"]["reward_mean"] for v in versions if "reward_mean" in v["metrics"]]
+    return {
+        "ready": ready,
+        "policy": await api.policy(),
+        "rewards": rewards[-NEWEST_STEPS:],
+        "rollouts": rollout_counts(await _get(api, "/metrics")),
+    }
+
+
+def rollout_counts(metrics: str) -> dict[str, dict[str, int]]:
+    """Rollouts by mode and status, from the text of GET /metrics."""
+    counts: dict[str, dict[str, int]] = {}
+    for mode, status, found in COUNT.findall(metrics):
+        counts.setdefault(mode, {})[status] = int(float(found))
+    return counts
+
+
+async def _get(api: ControlClient, path: str) -> str:
+    """The body of an answer that is no JSON, or whose 503 is news and no error."""
+    try:
+        async with aiohttp.ClientSession() as session, session.get(api.url + path) as answer:
+            return await answer.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ControlError(f"no usable answer from the proxy at {api.url}: {error}") from None
+
+
+def status_view(status: dict[str, Any], url: str, now: float) -> Table:
+    """A grid of names and values that fits 80 columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    ready, policy = status["ready"], status["policy"]
+    table.add_row("proxy", Text(f"{ready['status']}  {url}", "green" if is_ready(status) else "red"))
+    for part in ("store", "upstream"):
+        table.add_row(part, plain(ready[part], "green" if ready[part] == "ok" else "red"))
+    if policy is None:
+        return table
+    since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
+    served = policy["served_model"] or "the base model"
+    table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
+    for mode, counts in sorted(status["rollouts"].items(), reverse=True):
+        shown = ", ".join(f"{count(n)} {name}" for name, n in sorted(counts.items()))
+        table.add_row(f"rollouts, {mode}", shown)
+    for name, value in step_facts(policy["last_step"], now):
+        table.add_row(name, value)
+    if len(status["rewards"]) > 1:
+        first, *_, last = status["rewards"]
+        table.add_row("reward by step", f"{sparkline(status['rewards'])}  {number(first)} → {number(last)}")
+    return table
+
+
+def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]:
+    """The last training step in words; one that lacks some metrics (an older store) shows the others."""
+    if step is None:
+        return [("last step", "none yet")]
+    metrics: dict[str, Any] = step["metrics"]
+    facts = [("last step", f"{step['step']}, {duration(now - (step['finished_at'] or now))} ago")]
+    if metrics.get("skipped"):
+        facts.append(("  skipped", "it had nothing to train on, or its numbers were not finite"))
+    if "reward_mean" in metrics:
+        spread = f"{number(metrics['reward_mean'])} ± {number(metrics.get('reward_std'))}"
+        facts.append(("  reward", f"{spread}, greatest {number(metrics.get('reward_max'))}"))
+    if "rollouts" in metrics:
+        facts.append(("  rollouts", f"{count(metrics['rollouts'])} in {count(metrics.get('groups'))} groups"))
+        equal, stale = count(metrics.get("groups_equal")), count(metrics.get("rollouts_stale"))
+        facts.append(("  dropped", f"{equal} groups with equal rewards, {stale} stale rollouts"))
+    if "trained_tokens" in metrics:
+        computed = count(metrics.get("computed_tokens"))
+        facts.append(("  tokens", f"{count(metrics['trained_tokens'])} trained, {computed} computed"))
+    phases = (("training", "step_s"), ("publishing", "publish_s"))
+    times = [f"{name} {duration(metrics[key])}" for name, key in phases if key in metrics]
+    facts += [("  time", ", ".join(times))] if times else []
+    numbers = [f"{n} {number(metrics[n])}" for n in ("loss", "kl", "entropy", "clip_share") if n in metrics]
+    return facts + ([("  numbers", ", ".join(numbers))] if numbers else [])
+
+
+def is_ready(status: dict[str, Any]) -> bool:
+    return bool(status["ready"]["status"] == "ready")
