@@ -165,6 +165,15 @@ def export(
     export_command(_load(context, {})[0], file, format, kind, filters)
 
 
+@app.command()
+def doctor(context: typer.Context, as_json: Json = False) -> None:
+    """Check the whole chain and say what to fix; exit code 1 if a check failed."""
+    from lightning_proxy.commands.doctor import doctor as run
+
+    if not run(context.obj, as_json=as_json):
+        raise typer.Exit(1)
+
+
 def _load(context: typer.Context, overrides: dict[str, Any]) -> tuple[Config, Launch]:
     from lightning_proxy.commands.system import Launch
     from lightning_proxy.proxy.config import load_config

@@ -14,20 +14,21 @@ from lightning_proxy.commands.conversation import additions, answer, text
 from lightning_proxy.commands.formats import cut, duration, number, plain
 
 CUT_AT = 600
+NUMBERS_WIDTH = 55  # of the other columns of the table
 COLOURS = {"completed": "green", "failed": "red", "discarded": "dim", "running": "yellow"}
 ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float) -> Table:
-    """One line a rollout; long ids and tasks are cut so that 80 columns are enough."""
+def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float, width: int) -> Table:
+    """One line a rollout. Where `width` is too little, ids and tasks are cut; `show` takes the beginning of an id."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("rollout", "task"):
-        table.add_column(name, min_width=8, no_wrap=True, overflow="ellipsis")
-    # The narrow columns keep their widths: on a narrow terminal it is the names that are cut.
-    for name, width in (("mode", 5), ("status", 9)):
-        table.add_column(name, min_width=width, no_wrap=True)
-    for name, width in (("reward", 6), ("calls", 5), ("tokens", 6), ("v", 2), ("age", 4)):
-        table.add_column(name, min_width=width, justify="right", no_wrap=True)
+    names = max(width - NUMBERS_WIDTH, 20)
+    table.add_column("rollout", max_width=names * 2 // 3, no_wrap=True)
+    table.add_column("task", max_width=names // 3, no_wrap=True)
+    for name in ("mode", "status"):
+        table.add_column(name, no_wrap=True)
+    for name in ("reward", "calls", "tokens", "v", "age"):
+        table.add_column(name, justify="right", no_wrap=True)
     for r in rollouts:
         status = Text(r["status"], COLOURS.get(r["status"], ""))
         numbers = (number(r["reward"]), str(r["calls"]), str(r["tokens"]), _or_dash(r["policy_version"]))

@@ -43,7 +43,8 @@ def list_rollouts(
     if as_json:
         print_json(page)
     else:
-        Console().print(rollouts_table(page["data"], time.time()))
+        console = Console()
+        console.print(rollouts_table(page["data"], time.time(), console.width))
 
 
 @app.command()

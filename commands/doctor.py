@@ -1,0 +1,84 @@
+"""`doctor`: goes along the whole chain, from the configuration to the rewards, and says what to fix."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+
+from lightning_proxy.commands.ask import print_json
+from lightning_proxy.commands.checks import Check, checks_table, failed, ok
+from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.doctor_proxy import check_alias, check_proxy, check_rewards, check_store
+from lightning_proxy.commands.doctor_vllm import VllmChecks
+from lightning_proxy.commands.signals import run_until_signal
+from lightning_proxy.proxy.config import Config, UpstreamConfig, load_config
+from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.publish_mode import publish_mode
+
+TIMEOUT_S = 120.0  # the first answer of a vLLM that has just started takes long
+REACH_S = 5.0
+
+
+def doctor(path: Path | None, *, as_json: bool) -> bool:
+    """Print every check; returns whether none failed."""
+    checks = run_until_signal(run_checks(path))
+    if as_json:
+        print_json([asdict(check) for check in checks])
+    else:
+        Console(highlight=False).print(checks_table(checks))
+    return not any(check.outcome == "failed" for check in checks)
+
+
+async def run_checks(path: Path | None) -> list[Check]:
+    """All checks that can be made: what lies behind a broken link is left out."""
+    where = str(path) if path else "defaults and environment"
+    try:
+        config = load_config(path)
+    except ConfigError as error:
+        return [failed("configuration", error.message, "correct this key")]
+    checks = [ok("configuration", where), await check_store(config.store)]
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session, ControlClient.of(config) as api:
+        return checks + [check async for check in _live_checks(config, session, api)]
+
+
+async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ControlClient) -> AsyncIterator[Check]:
+    proxy = await check_proxy(api)
+    reached = [await _check_upstream(session, upstream) for upstream in config.upstreams]
+    yield proxy
+    for check in reached:
+        yield check
+    policy = next((i for i, upstream in enumerate(config.upstreams) if upstream.kind == "vllm"), None)
+    if policy is None:
+        fix = "add an upstream with kind: vllm to train"
+        yield Check("policy", "warning", "no upstream of kind vllm: calls are recorded, never trained on", fix)
+    elif reached[policy].outcome == "ok":
+        async for check in VllmChecks(config, session, config.upstreams[policy], publish_mode(config)).all():
+            yield check
+        if proxy.outcome != "failed":
+            yield await check_alias(config, session, api)
+    if proxy.outcome != "failed":
+        yield await check_rewards(api)
+
+
+async def _check_upstream(session: aiohttp.ClientSession, upstream: UpstreamConfig) -> Check:
+    name = f"upstream {upstream.name}"
+    key = upstream.api_key.get_secret_value() if upstream.api_key else None
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    start = "start it with `lightning-proxy vllm`" if upstream.kind == "vllm" else "look at the provider's status"
+    fix = f"{start}, or correct upstreams.base_url"
+    try:
+        limit = aiohttp.ClientTimeout(total=REACH_S)
+        async with session.get(f"{upstream.base_url.rstrip('/')}/models", headers=headers, timeout=limit) as answer:
+            status = answer.status
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return failed(name, f"{upstream.base_url} is not reachable: {error or 'no answer in time'}", fix)
+    if status in (401, 403) and key is None:
+        return Check(name, "ok", f"{upstream.base_url} asks for a key: the agents' own are passed on")
+    if status >= 400:
+        return failed(name, f"{upstream.base_url}/models answers HTTP {status}", "correct its base_url or api_key")
+    return ok(name, upstream.base_url)
