@@ -134,11 +134,18 @@ def _transitions(rollout: Rollout, calls: list[ModelCall]) -> Iterator[dict[str,
             "status": rollout.status,
             "rollout_reward": rollout.reward,
             "policy_version": call.policy_version,
-            **views.transition_view(transition),
+            **{name: _without_ids(value) for name, value in views.transition_view(transition).items()},
             "prompt_token_ids": call.prompt_token_ids if sampled else (),
             "response_token_ids": call.response_token_ids if sampled else (),
             "logprobs": call.logprobs if sampled else (),
         }
+
+
+def _without_ids(value: Any) -> Any:
+    """A state or action without its token ids: they have columns of their own."""
+    if not isinstance(value, dict):
+        return value
+    return {name: part for name, part in value.items() if name not in ("prompt_token_ids", "token_ids")}
 
 
 def _conversations(rollout: Rollout, calls: list[ModelCall]) -> Iterator[dict[str, Any]]:

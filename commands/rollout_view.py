@@ -96,9 +96,11 @@ def _call_line(call: dict[str, Any]) -> Text:
     tokens = f"{len(call['prompt_token_ids'])} + {len(call['response_token_ids'])} tokens"
     latency = "-" if call["latency_ms"] is None else duration(call["latency_ms"] / 1000)
     facts = [f"version {versions}", tokens, call["finish_reason"] or call["status"], latency]
+    if call["agent"]:
+        facts.insert(0, call["agent"])
     if call["reward"] is not None:
         facts.append(f"reward {call['reward']:g}")
-    line = Text(f"── call {call['seq']} ", "bold").append(" · ".join(facts), "not bold")
+    line = Text(f"── call {call['seq']} ", "bold").append_text(plain(" · ".join(facts), "not bold"))
     if call["trainable"]:
         return line.append(" · trainable", "not bold green")
     return line.append(f" · not trainable: {call['untrainable_reason']}", "not bold red")

@@ -1,14 +1,30 @@
-"""Shared fixtures."""
+"""Shared fixtures: a clean environment, and a whole running system whose vLLM is played by `PolicyServer`."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
-from collections.abc import Iterator
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+import uvicorn
+import yaml
+from aiohttp import web
 
+from lightning_proxy.proxy.app import create_app
+from lightning_proxy.proxy.config import Config, PolicyConfig, ProxyConfig, StoreConfig, UpstreamConfig
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.publish_mode import has_gpu
+
+WIDE = {"COLUMNS": "80"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,3 +41,162 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
         if name.startswith(("LIGHTNING_", "OPENAI_")):
             monkeypatch.delenv(name)
     yield
+
+
+class PolicyServer:
+    """vLLM as the proxy's policy sees it: a base model, adapters, weights under a label, one chat route."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.processed_logprobs, self.stable_template, self.returns_token_ids = True, True, True
+        self.restart()
+        self.app = web.Application()
+        self.app.router.add_get("/v1/models", self.models)
+        self.app.router.add_get("/weight_info", self.weight_info)
+        self.app.router.add_get("/is_paused", self.is_paused)
+        self.app.router.add_post("/v1/chat/completions", self.chat)
+        self.app.router.add_post("/tokenize", self.tokenize)
+        for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
+            self.app.router.add_post(f"/{path}", self.operate)
+        self.app.router.add_post("/v1/load_lora_adapter", self.load)
+
+    def restart(self) -> None:
+        """Forget everything, as vLLM does when it is started again."""
+        self.adapters: dict[str, str] = {}
+        self.weights, self.label, self.paused = str(self.root), "default", False
+
+    async def models(self, _: web.Request) -> web.Response:
+        base = {"id": "base", "object": "model", "parent": None, "root": str(self.root)}
+        base["max_model_len"] = 512  # type: ignore[assignment]
+        adapters = [{"id": n, "object": "model", "parent": "base", "root": p} for n, p in self.adapters.items()]
+        return web.json_response({"object": "list", "data": [base, *adapters]})
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def operate(self, request: web.Request) -> web.Response:
+        if request.path in ("/pause", "/resume"):
+            self.paused = request.path == "/pause"
+        else:
+            assert self.paused, "weights are replaced only while requests are frozen"
+        if request.path == "/collective_rpc":
+            self.weights = (await request.json())["kwargs"]["weights_path"]
+        if request.path == "/update_weight_version":
+            self.label = (await request.json())["new_version"]
+        return web.json_response({})
+
+    async def load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return web.Response(text="ok")
+
+    async def chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["model"] not in {"base", *self.adapters}:
+            error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
+            return web.json_response({"error": error}, status=404)
+        message = {"role": "assistant", "content": f"by {body['model']} with {Path(self.weights).name}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [5, 6]}
+        temperature = body.get("temperature", 1.0) if self.processed_logprobs else 1.0
+        top = [{"token": "a", "logprob": -0.5 / temperature}, {"token": "b", "logprob": -1.5 / temperature}]
+        choice["logprobs"] = {"content": [entry | {"top_logprobs": top} for entry in top]}
+        if not self.returns_token_ids:
+            del choice["token_ids"]
+        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        answer = {"id": "x", "object": "chat.completion", "model": body["model"], "choices": [choice], "usage": usage}
+        return web.json_response(answer | {"prompt_token_ids": [1, 2, 3]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """A byte is a token; a turn is its text and an end."""
+        body = await request.json()
+        if "prompt" in body:
+            return web.json_response({"tokens": list(body["prompt"].encode())})
+        text = "".join(f"<{m['role']}>{m['content']}|" for m in body["messages"]) + "<assistant>"
+        return web.json_response({"tokens": list((text if self.stable_template else str(len(text)) + text).encode())})
+
+
+class System:
+    """A running proxy, its configuration, and the policy server behind it."""
+
+    def __init__(self, config: Config, url: str, session: aiohttp.ClientSession, vllm: PolicyServer) -> None:
+        self.config, self.url, self.session, self.vllm = config, url, session, vllm
+
+    async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        if data is not None:
+            names.setdefault("Content-Type", "application/json")
+        async with self.session.request(method, self.url + path, data=data, headers=names) as answer:
+            return answer.status, json.loads(await answer.text() or "null")
+
+    async def lightning(self, *arguments: str | Path) -> tuple[int, str, str]:
+        """The command line with this system's configuration, in a process of its own: exit code, stdout, stderr."""
+        config = self.config.model_dump(mode="json")
+        config["proxy"]["port"] = int(self.url.rsplit(":", 1)[1])
+        path = self.vllm.root / "system.yaml"
+        path.write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(path), *map(str, arguments)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=os.environ | WIDE)
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode is not None
+        return process.returncode, out.decode(), err.decode()
+
+    async def chat(self, rollout_id: str, **headers: str) -> tuple[int, Any]:
+        body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+        return await self.call("POST", f"/rollouts/{rollout_id}/v1/chat/completions", body, **headers)
+
+    @asynccontextmanager
+    async def ledger(self) -> AsyncIterator[Ledger]:
+        """The trainer's side of the store, as another process has it."""
+        database = await Database.open(self.config.store)
+        try:
+            yield Ledger(database)
+        finally:
+            await database.close()
+
+    async def earlier_version(self, ledger: Ledger, directory: Path) -> int:
+        """A version that was live once and can be promoted again."""
+        version = await ledger.new_version("merged", 1, {})
+        path = directory / f"v{version}"
+        path.mkdir()
+        await ledger.saved(version, str(path), f"policy-v{version}")
+        await ledger.set_live(version, 1)
+        await ledger.set_live(0)
+        return version
+
+
+@asynccontextmanager
+async def _running(tmp_path: Path, *, publish: str = "merged", **proxy: Any) -> AsyncIterator[System]:
+    vllm = PolicyServer(tmp_path)
+    runner = web.AppRunner(vllm.app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    config = Config(
+        proxy=ProxyConfig(**proxy),
+        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
+        upstreams=[UpstreamConfig(name="policy", base_url=base_url)],
+        policy=PolicyConfig(publish=publish, directory=tmp_path / "policy"),  # type: ignore[arg-type]
+    )
+    server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, log_level="warning", access_log=False))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield System(config, f"http://127.0.0.1:{port}", session, vllm)
+    finally:
+        server.should_exit = True
+        await task
+        await runner.cleanup()
+
+
+@pytest.fixture
+def running() -> Callable[..., AbstractAsyncContextManager[System]]:
+    """`async with running(tmp_path, publish="lora", …) as system:`; more arguments are keys of `proxy:`."""
+    return _running

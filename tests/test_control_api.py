@@ -1,150 +1,17 @@
 """The control API over HTTP, with a real store; vLLM's operator routes are played by `PolicyServer`."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-import uvicorn
-from aiohttp import web
 
-from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config import Config, PolicyConfig, ProxyConfig, StoreConfig, UpstreamConfig
-from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.ledger import Ledger
+Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
-class PolicyServer:
-    """vLLM as the proxy's policy sees it: a base model, adapters, weights under a label, one chat route."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.restart()
-        self.app = web.Application()
-        self.app.router.add_get("/v1/models", self.models)
-        self.app.router.add_get("/weight_info", self.weight_info)
-        self.app.router.add_get("/is_paused", self.is_paused)
-        self.app.router.add_post("/v1/chat/completions", self.chat)
-        for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
-            self.app.router.add_post(f"/{path}", self.operate)
-        self.app.router.add_post("/v1/load_lora_adapter", self.load)
-
-    def restart(self) -> None:
-        """Forget everything, as vLLM does when it is started again."""
-        self.adapters: dict[str, str] = {}
-        self.weights, self.label, self.paused = str(self.root), "default", False
-
-    async def models(self, _: web.Request) -> web.Response:
-        base = {"id": "base", "object": "model", "parent": None, "root": str(self.root)}
-        adapters = [{"id": n, "object": "model", "parent": "base", "root": p} for n, p in self.adapters.items()]
-        return web.json_response({"object": "list", "data": [base, *adapters]})
-
-    async def weight_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.label})
-
-    async def is_paused(self, _: web.Request) -> web.Response:
-        return web.json_response({"is_paused": self.paused})
-
-    async def operate(self, request: web.Request) -> web.Response:
-        if request.path in ("/pause", "/resume"):
-            self.paused = request.path == "/pause"
-        else:
-            assert self.paused, "weights are replaced only while requests are frozen"
-        if request.path == "/collective_rpc":
-            self.weights = (await request.json())["kwargs"]["weights_path"]
-        if request.path == "/update_weight_version":
-            self.label = (await request.json())["new_version"]
-        return web.json_response({})
-
-    async def load(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.adapters[body["lora_name"]] = body["lora_path"]
-        return web.Response(text="ok")
-
-    async def chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if body["model"] not in {"base", *self.adapters}:
-            error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
-            return web.json_response({"error": error}, status=404)
-        message = {"role": "assistant", "content": f"by {body['model']} with {Path(self.weights).name}"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [5, 6]}
-        choice["logprobs"] = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]}
-        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-        answer = {"id": "x", "object": "chat.completion", "model": body["model"], "choices": [choice], "usage": usage}
-        return web.json_response(answer | {"prompt_token_ids": [1, 2, 3]})
-
-
-class System:
-    """A running proxy, its configuration, and the policy server behind it."""
-
-    def __init__(self, config: Config, url: str, session: aiohttp.ClientSession, vllm: PolicyServer) -> None:
-        self.config, self.url, self.session, self.vllm = config, url, session, vllm
-
-    async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
-        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        if data is not None:
-            names.setdefault("Content-Type", "application/json")
-        async with self.session.request(method, self.url + path, data=data, headers=names) as answer:
-            return answer.status, json.loads(await answer.text() or "null")
-
-    async def chat(self, rollout_id: str, **headers: str) -> tuple[int, Any]:
-        body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-        return await self.call("POST", f"/rollouts/{rollout_id}/v1/chat/completions", body, **headers)
-
-    @asynccontextmanager
-    async def ledger(self) -> AsyncIterator[Ledger]:
-        """The trainer's side of the store, as another process has it."""
-        database = await Database.open(self.config.store)
-        try:
-            yield Ledger(database)
-        finally:
-            await database.close()
-
-    async def earlier_version(self, ledger: Ledger, directory: Path) -> int:
-        """A version that was live once and can be promoted again."""
-        version = await ledger.new_version("merged", 1, {})
-        path = directory / f"v{version}"
-        path.mkdir()
-        await ledger.saved(version, str(path), f"policy-v{version}")
-        await ledger.set_live(version, 1)
-        await ledger.set_live(0)
-        return version
-
-
-@asynccontextmanager
-async def running(tmp_path: Path, *, publish: str = "merged", **proxy: Any) -> AsyncIterator[System]:
-    vllm = PolicyServer(tmp_path)
-    runner = web.AppRunner(vllm.app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    config = Config(
-        proxy=ProxyConfig(**proxy),
-        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
-        upstreams=[UpstreamConfig(name="policy", base_url=base_url)],
-        policy=PolicyConfig(publish=publish, directory=tmp_path / "policy"),  # type: ignore[arg-type]
-    )
-    server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, log_level="warning", access_log=False))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        async with aiohttp.ClientSession() as session:
-            yield System(config, f"http://127.0.0.1:{port}", session, vllm)
-    finally:
-        server.should_exit = True
-        await task
-        await runner.cleanup()
-
-
-async def test_a_rollout_is_recorded_rewarded_and_read_back(tmp_path: Path) -> None:
+async def test_a_rollout_is_recorded_rewarded_and_read_back(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         assert (await system.chat("r1", X_Task_Id="t1"))[0] == 200
         status, answer = await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1})
@@ -183,7 +50,7 @@ async def test_a_rollout_is_recorded_rewarded_and_read_back(tmp_path: Path) -> N
     ],
 )
 async def test_a_bad_reward_is_refused_by_name_and_leaves_nothing(
-    tmp_path: Path, body: Any, status: int, param: str | None
+    running: Running, tmp_path: Path, body: Any, status: int, param: str | None
 ) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")
@@ -194,7 +61,7 @@ async def test_a_bad_reward_is_refused_by_name_and_leaves_nothing(
         assert (rollout["rewards"], rollout["status"]) == ([], "running")
 
 
-async def test_the_newest_reward_counts_and_the_history_stays(tmp_path: Path) -> None:
+async def test_the_newest_reward_counts_and_the_history_stays(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")
         await system.call("POST", "/reward", [{"rollout_id": "r1", "reward": r} for r in (0.1, 0.9)])
@@ -203,7 +70,7 @@ async def test_the_newest_reward_counts_and_the_history_stays(tmp_path: Path) ->
         assert [r["reward"] for r in rollout["rewards"]] == [0.1, 0.9]
 
 
-async def test_a_reward_of_a_call_leaves_the_rollout_open(tmp_path: Path) -> None:
+async def test_a_reward_of_a_call_leaves_the_rollout_open(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")
         _, rollout = await system.call("GET", "/rollouts/r1")
@@ -213,7 +80,7 @@ async def test_a_reward_of_a_call_leaves_the_rollout_open(tmp_path: Path) -> Non
         assert (rollout["status"], rollout["reward"], rollout["calls"][0]["reward"]) == ("running", None, 0.3)
 
 
-async def test_an_idempotency_key_makes_a_repeated_post_harmless(tmp_path: Path) -> None:
+async def test_an_idempotency_key_makes_a_repeated_post_harmless(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")
         body = {"rollout_id": "r1", "reward": 1}
@@ -225,7 +92,7 @@ async def test_an_idempotency_key_makes_a_repeated_post_harmless(tmp_path: Path)
         assert len(rollout["rewards"]) == 1
 
 
-async def test_siblings_are_opened_with_urls_and_keys_of_their_own(tmp_path: Path) -> None:
+async def test_siblings_are_opened_with_urls_and_keys_of_their_own(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         status, opened = await system.call("POST", "/rollouts", {"task_id": "t", "mode": "eval", "n": 2})
         assert (status, len({o["rollout_id"] for o in opened})) == (200, 2)
@@ -240,7 +107,7 @@ async def test_siblings_are_opened_with_urls_and_keys_of_their_own(tmp_path: Pat
         assert (await system.chat(second["rollout_id"], **key))[0] == 403
 
 
-async def test_pages_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
+async def test_pages_go_on_where_the_last_one_ended(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         _, opened = await system.call("POST", "/rollouts", {"task_id": "t", "n": 5})
         seen, cursor = [], ""
@@ -254,7 +121,7 @@ async def test_pages_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
         assert (await system.call("GET", "/rollouts?cursor=x"))[0] == 400
 
 
-async def test_a_rollout_ends_once(tmp_path: Path) -> None:
+async def test_a_rollout_ends_once(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")
         failed = {"status": "failed", "reason": "the tool crashed"}
@@ -265,7 +132,7 @@ async def test_a_rollout_ends_once(tmp_path: Path) -> None:
         assert (await system.call("POST", "/rollouts/r1/end", {"status": "won"}))[0] == 422
 
 
-async def test_configured_keys_close_every_door_and_admins_hold_the_policy(tmp_path: Path) -> None:
+async def test_configured_keys_close_every_door_and_admins_hold_the_policy(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, api_keys=["agent-key"], admin_keys=["admin-key"]) as system:
         agent, admin = {"Authorization": "Bearer agent-key"}, {"Authorization": "Bearer admin-key"}
         for path in ("/rollouts", "/policy", "/policy/versions", "/v1/models"):
@@ -278,7 +145,7 @@ async def test_configured_keys_close_every_door_and_admins_hold_the_policy(tmp_p
         assert (await system.call("GET", "/healthz"))[0] == 200
 
 
-async def test_merged_weights_are_promoted_rolled_back_and_named_on_calls(tmp_path: Path) -> None:
+async def test_merged_weights_are_promoted_rolled_back_and_named_on_calls(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.ledger() as ledger:
         version = await system.earlier_version(ledger, tmp_path)
         assert (await system.call("POST", "/policy/promote", {"version": version}))[1]["live"] is True
@@ -291,7 +158,7 @@ async def test_merged_weights_are_promoted_rolled_back_and_named_on_calls(tmp_pa
         assert (await system.call("POST", "/policy/promote", {"version": 9}))[0] == 404
 
 
-async def test_rollouts_keep_the_adapter_they_began_with(tmp_path: Path) -> None:
+async def test_rollouts_keep_the_adapter_they_began_with(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, publish="lora") as system, system.ledger() as ledger:
         await system.chat("old")
         version = await system.earlier_version(ledger, tmp_path)
@@ -305,7 +172,7 @@ async def test_rollouts_keep_the_adapter_they_began_with(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_a_restarted_vllm_serves_the_live_version_again(tmp_path: Path, publish: str) -> None:
+async def test_a_restarted_vllm_serves_the_live_version_again(running: Running, tmp_path: Path, publish: str) -> None:
     async with running(tmp_path, publish=publish) as system, system.ledger() as ledger:
         version = await system.earlier_version(ledger, tmp_path)
         await system.call("POST", "/policy/promote", {"version": version})
@@ -320,7 +187,7 @@ async def test_a_restarted_vllm_serves_the_live_version_again(tmp_path: Path, pu
             pytest.fail(f"the restarted server still answers {content!r}")
 
 
-async def test_a_server_left_paused_is_resumed(tmp_path: Path) -> None:
+async def test_a_server_left_paused_is_resumed(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         system.vllm.paused = True
         for _ in range(100):
@@ -330,7 +197,7 @@ async def test_a_server_left_paused_is_resumed(tmp_path: Path) -> None:
         assert not system.vllm.paused
 
 
-async def test_readiness_metrics_and_unknown_routes(tmp_path: Path) -> None:
+async def test_readiness_metrics_and_unknown_routes(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")
         assert await system.call("GET", "/readyz") == (200, {"status": "ready", "store": "ok", "upstream": "ok"})
@@ -343,7 +210,7 @@ async def test_readiness_metrics_and_unknown_routes(tmp_path: Path) -> None:
         assert (await system.call("GET", "/openapi.json"))[0] == 200
 
 
-async def test_a_body_over_the_limit_is_refused(tmp_path: Path) -> None:
+async def test_a_body_over_the_limit_is_refused(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, max_body_mb=0.01) as system:
         status, answer = await system.call(
             "POST", "/reward", {"rollout_id": "r1", "reward": 1, "comment": "x" * 20_000}

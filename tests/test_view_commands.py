@@ -1,0 +1,166 @@
+"""Commands that look at a running system and steer it, from outside: a real proxy, a real store, real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_proxy.commands.conversation import additions
+from lightning_proxy.commands.formats import cut, duration, sparkline
+from lightning_proxy.commands.rollout_view import rollout_detail
+from lightning_proxy.commands.rollouts import changed
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+Message = dict[str, Any]
+
+
+def said(role: str, content: str | None, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
+
+
+def call(messages: list[Message], answer: Message, **more: Any) -> dict[str, Any]:
+    response = {"choices": [{"index": 0, "message": answer}]}
+    facts = {"call_id": "c", "seq": 0, "status": "ok", "error": None, "policy_versions": [3], "finish_reason": "stop"}
+    facts |= {"prompt_token_ids": [1, 2], "response_token_ids": [3], "latency_ms": 12.0, "reward": None}
+    facts |= {"trainable": True, "agent": None, "untrainable_reason": None, "tool_calls": []}
+    return {**facts, "request": {"messages": messages}, "response": response, **more}
+
+
+def rollout(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    facts = {"rollout_id": "r1", "task_id": "t", "mode": "train", "status": "completed", "reason": None, "reward": 1.0}
+    facts |= {"step": None, "dropped": None, "tokens": 1, "rewards": []}
+    return {**facts, "calls": calls}
+
+
+def printed(rollout: dict[str, Any], *, full: bool = False) -> str:
+    console = Console(width=80, file=StringIO(), record=True, highlight=False)
+    console.print(rollout_detail(rollout, full))
+    return console.export_text()
+
+
+TOOL = {"id": "k1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ASKS = said("assistant", None, tool_calls=[TOOL], refusal=None)
+SENT_BACK = said("assistant", "", tool_calls=[TOOL])  # as clients do: other empty fields
+
+
+def test_each_message_is_shown_once_however_the_agent_sent_it_back() -> None:
+    first = [said("user", "add one")]
+    second = [*first, SENT_BACK, said("tool", "2", tool_call_id="k1")]
+    assert additions([call(first, ASKS), call(second, said("assistant", "It is 2."))]) == [first, second[2:]]
+
+
+def test_a_branch_adds_what_its_own_parent_lacks() -> None:
+    start, other = [said("user", "a")], [said("user", "b")]
+    on = [*start, said("assistant", "x"), said("user", "c")]
+    calls = [call(start, said("assistant", "x")), call(other, said("assistant", "y")), call(on, said("assistant", "z"))]
+    assert additions(calls) == [start, other, on[2:]]
+
+
+def test_a_rollout_shows_its_tool_calls_and_what_failed() -> None:
+    tool = {"id": "k1", "name": "add", "arguments": '{"a": 1}', "result": "boom", "is_error": True}
+    page = printed(rollout([call([said("user", "add one")], ASKS, tool_calls=[tool])]))
+    assert 'add({"a": 1})' in page
+    assert "add failed" in page
+
+
+def test_long_texts_are_cut_unless_asked_for() -> None:
+    long = rollout([call([said("user", "start " + "x" * 5000 + " end")], said("assistant", "y"))])
+    assert "characters, --full shows them" in printed(long).replace("\n", " ")
+    assert printed(long, full=True).count("x") > 5000
+
+
+def test_recorded_texts_cannot_steer_the_terminal_or_style_themselves() -> None:
+    page = printed(rollout([call([said("user", "\x1b[2J[red]hi[/red]")], said("assistant", "y"))]))
+    assert "\x1b" not in page
+    assert "\\x1b[2J[red]hi[/red]" in page
+
+
+def test_tail_shows_the_newest_first_and_then_only_what_changed() -> None:
+    page = [{"rollout_id": str(i), "calls": 0} for i in range(20)]
+    assert [r["rollout_id"] for r in changed(page, None)] == [str(i) for i in range(9, -1, -1)]
+    known = {r["rollout_id"]: r for r in page}
+    assert changed([page[0] | {"calls": 1}, *page[1:]], known) == [{"rollout_id": "0", "calls": 1}]
+
+
+def test_formats_say_it_shortly() -> None:
+    assert [duration(s) for s in (0.04, 59, 61, 7200, 200_000)] == ["0.0s", "59s", "1m", "2h", "2d"]
+    assert sparkline([0, 1, 2]) == "▁▅█"
+    assert sparkline([1, 1]) == "▁▁"
+    assert cut("short", 10) == "short"
+
+
+async def test_rollouts_are_listed_and_shown_at_80_columns(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("a-rollout-with-a-rather-long-name-of-its-own", X_Task_Id="add-1-2")
+        code, out, _ = await system.lightning("rollouts", "list")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 80
+        assert all(word in out for word in ("a-rollout", "add-1-2", "train", "running"))
+        _, out, _ = await system.lightning("rollouts", "list", "--mode", "eval", "--json")
+        assert json.loads(out)["data"] == []
+        code, out, _ = await system.lightning("rollouts", "show", "a-rollout")
+        assert code == 0
+        assert all(word in out for word in ("by base with", "version 0", "3 + 2 tokens", "trainable"))
+        _, out, _ = await system.lightning("rollouts", "show", "a-rollout", "--json")
+        assert json.loads(out)["calls"][0]["prompt_token_ids"] == [1, 2, 3]
+
+
+async def test_an_unknown_rollout_is_one_line(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        code, out, err = await system.lightning("rollouts", "show", "nobody")
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert "no rollout 'nobody'" in err
+
+
+async def test_a_negative_reward_is_posted_and_a_wrong_one_refused(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        code, out, _ = await system.lightning("reward", "r1", "-0.5", "--comment", "too slow", "--no-final", "--json")
+        assert (code, json.loads(out)["status"]) == (0, "recorded")
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert (rollout["reward"], rollout["status"], rollout["rewards"][0]["comment"]) == (-0.5, "running", "too slow")
+        assert (await system.lightning("reward", "r1", "nan"))[0] == 2
+        code, _, err = await system.lightning("reward", "nobody", "1")
+        assert (code, err.count("\n")) == (1, 1)
+
+
+async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        assert await system.lightning("policy", "promote", str(version)) == (0, "policy version 1 is live\n", "")
+        _, out, _ = await system.lightning("policy", "list", "--json")
+        assert [v["live"] for v in json.loads(out)["data"]] == [False, True]
+        _, out, _ = await system.lightning("policy", "list")
+        assert "base model" in out
+        assert await system.lightning("policy", "rollback") == (0, "policy version 0 is live\n", "")
+        code, _, err = await system.lightning("policy", "rollback")
+        assert (code, err.count("\n")) == (1, 1)
+
+
+async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        await system.chat("r1")
+        step = await ledger.claim(["r1"], 0)
+        metrics = {"reward_mean": 0.5, "reward_std": 0.25, "reward_max": 1.0, "rollouts": 8.0, "step_s": 2.5}
+        await ledger.trained(step, None, metrics)
+        code, out, _ = await system.lightning("status")
+        assert code == 0
+        assert all(word in out for word in ("ready", "version 0", "1 running", "0.5 ± 0.25", "training 2.5s"))
+        _, out, _ = await system.lightning("status", "--json")
+        assert json.loads(out)["rollouts"] == {"train": {"running": 1}}
+
+
+def test_without_a_proxy_one_line_says_what_to_start(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("proxy: {port: 9}\n")
+    command = [sys.executable, "-m", "lightning_proxy.cli", "status"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    line = "lightning-proxy: no proxy answers at http://127.0.0.1:9; start it with `lightning-proxy serve`\n"
+    assert (done.returncode, done.stderr) == (1, line)
