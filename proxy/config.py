@@ -102,7 +102,7 @@ class TrainerConfig(Section):
     max_staleness: Annotated[int, Field(ge=0)] = 8
     loss_type: Literal["cispo", "grpo"] = "cispo"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    lr_scheduler: Literal["constant", "constant_with_warmup"] = "constant"
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     clip_low: Annotated[float, Field(gt=0)] = 0.2
@@ -119,6 +119,12 @@ class TrainerConfig(Section):
     report_to: list[str] = ["tensorboard"]
     poll_s: Seconds = 0.5
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _decays_to_an_end(self) -> TrainerConfig:
+        if self.lr_scheduler in ("linear", "cosine") and self.max_steps is None:
+            raise ValueError(f"lr_scheduler {self.lr_scheduler} needs max_steps, to know when the rate is to be 0")
+        return self
 
 
 class Config(Section):

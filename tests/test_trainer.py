@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -259,3 +260,11 @@ def test_metrics_reach_tensorboard_with_those_of_the_batch(model_directory: Path
 def test_a_trainer_without_a_model_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model"):
         LightningTrainer(TrainerConfig(), PolicyConfig(directory=tmp_path))
+
+
+def test_rollouts_that_taught_nothing_make_the_step_smaller(model_directory: Path, tmp_path: Path) -> None:
+    given = batch()
+    whole = trainer(model_directory, tmp_path / "a").step(given)
+    among_more = trainer(model_directory, tmp_path / "b").step(replace(given, compared=2 * len(given.rollout_ids)))
+    assert among_more["loss"] == pytest.approx(whole["loss"] / 2, rel=1e-4)
+    assert among_more["grad_norm"] == pytest.approx(whole["grad_norm"] / 2, rel=1e-4)

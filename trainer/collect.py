@@ -72,7 +72,7 @@ class Collector:
         if not take.rollout_ids:
             return None
         step = await self._ledger.claim(take.rollout_ids, live)
-        return Batch(step, tuple(take.samples), tuple(take.rollout_ids), take.metrics())
+        return Batch(step, tuple(take.samples), tuple(take.rollout_ids), take.metrics(), len(take.rewards))
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         """The rows of rollouts that were trained on before, without advantages."""

@@ -93,7 +93,7 @@ class LightningTrainer(GRPOTrainer):
         weights = rollout_weights(batch.samples)
         samples = [sample for sample in batch.samples if sample.rollout_id in weights and sample.trained_tokens]
         for micro_batch in micro_batches(samples, self._cost):
-            inputs = self._inputs(micro_batch, weights)
+            inputs = self._inputs(micro_batch, weights, batch.compared or len(weights))
             self._scores = self._score(micro_batch)
             loss = self._compute_loss(self.model, inputs)
             metrics.add(micro_batch, loss.detach(), inputs, self._scores)
@@ -165,7 +165,7 @@ class LightningTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             return score(self.policy_model, micro_batch.tree, micro_batch.samples)
 
-    def _inputs(self, micro_batch: MicroBatch, weights: dict[str, float]) -> dict[str, Tensor]:
+    def _inputs(self, micro_batch: MicroBatch, weights: dict[str, float], rollouts: int) -> dict[str, Tensor]:
         """TRL's inputs: the first token, never trained, as the prompt; the others, (B, T - 1), as completion."""
         samples, device = micro_batch.samples, self.accelerator.device
         ids = _padded([s.token_ids for s in samples], torch.int64, device)
@@ -179,7 +179,7 @@ class LightningTrainer(GRPOTrainer):
             "tool_mask": _padded([s.mask for s in samples], torch.int64, device)[:, 1:],
             "advantages": _padded(scaled, torch.float32, device)[:, 1:],
             "old_per_token_logps": _padded([s.logprobs for s in samples], torch.float32, device)[:, 1:],
-            "num_items_in_batch": torch.tensor(float(len(weights)), device=device),
+            "num_items_in_batch": torch.tensor(float(rollouts), device=device),
         }
 
     def _weight_limits(self) -> tuple[float, float]:

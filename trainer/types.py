@@ -36,9 +36,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step trains on: the samples, and how they came about (counts for the metrics)."""
+    """What one step trains on: the samples, and how they came about (counts for the metrics).
+
+    `compared`: the rollouts whose rewards were looked at, those of groups that teach nothing included; the loss is
+    averaged over them, so that a step with little to learn from is a small step. 0: the rollouts of the samples.
+    """
 
     step: int
     samples: tuple[Sample, ...]
     rollout_ids: tuple[str, ...]
     metrics: dict[str, float] = field(default_factory=dict)
+    compared: int = 0
