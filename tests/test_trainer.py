@@ -112,7 +112,7 @@ def test_a_step_minimises_the_per_rollout_loss_however_it_is_cut(
 
 def test_with_the_sampling_policy_unchanged_all_losses_have_one_gradient(model_directory: Path, tmp_path: Path) -> None:
     norms = []
-    for loss_type in ("cispo", "dapo", "grpo"):
+    for loss_type in ("cispo", "grpo"):
         learner = trainer(model_directory, tmp_path, loss_type=loss_type)
         found = learner.logprobs([s.token_ids for s in batch().samples])
         samples = tuple(
