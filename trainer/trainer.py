@@ -31,7 +31,8 @@ class LightningTrainer(GRPOTrainer):
     """GRPOTrainer driven from outside: `step`, `save`, `load`, `logprobs`, `close` instead of `train()`.
 
     The loss is TRL's own; every rollout weighs the same in it. `cispo`: importance weights against the sampling policy,
-    truncated at `importance_cap`. `grpo`: ratios against the sampling policy clipped to [1 - clip_low, 1 + clip_high], and at `importance_cap` where the advantage is negative.
+    truncated at `importance_cap`. `grpo`: ratios against the sampling policy clipped to [1 - clip_low, 1 + clip_high],
+    and at `importance_cap` where the advantage is negative.
     """
 
     model: Any
