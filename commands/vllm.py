@@ -63,8 +63,7 @@ def vllm_program(config: Config) -> Program:
     argv += ["--logprobs-mode", "processed_logprobs"]
     if options.max_model_len is not None:
         argv += ["--max-model-len", str(options.max_model_len)]
-    if not gpu:
-        argv += ["--enforce-eager"]
+    argv += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)] if gpu else ["--enforce-eager"]
     if publish_mode(config) == "lora":
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
         argv += ["--max-loras", str(options.max_loras)]

@@ -87,6 +87,7 @@ class VllmConfig(Section):
     dtype: str = "auto"
     max_model_len: int | None = None
     kv_cache_gib: Annotated[float, Field(gt=0)] = 2.0
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     max_loras: Annotated[int, Field(ge=1)] = 4
     start_timeout_s: Seconds = 600.0
     extra_args: list[str] = []
