@@ -61,6 +61,8 @@ def vllm_program(config: Config) -> Program:
     argv += ["--dtype", "float32" if options.dtype == "auto" and not gpu else options.dtype]
     # The behaviour log-probabilities must be those of the distribution that was really sampled.
     argv += ["--logprobs-mode", "processed_logprobs"]
+    # Sampling parameters that a request does not name are OpenAI's defaults, not the model's own.
+    argv += ["--generation-config", "vllm"]
     if options.max_model_len is not None:
         argv += ["--max-model-len", str(options.max_model_len)]
     argv += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)] if gpu else ["--enforce-eager"]

@@ -1,4 +1,4 @@
-"""The configuration: one commented YAML, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by options.
+"""The configuration: one commented YAML, overridden by `LIGHTNING_<SECTION>_<KEY>` variables and by options.
 
 Defaults live here; `config.yaml` shows every one of them, and a test compares the two.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from lightning_proxy.proxy.errors import ConfigError
 
@@ -79,6 +79,11 @@ class PolicyConfig(Section):
     directory: Path = Path("lightning-policy")
     verify_samples: Annotated[int, Field(ge=1)] = 4
     verify_tolerance: Annotated[float, Field(gt=0)] | None = None
+
+    @field_validator("model")
+    @classmethod
+    def _home(cls, model: str | None) -> str | None:
+        return str(Path(model).expanduser()) if model and model.startswith("~") else model
 
 
 class VllmConfig(Section):
@@ -155,8 +160,13 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
     """
     data = _read_yaml(path) if path is not None else {}
     for name, value in sorted(os.environ.items()):
-        if name.startswith(ENV_PREFIX) and "__" in name and name not in ENV_NOT_CONFIG:
-            _put(data, name.removeprefix(ENV_PREFIX).lower().split("__"), yaml.safe_load(value), name)
+        section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("_")
+        if (
+            name.startswith(ENV_PREFIX)
+            and name not in ENV_NOT_CONFIG
+            and (section in Config.model_fields or "__" in name)
+        ):
+            _put(data, [section, key.lstrip("_")] if key else [section], _parse(value, name), name)
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(data, key.split("."), value, key)
@@ -171,13 +181,23 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections such as 'proxy:', got {type(data).__name__}")
-    return data
+    # A section without keys is None to YAML; it has all its defaults.
+    return {name: {} if section is None else section for name, section in data.items()}
+
+
+def _parse(value: str, name: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _put(data: dict[str, Any], keys: list[str], value: Any, origin: str) -> None:

@@ -53,8 +53,8 @@ class Database:
         """
         async with self._lock:
             try:
-                await self._writer.execute("BEGIN IMMEDIATE")
                 try:
+                    await self._writer.execute("BEGIN IMMEDIATE")
                     yield self._writer
                     await self._writer.commit()
                 except BaseException:

@@ -173,12 +173,18 @@ class Exchange:
                 usage=tokens.usage,
                 tool_calls=tool_calls(response),
                 error=error,
-                untrainable_reason=tokens.untrainable_reason(status, self._start.request),
+                untrainable_reason=self._untrainable_reason(status, tokens),
                 ttft_ms=self._ttft_ms,
                 latency_ms=self._elapsed_ms(),
             )
             self._ending = asyncio.create_task(self._write(end))
         await asyncio.shield(self._ending)
+
+    def _untrainable_reason(self, status: CallStatus, tokens: Tokens) -> str | None:
+        reason = tokens.untrainable_reason(status, self._start.request)
+        if reason is None and self._start.policy_version is None:
+            return "the model is not the policy"
+        return reason
 
     async def _write(self, end: CallEnd) -> None:
         await self._recorder.end(end)

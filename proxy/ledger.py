@@ -156,6 +156,7 @@ class Ledger:
         """The version did not go live, and never will."""
         async with self._db.transaction() as db:
             await db.execute(sql.VERSION_FAILED, {"version": version, "error": error})
+            await db.execute(sql.STEP_NOT_PUBLISHED, {"version": version})
 
     async def forget_files(self, version: int) -> None:
         """The version's files are gone: it cannot be promoted any more."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_proxy.proxy.config import Config, UpstreamConfig
-from lightning_proxy.proxy.errors import Conflict, LightningError, NotFound
+from lightning_proxy.proxy.errors import Conflict, LightningError, NotFound, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.ports import Route
 from lightning_proxy.proxy.store import Store
@@ -26,6 +26,18 @@ WATCH_S = 1.0
 PINS = 20_000
 
 
+class NotServed(LightningError):
+    """vLLM is there, but does not serve what the policy table says."""
+
+    status = 503
+
+
+class Superseded(LightningError):
+    """Another version was made live by hand; what was to follow the one before it does not count any more."""
+
+    status = 409
+
+
 class Swap:
     """Puts a policy version behind the alias. One process at a time (a lock file), the proxy or the trainer."""
 
@@ -35,9 +47,15 @@ class Swap:
         self.mode = mode
         self._lock_file = directory / "swap.lock"
 
-    async def activate(self, version: PolicyVersion, step: int | None = None) -> None:
-        """Load the version into vLLM and move the alias to it; running requests go on."""
+    async def activate(self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None) -> None:
+        """Load the version into vLLM and move the alias to it; running requests go on.
+
+        Superseded, and nothing changed, if `expected` is given and another version is live.
+        """
         async with self._locked():
+            live = await self.ledger.live()
+            if expected not in (None, live.version):
+                raise Superseded(f"policy version {live.version} was made live meanwhile")
             if self.mode == "lora":
                 await self.load(version)
                 await self.ledger.set_live(version.version, step)
@@ -109,6 +127,7 @@ class Policy:
         self._base: str | None = None
         self._restored = asyncio.Lock()
         self._in_line = False
+        self._problem: LightningError | None = None
 
     # Routing -------------------------------------------------------------------------------------------------------
 
@@ -119,7 +138,9 @@ class Policy:
             renamed = self._config.policy.model if model == self.alias else None
             return Route(upstream, renamed, None)
         if not self._in_line:
-            await self._get_in_line()
+            await self._get_in_line(again=False)
+        if isinstance(self._problem, NotServed):
+            raise self._problem
         live = await self._ledger.live()
         if self._swap.mode == "merged":
             ours = model in (self.alias, self._base)
@@ -195,21 +216,27 @@ class Policy:
     async def watch(self) -> None:
         """Look at vLLM every second, and put it in line after it was away. Runs until cancelled."""
         while self._swap is not None:
-            if not await self.reachable():
-                self._in_line = False
-            else:
-                await self._get_in_line()
+            await self._get_in_line()
             await asyncio.sleep(WATCH_S)
 
-    async def _get_in_line(self) -> None:
+    async def _get_in_line(self, *, again: bool = True) -> None:
+        """Let vLLM serve what the policy table says; `again`: look even if it did at the last look."""
         assert self._swap is not None
         async with self._restored:
+            if self._in_line and not again:
+                return
             try:
                 self._base = await self._swap.vllm.base_model()
-                await self._swap.restore(set(self._pins.values()))
-                self._in_line = True
-            except LightningError as error:
+                since = time.time() - self._config.policy.pin_timeout_s
+                await self._swap.restore(set(self._pins.values()) | await self._ledger.pinned(since))
+                self._in_line, self._problem = True, None
+            except (UpstreamUnreachable, UpstreamTimeout) as error:
+                self._in_line, self._problem = False, error
                 log.warning("the policy is not served yet: %s", error)
+            except Exception as error:  # whatever vLLM answered; the next look may find it mended
+                self._in_line = False
+                self._problem = NotServed(f"vLLM does not serve the live policy version: {error}")
+                log.exception("the live policy version cannot be served")
 
 
 def _files(version: PolicyVersion) -> str:

@@ -78,14 +78,15 @@ class Recorder:
             "model": start.model,
             "request": dumps(shrink_request(start.request, parent.request if parent else None)),
         }
-        known = len(start_messages(parent.request)) if parent else 0
+        messages = start_messages(start.request)
+        known = common_prefix(messages, start_messages(parent.request)) if parent else 0
         results = [
             (
                 sql.TOOL_RESULT,
                 {"rollout_id": rollout_id, "tool_call_id": r.tool_call_id, "is_error": r.is_error}
                 | {"result": dumps(r.content)},
             )
-            for r in tool_results(start_messages(start.request)[known:])
+            for r in tool_results(messages[known:])
         ]
         await self._commit([(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *results])
         self._parents[start.call_id] = parent

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from lightning_proxy.proxy import views
 from lightning_proxy.proxy.auth import hash_key, new_rollout_key
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
+from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.parts import Parts
 from lightning_proxy.proxy.schemas import EndBody, Id, PromoteBody, RewardBody, RolloutsBody
 from lightning_proxy.proxy.types import Reward, RolloutName, check_id
@@ -92,7 +93,7 @@ async def get_rollout(request: Request, rollout_id: str) -> Response:
     p = await _reader(request, rollout_id)
     rollout = await p.store.rollout(rollout_id)
     calls, rewards = await p.store.calls(rollout_id), await p.store.rewards(rollout_id)
-    return JSONResponse(views.rollout_detail(rollout, calls, rewards))
+    return _json(views.rollout_detail(rollout, calls, rewards))
 
 
 @router.get("/rollouts/{rollout_id}/transitions", tags=["rollouts"])
@@ -100,7 +101,12 @@ async def get_transitions(request: Request, rollout_id: str) -> Response:
     """The rollout as transitions of a Markov decision process."""
     p = await _reader(request, rollout_id)
     found = views.transitions(await p.store.rollout(rollout_id), await p.store.calls(rollout_id))
-    return JSONResponse({"data": [views.transition_view(transition) for transition in found]})
+    return _json({"data": [views.transition_view(transition) for transition in found]})
+
+
+def _json(value: Any) -> Response:
+    """Recorded texts may hold what UTF-8 cannot; it is escaped."""
+    return Response(dumps(value), media_type="application/json")
 
 
 @router.post("/rollouts/{rollout_id}/end", tags=["rollouts"])

@@ -36,7 +36,7 @@ ROLLOUT_FILTERS = {
 }
 ROLLOUT_END = """
 UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at
-WHERE rollout_id = :rollout_id
+WHERE rollout_id = :rollout_id AND status = 'running'
 """
 ROLLOUT_COUNTS = "SELECT mode, status, COUNT(*) AS rollouts FROM rollouts GROUP BY mode, status"
 
@@ -109,6 +109,7 @@ VERSION_SAVED = "UPDATE policy_versions SET path = :path, served_model = :served
 VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE version = :version"
 VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"
 VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
+STEP_NOT_PUBLISHED = "UPDATE steps SET version = NULL WHERE version = :version"
 VERSION_FORGET_PATH = "UPDATE policy_versions SET path = NULL WHERE version = :version"
 POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
 PINNED_VERSIONS = """
@@ -121,7 +122,7 @@ WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
 CLAIMABLE_GROUPS = """
 SELECT task_id,
        SUM(status = 'completed' AND reward IS NOT NULL) AS completed,
-       COUNT(*) AS ended,
+       SUM(status <> 'completed' OR reward IS NOT NULL) AS ended,
        MIN(ended_at) AS oldest
 FROM rollouts
 WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL

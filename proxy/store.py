@@ -13,6 +13,7 @@ import orjson
 from lightning_proxy.proxy import rows, sql
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import Conflict, NotFound
+from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.types import ModelCall, Reward, Rollout, RolloutName, RolloutStatus
 
 IDEMPOTENCY_DAYS = 7
@@ -50,7 +51,7 @@ class Store:
         batch: list[tuple[str, dict[str, Any]]] = []
         for name, _ in names:
             row = {"rollout_id": name.rollout_id, "task_id": name.task_id, "mode": name.mode, "at": at}
-            batch.append((sql.ROLLOUT_OPEN, row | {"metadata": orjson.dumps(metadata).decode()}))
+            batch.append((sql.ROLLOUT_OPEN, row | {"metadata": dumps(metadata)}))
         batch += [(sql.ROLLOUT_KEY, {"rollout_id": n.rollout_id, "key_hash": key_hash}) for n, key_hash in names]
         await self.write(batch)
 

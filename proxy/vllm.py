@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -65,22 +64,23 @@ class Vllm:
     async def replace_weights(self, path: str, label: str, committed: Callable[[], Awaitable[None]]) -> None:
         """Freeze running requests, load the weights at `path`, await `committed`, and let the requests go on.
 
-        Their attention caches are kept; cached prefixes of finished requests are forgotten.
+        Their attention caches are kept; cached prefixes of finished requests are forgotten. Where this fails, requests
+        stay frozen under the label `loading`: no token is sampled from unknown weights. `Swap.restore` mends it.
         """
         await self._request("POST", "/pause?mode=keep")
-        try:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-            await self._request("POST", "/collective_rpc", body)
-            await self._request("POST", "/update_weight_version", {"new_version": label})
-            await self._request("POST", "/reset_prefix_cache")
-            await committed()
-        finally:
-            await asyncio.shield(self.resume())
+        await self._request("POST", "/update_weight_version", {"new_version": "loading"})
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._request("POST", "/collective_rpc", body)
+        await self._request("POST", "/reset_prefix_cache")
+        await committed()
+        await self._request("POST", "/update_weight_version", {"new_version": label})
+        await self.resume()
 
     async def sample(self, model: str, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Sample an answer of up to `tokens` tokens at temperature 1; its ids, and their log-probabilities."""
-        body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 1.0, "top_p": 1.0}
-        answer = await self._request("POST", "/v1/completions", body | {"logprobs": 0, "return_token_ids": True})
+        plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "logprobs": 0, "return_token_ids": True}
+        answer = await self._request("POST", "/v1/completions", body | plain)
         choice = answer["choices"][0]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 

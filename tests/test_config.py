@@ -74,3 +74,26 @@ def test_a_wrong_key_or_value_is_one_line_that_names_it(tmp_path: Path, text: st
     assert named in caught.value.message
     assert str(path) in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def test_a_variable_may_have_one_underscore_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_PROXY_PORT", "9001")
+    monkeypatch.setenv("LIGHTNING_TRAINER__LEARNING_RATE", "0.5")
+    monkeypatch.setenv("LIGHTNING_TASK", "{not configuration")
+    config = load_config()
+    assert (config.proxy.port, config.trainer.learning_rate) == (9001, 0.5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("LIGHTNING_PROXY_API_KEYS", "[a"), ("LIGHTNING_PROXY_PROT", "1")])
+def test_a_wrong_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as error:
+        load_config()
+    assert "\n" not in error.value.message
+    assert name.lower().removeprefix("lightning_proxy_") in error.value.message.lower()
+
+
+def test_an_empty_section_has_its_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("proxy:\ntrainer: {group_size: 4}\n")
+    config = load_config(tmp_path / "c.yaml")
+    assert (config.proxy.port, config.trainer.group_size) == (8080, 4)

@@ -311,3 +311,31 @@ async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
         assert (last.metrics["skipped"], last.version) == (1.0, None)
         assert (await b.ledger.live()).version == 0
         assert await b.steps_of(rollouts) == {1}
+
+
+async def test_a_version_made_live_by_hand_during_a_step_stays_live(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        await b.groups("t3", "t4")
+        loop = b.loop()
+        await loop.resume()
+        swap = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory)
+        await swap.activate(await b.ledger.version(0))  # while the next step is under way
+        assert await loop.train_once()
+        assert (await b.ledger.live()).version == 0
+        assert (await b.ledger.version(2)).status == "failed"
+        await b.groups("t5", "t6")
+        await loop.run(asyncio.Event(), once=True)
+        last = await b.ledger.last_step()
+        assert last is not None
+        assert (last.step, last.base, last.version) == (3, 0, 3)
+
+
+async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        untold = [await b.rollout("t1", None, status="completed") for _ in range(4)]
+        waiting = await b.rollout("t1", 1.0)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of([*untold, waiting]) == {None}
+        assert (await b.store.rollout(waiting)).dropped is None

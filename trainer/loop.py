@@ -7,7 +7,7 @@ import fcntl
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.policy import Swap
+from lightning_proxy.proxy.policy import Superseded, Swap
 from lightning_proxy.proxy.publish_mode import publish_mode
 from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.proxy.vllm import Vllm, operator_session
 from lightning_proxy.trainer.collect import Collector
 from lightning_proxy.trainer.publish import Publisher
@@ -28,6 +29,10 @@ from lightning_proxy.trainer.types import Batch, Sample
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
+
+
+class Stopped(Exception):
+    """The trainer was told to end while it waited."""
 
 
 class TrainingLoop:
@@ -47,10 +52,12 @@ class TrainingLoop:
         self._publisher = publisher
         self._collector = Collector(config.trainer, store, ledger)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
+        self._stop = asyncio.Event()
         self._version = 0  # the policy version that the trainer's weights go on from
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) nothing is ready any more."""
+        self._stop = stop
         await self.resume()
         while not stop.is_set() and not await self._is_done():
             await self._follow_live_version()
@@ -77,7 +84,8 @@ class TrainingLoop:
         await asyncio.to_thread(self._trainer.load, Path(last.checkpoint))
         self._version = last.base if last.version is None else last.version
         log.info("going on after step %d (policy version %d)", last.step, self._version)
-        if last.version is None and not last.metrics.get("skipped"):
+        superseded = (await self._ledger.live()).version != self._version
+        if last.version is None and not last.metrics.get("skipped") and not superseded:
             await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)
 
     async def train_once(self) -> bool:
@@ -100,16 +108,16 @@ class TrainingLoop:
         await self._ledger.trained(batch.step, str(checkpoint), metrics)
         await self._prune_checkpoints()
 
-    async def _publish(self, step: int, samples: list[Sample] | tuple[Sample, ...], metrics: dict[str, Any]) -> None:
+    async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
         started = time.perf_counter()
-        while True:
-            try:
-                self._version = (await self._publisher.publish(step, samples, metrics)).version
-                break
-            except (UpstreamUnreachable, UpstreamTimeout) as error:
-                log.warning("publishing step %d waits: %s", step, error)
-                await asyncio.sleep(RETRY_S)
-                await self._publisher.abandon_unfinished()
+        try:
+            self._version = (await self._reach(step, samples, metrics)).version
+        except Superseded as error:
+            log.warning("step %d is not published: %s", step, error)
+            return
+        except Stopped:
+            log.warning("stopped before step %d was published: the next start does it", step)
+            return
         metrics["publish_s"] = time.perf_counter() - started
         await self._ledger.update_metrics(step, metrics)
         log.info(
@@ -117,6 +125,18 @@ class TrainingLoop:
             step, metrics["reward_mean"], metrics["reward_std"], metrics["rollouts"], metrics["trained_tokens"],
             metrics["step_s"], metrics["publish_s"], self._version,
         )  # fmt: skip
+
+    async def _reach(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> PolicyVersion:
+        """Publish, however long vLLM is away; Stopped if we are to end meanwhile."""
+        while True:
+            try:
+                return await self._publisher.publish(step, samples, metrics, self._version)
+            except (UpstreamUnreachable, UpstreamTimeout) as error:
+                log.warning("publishing step %d waits: %s", step, error)
+                await self._publisher.abandon_unfinished()
+            await _sleep(self._stop, RETRY_S)
+            if self._stop.is_set():
+                raise Stopped
 
     async def _follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""

@@ -8,15 +8,16 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_proxy.proxy.config import PolicyConfig
-from lightning_proxy.proxy.errors import PublishError
+from lightning_proxy.proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.policy import Swap
+from lightning_proxy.proxy.policy import Superseded, Swap
 from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 # How far rounding alone takes the mean log-probability of two implementations apart.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 VERIFIED_TOKENS = 8
+VERIFY_TRIES = 150
+RETRY_S = 2.0
 
 
 class Publisher:
@@ -39,26 +42,32 @@ class Publisher:
         self._trainer = trainer
         self._directory = config.directory.absolute() / "versions"
 
-    async def publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> PolicyVersion:
-        """Make the weights of `step` live; PublishError, and the previous version still live, if vLLM serves others."""
-        previous = await self._ledger.live()
+    async def publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int) -> PolicyVersion:
+        """Make the weights of `step`, which started from version `base`, live.
+
+        PublishError, and `base` live again, if vLLM does not serve them; Superseded if another version was made live.
+        """
+        await self._swap.vllm.models()  # not reachable: before a version is reserved
         version = await self._save(step, metrics)
         try:
             if self._swap.mode == "lora":
                 await self._swap.vllm.unload_adapter(str(version.served_model))  # of another store, perhaps
                 await self._swap.load(version)
                 await self._verify(str(version.served_model), samples)
-                await self._swap.activate(version, step)
+                await self._swap.activate(version, step, expected=base)
             else:
-                await self._swap.activate(version, step)
+                await self._swap.activate(version, step, expected=base)
                 await self._verify(await self._swap.vllm.base_model(), samples)
         except PublishError as error:
             if self._swap.mode == "merged":
-                await self._swap.activate(previous)
+                await self._swap.activate(await self._ledger.version(base))
+            await self._ledger.failed(version.version, str(error))
+            raise
+        except Superseded as error:
             await self._ledger.failed(version.version, str(error))
             raise
         await self._prune()
-        return await self._ledger.live()
+        return await self._ledger.version(version.version)
 
     async def abandon_unfinished(self) -> None:
         """Versions that a killed trainer was publishing will not go live."""
@@ -88,7 +97,7 @@ class Publisher:
         Not by prompt_logprobs: they end the engine of vLLM 0.32 on a CPU with LoRA enabled.
         """
         prompts = [sample.token_ids[: sample.mask.index(1)] for sample in _varied(samples, self._config.verify_samples)]
-        answers = [await self._swap.vllm.sample(model, prompt, VERIFIED_TOKENS) for prompt in prompts]
+        answers = [await self._sample(model, prompt) for prompt in prompts]
         rows = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, answers, strict=True)]
         ours = await asyncio.to_thread(self._trainer.logprobs, rows)
         differences = [
@@ -96,7 +105,7 @@ class Publisher:
             for row, (ids, served) in zip(ours, answers, strict=True)
             for a, b in zip(row[-len(ids) :], served, strict=True)
         ]
-        difference = math.fsum(differences) / max(len(differences), 1)
+        difference = math.fsum(differences) / len(differences) if differences else math.nan
         tolerance = self._config.verify_tolerance or TOLERANCE[self._trainer.policy_model.dtype]
         if not difference <= tolerance:  # NaN fails too
             raise PublishError(
@@ -104,6 +113,16 @@ class Publisher:
                 f"{len(differences)} tokens differ from the trainer's by {difference:.4g} on average "
                 f"(policy.verify_tolerance is {tolerance:g}); the previous version stays live"
             )
+
+    async def _sample(self, model: str, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
+        """vLLM's answer; waits for a server that is away, which the proxy puts in line when it is back."""
+        for _ in range(VERIFY_TRIES):
+            try:
+                return await self._swap.vllm.sample(model, prompt, VERIFIED_TOKENS)
+            except (UpstreamUnreachable, UpstreamTimeout) as error:
+                log.warning("verifying the published weights waits: %s", error)
+                await asyncio.sleep(RETRY_S)
+        raise PublishError(f"the published weights could not be verified: vLLM did not answer {VERIFY_TRIES} times")
 
     async def _prune(self) -> None:
         """Remove the files of old versions, except those that running rollouts keep to."""
@@ -118,7 +137,8 @@ class Publisher:
 
     async def _remove(self, version: PolicyVersion) -> None:
         if self._swap.mode == "lora" and version.served_model:
-            await self._swap.vllm.unload_adapter(version.served_model)
+            with suppress(LightningError):  # a server that is away has unloaded it already
+                await self._swap.vllm.unload_adapter(version.served_model)
         await self._ledger.forget_files(version.version)
         await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version.version}", ignore_errors=True)
 
