@@ -121,7 +121,7 @@ def run(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 90,
     seed: Annotated[int, typer.Option(help="of tasks and trainer")] = 0,
     directory: Annotated[Path, typer.Option("--dir", help="where it works; emptied first")] = Path("lightning-demo"),
     model: Annotated[Path | None, typer.Option(help="the model's directory; made on first use")] = None,
