@@ -192,7 +192,7 @@ def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     assert by_version[live]["step"] == system.steps()
     kill(system, b"vllm.entrypoints.openai.api_server")
     wait_until(lambda: system.get("/readyz").get("status") != "ready", 30, "vLLM is gone")
-    wait_until(lambda: system.get("/readyz").get("status") == "ready", 120, "vLLM is back")
+    wait_until(lambda: system.get("/readyz").get("status") == "ready", 300, "vLLM is back")
     assert system.run_agents(repeat=1, mode="eval")["mean_reward"] > before + 0.2, "the live version is served again"
     system.stop()
 
