@@ -130,6 +130,11 @@ class System:
         found = self.get("/rollouts?limit=1000&mode=train")["data"]
         return [r for r in found if r["step"] is None and r["dropped"] is None]
 
+    def live(self) -> dict[str, Any]:
+        """The version that answers new rollouts."""
+        number = self.get("/policy")["live_version"]
+        return next(v for v in self.get("/policy/versions")["data"] if v["version"] == number)
+
     def steps(self) -> int:
         return int(self.get("/policy").get("steps", 0))
 
@@ -186,10 +191,8 @@ def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     rollouts = system.get("/rollouts?limit=1000&mode=train")["data"]
     assert len(rollouts) == 3 * 2 * TASKS * GROUP
     assert all((r["step"] is None) != (r["dropped"] is None) for r in rollouts)
-    live = system.get("/policy")["live_version"]
-    by_version = {v["version"]: v for v in system.get("/policy/versions")["data"]}
-    assert by_version[live]["status"] == "live"
-    assert by_version[live]["step"] == system.steps()
+    wait_until(lambda: system.live()["step"] == system.steps(), 60, "the last step is published")
+    assert system.live()["status"] == "live"
     kill(system, b"vllm.entrypoints.openai.api_server")
     wait_until(lambda: system.get("/readyz").get("status") != "ready", 30, "vLLM is gone")
     wait_until(lambda: system.get("/readyz").get("status") == "ready", 300, "vLLM is back")
