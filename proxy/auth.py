@@ -40,10 +40,11 @@ class Keys:
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """Who makes a call of the data path; raises Unauthorized. Header names are lower-case."""
-        key = _key(headers)
-        if key is not None and key.startswith(ROLLOUT_KEY_PREFIX):
-            return Caller((await self._rollout_of(key)).rollout_id, forward_authorization=False)
-        if self._matches(key, self._agents) or self._matches(key, self._admins):
+        keys = _keys(headers)
+        for key in keys:
+            if key.startswith(ROLLOUT_KEY_PREFIX):
+                return Caller((await self._rollout_of(key)).rollout_id, forward_authorization=False)
+        if any(self._matches(key, self._agents) or self._matches(key, self._admins) for key in keys):
             return Caller(None, forward_authorization=False)
         if self._agents:
             raise Unauthorized(
@@ -60,11 +61,11 @@ class Keys:
     def require_admin(self, headers: Mapping[str, str]) -> None:
         """Let admins in; where no admin key is configured, agents (without any key: everybody)."""
         wanted = self._admins or self._agents
-        if wanted and not self._matches(_key(headers), wanted):
+        if wanted and not any(self._matches(key, wanted) for key in _keys(headers)):
             raise Unauthorized("an admin key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key")
 
-    def _matches(self, key: str | None, hashes: tuple[str, ...]) -> bool:
-        digest = hash_key(key or "")
+    def _matches(self, key: str, hashes: tuple[str, ...]) -> bool:
+        digest = hash_key(key)
         # No early exit: the time taken says nothing about the keys.
         return sum(hmac.compare_digest(digest, known) for known in hashes) > 0
 
@@ -79,11 +80,11 @@ class Keys:
         return rollout
 
 
-def _key(headers: Mapping[str, str]) -> str | None:
+def _keys(headers: Mapping[str, str]) -> list[str]:
+    """The keys in a request, wherever the clients of OpenAI, Anthropic and Azure put them."""
     bearer = headers.get("authorization", "")
-    if bearer[:7].lower() == "bearer ":
-        return bearer[7:].strip()
-    return headers.get("x-api-key")
+    found = [bearer[7:].strip()] if bearer[:7].lower() == "bearer " else []
+    return found + [headers[name] for name in ("x-api-key", "api-key") if name in headers]
 
 
 def _hashes(keys: list[SecretStr]) -> tuple[str, ...]:

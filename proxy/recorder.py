@@ -88,7 +88,9 @@ class Recorder:
             )
             for r in tool_results(messages[known:])
         ]
-        await self._commit([(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *results])
+        earlier = await self._store.superseded(rollout_id, start.request) if start.is_retry else None
+        superseded = [(sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id})] if earlier else []
+        await self._commit([(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *superseded, *results])
         self._parents[start.call_id] = parent
         self._remember(rollout_id, Tail(start.call_id, start.request))
 
@@ -162,7 +164,10 @@ def _settle(group: Sequence[Entry], error: Exception | None) -> None:
 
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
-_ORDER = [sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_END, sql.ROLLOUT_CALL_ENDED, sql.TOOL_CALL, sql.TOOL_RESULT]
+_ORDER = [
+    sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_SUPERSEDED, sql.CALL_END, sql.ROLLOUT_CALL_ENDED, sql.TOOL_CALL,
+    sql.TOOL_RESULT,
+]  # fmt: skip
 
 
 def _in_groups(statements: Statements) -> Statements:

@@ -54,9 +54,6 @@ class Relay:
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
         agent = Agent(receive, send)
         try:
             await self._handle(scope, agent)
@@ -80,7 +77,8 @@ class Relay:
         body = await agent.read(headers, self._max_body_bytes)
         endpoint = _RECORDED.get(path.rest) if scope["method"] == "POST" else None
         if endpoint is not None:
-            await self._record(agent, _request(scope, path.rest, body, caller, identity=True), endpoint, rollout)
+            request = _request(scope, path.rest, body, caller, identity=True)
+            await self._record(agent, request, endpoint, rollout, is_retry=_is_retry(headers))
         elif scope["method"] == "GET" and path.rest == "/v1/models":
             await self._list_models(agent, _request(scope, path.rest, body, caller, identity=True), rollout)
         elif scope["method"] == "GET" and path.rest == f"/v1/models/{self._policy.alias}":
@@ -88,7 +86,9 @@ class Relay:
         else:
             await self._pass(agent, _request(scope, path.rest, body, caller), rollout)
 
-    async def _record(self, agent: Agent, request: Request, endpoint: Endpoint, rollout: RolloutName) -> None:
+    async def _record(
+        self, agent: Agent, request: Request, endpoint: Endpoint, rollout: RolloutName, *, is_retry: bool
+    ) -> None:
         body = _parse_object(request.body)
         route = await self._policy.route(rollout, _model(body))
         sent, injection = _with_model(body, route), Injection()
@@ -102,6 +102,7 @@ class Relay:
             policy_version=route.version,
             request=body,
             started_at=time.time(),
+            is_retry=is_retry,
         )
         agent.extra += [(b"x-rollout-id", rollout.rollout_id.encode()), (b"x-call-id", start.call_id.encode())]
         if route.version is not None:
@@ -172,6 +173,11 @@ def _request(scope: Scope, path: str, body: bytes, caller: Caller, *, identity: 
         forward_authorization=caller.forward_authorization,
         identity=identity,
     )
+
+
+def _is_retry(headers: dict[str, str]) -> bool:
+    """OpenAI's clients count the retries that they make by themselves."""
+    return headers.get("x-stainless-retry-count", "0") != "0"
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:

@@ -38,20 +38,27 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
 
 
 def read_calls(
-    calls: Iterable[sqlite3.Row], tool_calls: Iterable[sqlite3.Row], rewards: dict[str, float]
+    calls: Iterable[sqlite3.Row],
+    tool_calls: Iterable[sqlite3.Row],
+    rewards: dict[str, float],
+    log: Sequence[sqlite3.Row],
 ) -> list[ModelCall]:
-    """A rollout's calls, in order of `seq`, so that a call's parent comes before it."""
+    """A rollout's calls, in order of `seq`, so that a call's parent comes before it. `log`: `sql.POLICY_LOG_DURING`."""
     tools: dict[str, list[ToolCall]] = {}
     for row in tool_calls:
         tools.setdefault(row["call_id"], []).append(_read_tool_call(row))
     done: dict[str, ModelCall] = {}
     for row in calls:
-        done[row["call_id"]] = _read_call(row, done.get(row["parent_id"]), tools, rewards)
+        done[row["call_id"]] = _read_call(row, done.get(row["parent_id"]), tools, rewards, log)
     return list(done.values())
 
 
 def _read_call(
-    row: sqlite3.Row, parent: ModelCall | None, tools: dict[str, list[ToolCall]], rewards: dict[str, float]
+    row: sqlite3.Row,
+    parent: ModelCall | None,
+    tools: dict[str, list[ToolCall]],
+    rewards: dict[str, float],
+    log: Sequence[sqlite3.Row],
 ) -> ModelCall:
     before = parent.prompt_token_ids + parent.response_token_ids if parent else ()
     call_id = row["call_id"]
@@ -64,7 +71,7 @@ def _read_call(
         status=row["status"],
         model=row["model"],
         policy_version=row["policy_version"],
-        policy_version_end=row["policy_version_end"],
+        policy_versions=_versions(row, log),
         request=grow_request(loads_or_none(row["request"]), parent.request if parent else None),
         response=loads_or_none(row["response"]),
         prompt_token_ids=before[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"]),
@@ -72,14 +79,34 @@ def _read_call(
         usage=loads_or_none(row["usage"]),
         tool_calls=tuple(tools.get(call_id, ())),
         reward=rewards.get(call_id),
-        trainable=row["status"] == "ok" and row["untrainable_reason"] is None,
-        untrainable_reason=row["untrainable_reason"] or (None if row["status"] == "ok" else f"call {row['status']}"),
+        trainable=(reason := _untrainable_reason(row)) is None,
+        untrainable_reason=reason,
         error=row["error"],
         http_status=row["http_status"],
         started_at=row["started_at"],
         ttft_ms=row["ttft_ms"],
         latency_ms=row["latency_ms"],
+        superseded_by=row["superseded_by"],
     )
+
+
+def _untrainable_reason(row: sqlite3.Row) -> str | None:
+    if row["superseded_by"] is not None:
+        return "the client sent the same request again"
+    if row["untrainable_reason"] is None and row["status"] != "ok":
+        return f"call {row['status']}"
+    reason: str | None = row["untrainable_reason"]
+    return reason
+
+
+def _versions(row: sqlite3.Row, log: Sequence[sqlite3.Row]) -> tuple[int, ...]:
+    """The version at the start, those that went live while the call ran, and the one at its end."""
+    first, last = row["policy_version"], row["policy_version_end"]
+    if first is None or last in (None, first):
+        return () if first is None else (first,)
+    ended = row["started_at"] + (row["latency_ms"] or 0.0) / 1000
+    between = [entry["version"] for entry in log if row["started_at"] <= entry["at"] <= ended]
+    return tuple(dict.fromkeys([first, *between, last]))
 
 
 def _read_choices(row: sqlite3.Row) -> tuple[Choice, ...]:

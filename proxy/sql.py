@@ -63,6 +63,7 @@ WHERE call_id = :call_id
 ROLLOUT_CALL_ENDED = """
 UPDATE rollouts SET calls = calls + 1, tokens = tokens + :tokens WHERE rollout_id = :rollout_id
 """
+CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"
 CALLS = "SELECT * FROM calls WHERE rollout_id = :rollout_id ORDER BY seq"
 CALL_EXISTS = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
 TOOL_CALL = """
@@ -112,6 +113,10 @@ VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error W
 STEP_NOT_PUBLISHED = "UPDATE steps SET version = NULL WHERE version = :version"
 VERSION_FORGET_PATH = "UPDATE policy_versions SET path = NULL WHERE version = :version"
 POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
+POLICY_LOG_DURING = """
+SELECT version, at FROM policy_log
+WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) ORDER BY n
+"""
 PINNED_VERSIONS = """
 SELECT DISTINCT policy_version FROM rollouts
 WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
@@ -121,13 +126,13 @@ WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
 
 CLAIMABLE_GROUPS = """
 SELECT task_id,
-       SUM(status = 'completed' AND reward IS NOT NULL) AS completed,
-       SUM(status <> 'completed' OR reward IS NOT NULL) AS ended,
+       COUNT(*) FILTER (WHERE status = 'completed' AND reward IS NOT NULL) AS completed,
+       COUNT(*) FILTER (WHERE status <> 'completed' OR reward IS NOT NULL) AS ended,
        MIN(ended_at) AS oldest
 FROM rollouts
 WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL
 GROUP BY task_id
-HAVING SUM(status = 'completed' AND reward IS NOT NULL) > 0
+HAVING COUNT(*) FILTER (WHERE status = 'completed' AND reward IS NOT NULL) > 0
 ORDER BY oldest
 """
 CLAIMABLE_OF_TASK = """
@@ -153,5 +158,8 @@ STEP_FORGET = "DELETE FROM steps WHERE step = :step"
 STEP_FORGET_CHECKPOINT = "UPDATE steps SET checkpoint = NULL WHERE step = :step"
 STEPS_CLAIMED = "SELECT step FROM steps WHERE status = 'claimed'"
 STEP_LAST = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step DESC LIMIT 1"
-STEP_OF_VERSION = "SELECT * FROM steps WHERE version = :version"
+STEP_OF_VERSION = """
+SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.step
+WHERE policy_versions.version = :version
+"""
 STEPS = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step"

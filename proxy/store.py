@@ -41,7 +41,16 @@ class Store:
             await self._db.all(sql.CALLS, params),
             await self._db.all(sql.TOOL_CALLS, params),
             rows.call_rewards(await self.rewards(rollout_id)),
+            await self._db.all(sql.POLICY_LOG_DURING, params),
         )
+
+    async def superseded(self, rollout_id: str, request: dict[str, Any]) -> ModelCall | None:
+        """The newest call of the rollout with this very request, if there is one and no other took its place."""
+        try:
+            calls = await self.calls(rollout_id)
+        except NotFound:
+            return None
+        return next((c for c in reversed(calls) if c.superseded_by is None and c.request == request), None)
 
     # Rollouts ------------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class CallStart:
     """What is known of a call when it is sent upstream. Stored at once, as `incomplete`.
 
     `request` is the body as the agent sent it. `policy_version`: 0 is the base model, None a model outside the policy.
+    `is_retry`: the agent's client says that it sends the same request again.
     """
 
     call_id: str
@@ -79,6 +80,7 @@ class CallStart:
     policy_version: int | None
     request: dict[str, Any]
     started_at: float
+    is_retry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,11 @@ class CallEnd:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A call read back from the store. Contract, section 3."""
+    """A call read back from the store. Contract, section 3.
+
+    `policy_versions`: all that were live while it ran, in order; more than one only where weights are replaced in
+    place. `superseded_by`: the call that took its place, when the client sent the same request again.
+    """
 
     call_id: str
     rollout_id: str
@@ -116,7 +122,7 @@ class ModelCall:
     status: CallStatus
     model: str | None
     policy_version: int | None
-    policy_version_end: int | None
+    policy_versions: tuple[int, ...]
     request: dict[str, Any]
     response: Any
     prompt_token_ids: tuple[int, ...]
@@ -131,6 +137,7 @@ class ModelCall:
     started_at: float
     ttft_ms: float | None
     latency_ms: float | None
+    superseded_by: str | None = None
 
     @property
     def response_token_ids(self) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def call_view(call: ModelCall) -> dict[str, Any]:
         "error": call.error,
         "model": call.model,
         "policy_version": call.policy_version,
-        "policy_versions": sorted({v for v in (call.policy_version, call.policy_version_end) if v is not None}),
+        "policy_versions": call.policy_versions,
         "request": call.request,
         "response": call.response,
         "prompt_token_ids": call.prompt_token_ids,
@@ -46,6 +46,7 @@ def call_view(call: ModelCall) -> dict[str, Any]:
         "reward": call.reward,
         "trainable": call.trainable,
         "untrainable_reason": call.untrainable_reason,
+        "superseded_by": call.superseded_by,
         "started_at": call.started_at,
         "ttft_ms": call.ttft_ms,
         "latency_ms": call.latency_ms,
@@ -74,8 +75,9 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall]) -> list[Transition
     """The rollout as a Markov decision process: one transition a call, one a tool call whose result came back.
 
     State: what the model was shown. Action: its whole answer. The last call's transition carries the rollout's reward.
+    A request that the client sent again counts once: as the last of its calls.
     """
-    answered = [call for call in calls if call.status == "ok"]
+    answered = [call for call in calls if call.status == "ok" and call.superseded_by is None]
     found: list[Transition] = []
     for i, call in enumerate(answered):
         last = i + 1 == len(answered)

@@ -49,6 +49,8 @@ class PolicyServer:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.processed_logprobs, self.stable_template, self.returns_token_ids = True, True, True
+        self.delays: list[float] = []  # of the next answers, in seconds
+        self.headers: list[dict[str, str]] = []
         self.restart()
         self.app = web.Application()
         self.app.router.add_get("/v1/models", self.models)
@@ -95,6 +97,8 @@ class PolicyServer:
 
     async def chat(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.headers.append(dict(request.headers))
+        await asyncio.sleep(self.delays.pop(0) if self.delays else 0)
         if body["model"] not in {"base", *self.adapters}:
             error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
             return web.json_response({"error": error}, status=404)

@@ -10,7 +10,7 @@ from lightning_proxy.trainer.credit import RolloutRewards, credit_strategy
 
 def call(call_id: str) -> ModelCall:
     return ModelCall(
-        call_id, "r", 0, None, "chat.completions", "ok", "policy", 0, 0, {}, {}, (1,), (), None, (),
+        call_id, "r", 0, None, "chat.completions", "ok", "policy", 0, (0,), {}, {}, (1,), (), None, (),
         None, True, None, None, 200, 0.0, None, None,
     )  # fmt: skip
 
