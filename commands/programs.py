@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,7 +125,9 @@ class PreloadRunner:
 
 
 def make_runner(command: Sequence[str], preload: Sequence[str] = ()) -> Runner:
-    """The runner for a command line; ConfigError if there is no command."""
+    """The runner for a command line; ConfigError if there is no command, or no such program."""
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"run: no program {command[0]!r} that can be started")
     return PreloadRunner(command, preload) if preload else ProcessRunner(command)

@@ -1,4 +1,4 @@
-"""JSON text for the store: fast, and without loss for what UTF-8 cannot hold."""
+"""JSON text: fast, and without loss for what UTF-8 cannot hold."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ def dumps(value: Any) -> str:
         return json.dumps(value)
 
 
-def loads(text: str) -> Any:
+def loads(text: str | bytes) -> Any:
+    """The value of a JSON text; ValueError if it is none. Lone surrogates are read by the standard library."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        return json.loads(text)
+        try:
+            return json.loads(text if isinstance(text, str) else text.decode(), parse_constant=_refuse)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def dumps_or_none(value: Any) -> str | None:

@@ -7,9 +7,10 @@ When the queue is full, callers wait: nothing is ever dropped.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_proxy.proxy import sql
@@ -31,19 +32,28 @@ class Tail:
 
     call_id: str
     request: dict[str, Any]
-    row_ids: tuple[int, ...] = ()
+    row_ids: array[int] = field(default_factory=lambda: array("i"))
+
+
+@dataclass(slots=True)
+class RolloutTails:
+    """The recent calls of one rollout, newest last, and about how many bytes they and what they share take."""
+
+    tails: list[Tail] = field(default_factory=list)
+    size: int = 0
 
 
 class Recorder:
     """Turns records into statements and commits them in groups. Run it with `async with`."""
 
-    def __init__(self, store: Store, *, merged: bool, queue: int = 4096, rollouts: int = 2048, tails: int = 4) -> None:
+    def __init__(self, store: Store, *, merged: bool, queue: int = 4096, memory: int = 2**27, tails: int = 4) -> None:
         self._store = store
         self._merged = merged
         self._queue: asyncio.Queue[Entry] = asyncio.Queue(queue)
-        self._tails: OrderedDict[str, list[Tail]] = OrderedDict()
+        self._tails: OrderedDict[str, RolloutTails] = OrderedDict()
+        self._memory = memory  # bytes of recent calls to keep
+        self._kept = 0
         self._parents: dict[str, Tail | None] = {}
-        self._max_rollouts = rollouts
         self._max_tails = tails
         self._writer: asyncio.Task[None] | None = None
 
@@ -65,6 +75,7 @@ class Recorder:
         """Record a call as `incomplete`; raises StoreUnavailable."""
         rollout_id = start.rollout.rollout_id
         parent = self._longest_parent(rollout_id, start.request)
+        stored = dumps(shrink_request(start.request, parent.request if parent else None))
         row = {
             "rollout_id": rollout_id,
             "task_id": start.rollout.task_id,
@@ -76,7 +87,7 @@ class Recorder:
             "parent_id": parent.call_id if parent else None,
             "endpoint": start.endpoint,
             "model": start.model,
-            "request": dumps(shrink_request(start.request, parent.request if parent else None)),
+            "request": stored,
         }
         messages = start_messages(start.request)
         known = common_prefix(messages, start_messages(parent.request)) if parent else 0
@@ -92,12 +103,12 @@ class Recorder:
         superseded = [(sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id})] if earlier else []
         await self._commit([(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *superseded, *results])
         self._parents[start.call_id] = parent
-        self._remember(rollout_id, Tail(start.call_id, start.request))
+        self._remember(rollout_id, Tail(start.call_id, _sharing(start.request, parent)), len(stored))
 
     async def end(self, end: CallEnd) -> None:
         """Record how a call ended; raises StoreUnavailable."""
         parent = self._parents.pop(end.call_id, None)
-        shared = common_prefix(end.prompt_token_ids, parent.row_ids) if parent else 0
+        shared = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
         row = call_end_row(end, shared, self._merged)
         tools = [
             (
@@ -108,9 +119,11 @@ class Recorder:
             for position, tool in enumerate(end.tool_calls)
         ]
         await self._commit([(sql.CALL_END, row), (sql.ROLLOUT_CALL_ENDED, row), *tools])
-        for tail in self._tails.get(end.rollout_id, ()):
+        recent = self._tails.get(end.rollout_id, RolloutTails())
+        for tail in recent.tails:
             if tail.call_id == end.call_id and end.choices:
-                tail.row_ids = end.prompt_token_ids + end.choices[0].token_ids
+                tail.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
+                self._count(recent, len(tail.row_ids) * tail.row_ids.itemsize)
 
     async def _commit(self, statements: Statements) -> None:
         done = asyncio.get_running_loop().create_future()
@@ -142,16 +155,25 @@ class Recorder:
 
     def _longest_parent(self, rollout_id: str, request: dict[str, Any]) -> Tail | None:
         messages = start_messages(request)
-        shared = [(common_prefix(messages, start_messages(t.request)), t) for t in self._tails.get(rollout_id, ())]
+        recent = self._tails.get(rollout_id)
+        shared = [(common_prefix(messages, start_messages(t.request)), t) for t in recent.tails] if recent else []
         return max(shared, key=lambda pair: pair[0])[1] if shared else None
 
-    def _remember(self, rollout_id: str, tail: Tail) -> None:
-        tails = self._tails.setdefault(rollout_id, [])
-        tails.append(tail)
-        del tails[: -self._max_tails]
+    def _remember(self, rollout_id: str, tail: Tail, size: int) -> None:
+        recent = self._tails.setdefault(rollout_id, RolloutTails())
         self._tails.move_to_end(rollout_id)
-        if len(self._tails) > self._max_rollouts:
-            self._tails.popitem(last=False)
+        recent.tails.append(tail)
+        for forgotten in recent.tails[: -self._max_tails]:
+            self._count(recent, -len(forgotten.row_ids) * forgotten.row_ids.itemsize)
+        del recent.tails[: -self._max_tails]
+        self._count(recent, size)
+
+    def _count(self, recent: RolloutTails, size: int) -> None:
+        """Forget the rollouts that were quiet the longest when there is too much to remember."""
+        recent.size += size
+        self._kept += size
+        while self._kept > self._memory and self._tails:
+            self._kept -= self._tails.popitem(last=False)[1].size
 
 
 def _settle(group: Sequence[Entry], error: Exception | None) -> None:
@@ -172,6 +194,15 @@ _ORDER = [
 
 def _in_groups(statements: Statements) -> Statements:
     return sorted(statements, key=lambda statement: _ORDER.index(statement[0]))
+
+
+def _sharing(request: dict[str, Any], parent: Tail | None) -> dict[str, Any]:
+    """The request with the messages that it repeats taken from its parent: kept in memory once."""
+    if parent is None or not (messages := start_messages(request)):
+        return request
+    before = start_messages(parent.request)
+    known = common_prefix(messages, before)
+    return request | {"messages": before[:known] + messages[known:]}
 
 
 def start_messages(request: dict[str, Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, NotFound
 from lightning_proxy.proxy.exchange import Exchange, OnEnd
 from lightning_proxy.proxy.inject import Endpoint, Injection, inject
+from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.naming import name_rollout, parse_path
 from lightning_proxy.proxy.ports import Caller, Keys, Policy, Recorder, Route
 from lightning_proxy.proxy.types import CallStart, RolloutName
@@ -182,8 +183,8 @@ def _is_retry(headers: dict[str, str]) -> bool:
 
 def _parse_object(body: bytes) -> dict[str, Any]:
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        value = loads(body)
+    except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the request body must be a JSON object")
@@ -211,7 +212,7 @@ def _with_model(body: dict[str, Any], route: Route) -> dict[str, Any]:
 
 def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
     """The request with `sent` for its body; the agent's own bytes if nothing has changed."""
-    return request if sent == body else request.with_body(orjson.dumps(sent))
+    return request if sent == body else request.with_body(dumps(sent).encode())
 
 
 def _new_call_id() -> str:

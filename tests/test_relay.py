@@ -273,6 +273,9 @@ async def test_operator_routes_and_ambiguous_paths_are_not_reachable(path):
         (b"{", {}, 400),
         (b"[]", {}, 400),
         (b"", {}, 400),
+        (b'{"a": NaN}', {}, 400),
+        (b'{"a": "\xff"}', {}, 400),
+        (b'{"a": ' + b"[" * 3000 + b"]" * 3000 + b"}", {}, 400),
         (CHAT, {"X-Rollout-Id": "a b"}, 400),
         (CHAT, {"X-Rollout-Mode": "maybe"}, 400),
         (CHAT, {"Authorization": "Bearer wrong"}, 401),
@@ -294,6 +297,15 @@ async def test_fields_of_a_wrong_type_are_left_for_the_upstream_to_judge(odd):
     async with vllm_and_proxy() as (_, direct, proxied, recorder):
         assert (await post(direct, {"model": "base"} | odd))[::2] == (await post(proxied, CHAT | odd))[::2]
     assert recorder.ends[0].error.startswith("the upstream answered 40")
+
+
+async def test_text_that_utf8_cannot_hold_reaches_the_upstream_as_it_was():
+    async with vllm_and_proxy() as (fake, _, proxied, recorder):
+        body = b'{"model": "policy", "messages": [{"role": "user", "content": "a\\ud800b"}]}'
+        status, _, _ = await post(proxied, body)
+    assert status == 200
+    assert fake.requests[0][0]["messages"] == [{"role": "user", "content": "a\ud800b"}]
+    assert recorder.starts[0].request["messages"] == fake.requests[0][0]["messages"]
 
 
 async def test_a_key_given_out_for_a_rollout_names_it():

@@ -198,6 +198,11 @@ async def test_modules_that_cannot_be_imported_are_named(proxy: ControlApi, tmp_
         await run_all(proxy, runner, [task(1)], RunOptions())
 
 
+def test_a_program_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="no program '/nowhere/agent'"):
+        make_runner(["/nowhere/agent", "x"])
+
+
 def test_preload_needs_a_python_script() -> None:
     with pytest.raises(ConfigError, match=r"python script\.py"):
         make_runner(["node", "agent.js"], ["openai"])

@@ -14,8 +14,8 @@ def call(
 ) -> ModelCall:
     choice = Choice(0, tuple(answer), tuple(-0.1 * t for t in answer))
     return ModelCall(
-        name, "r", 0, None, "chat.completions", "ok", "policy", 0, (0,), request, {}, tuple(prompt), (choice,) * choices,
-        None, (), None, trainable, None, None, 200, 0.0, None, None,
+        name, "r", 0, None, "chat.completions", "ok", "policy", 0, (0,), request, {}, tuple(prompt),
+        (choice,) * choices, None, (), None, trainable, None, None, 200, 0.0, None, None,
     )  # fmt: skip
 
 

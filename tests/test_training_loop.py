@@ -258,6 +258,20 @@ async def test_what_teaches_nothing_is_dropped_with_a_reason(base: Path, tmp_pat
         assert {(await b.store.rollout(r)).dropped for r in stale} == {"stale: sampled by too old a policy version"}
 
 
+async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_nothing(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        equal = [await b.rollout(task, 0.5) for task in ("t1", "t2") for _ in range(4)]
+        useful = await b.groups("t3")  # fewer groups than a step usually takes
+        loop = b.loop()
+        await loop.run(asyncio.Event(), once=True)
+        assert {(await b.store.rollout(r)).dropped for r in equal} == {"all rewards of the group are equal"}
+        assert await b.steps_of(useful) == {1}
+        alone = await b.groups("t4")
+        await loop.resume()
+        assert not await loop.train_once()  # without `once` it waits for more
+        assert await b.steps_of(alone) == {None}
+
+
 async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path, group_timeout_s=1.0) as b:
         rollouts = [await b.rollout("t1", r) for r in (0.0, 1.0)]

@@ -55,24 +55,27 @@ class Collector:
         self._ledger = ledger
         self._credit = credit_strategy(config.credit)
 
-    async def next_batch(self, live: int) -> Batch | None:
+    async def next_batch(self, live: int, *, fewer: bool = False) -> Batch | None:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
 
-        A step takes `tasks_per_step` groups, or fewer once one of them has waited for `group_timeout_s`.
+        A step takes `tasks_per_step` groups; fewer once one of them has waited for `group_timeout_s`, or if `fewer`.
         """
+        while groups := await self._next_groups(fewer):
+            take = _Take()
+            for group in groups:
+                await self._take_group(take, await self._ledger.group_rollouts(group.task_id), live)
+            for reason, rollout_ids in take.dropped.items():
+                await self._ledger.drop(rollout_ids, reason)
+            if take.rollout_ids:
+                step = await self._ledger.claim(take.rollout_ids, live)
+                return Batch(step, tuple(take.samples), tuple(take.rollout_ids), take.metrics(), len(take.rewards))
+        return None
+
+    async def _next_groups(self, fewer: bool) -> list[Group]:
         now = time.time()
         ready = [group for group in await self._ledger.groups() if self._is_ready(group, now)]
-        if not ready or (len(ready) < self._config.tasks_per_step and not self._waited(ready[0], now)):
-            return None
-        take = _Take()
-        for group in ready[: self._config.tasks_per_step]:
-            await self._take_group(take, await self._ledger.group_rollouts(group.task_id), live)
-        for reason, rollout_ids in take.dropped.items():
-            await self._ledger.drop(rollout_ids, reason)
-        if not take.rollout_ids:
-            return None
-        step = await self._ledger.claim(take.rollout_ids, live)
-        return Batch(step, tuple(take.samples), tuple(take.rollout_ids), take.metrics(), len(take.rewards))
+        enough = len(ready) >= self._config.tasks_per_step or (ready and (fewer or self._waited(ready[0], now)))
+        return ready[: self._config.tasks_per_step] if enough else []
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         """The rows of rollouts that were trained on before, without advantages."""

@@ -56,12 +56,12 @@ class TrainingLoop:
         self._version = 0  # the policy version that the trainer's weights go on from
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
-        """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) nothing is ready any more."""
+        """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no whole group is left."""
         self._stop = stop
         await self.resume()
         while not stop.is_set() and not await self._is_done():
             await self._follow_live_version()
-            trained = await self.train_once()
+            trained = await self.train_once(fewer=once)
             if not trained and once:
                 break
             if not trained:
@@ -88,9 +88,9 @@ class TrainingLoop:
         if last.version is None and not last.metrics.get("skipped") and not superseded:
             await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)
 
-    async def train_once(self) -> bool:
+    async def train_once(self, *, fewer: bool = False) -> bool:
         """One step, if enough rollouts are ready: claim → optimizer step → checkpoint → commit → publish."""
-        batch = await self._collector.next_batch(self._version)
+        batch = await self._collector.next_batch(self._version, fewer=fewer)
         if batch is None:
             return False
         metrics: dict[str, Any] = await asyncio.to_thread(self._trainer.step, batch)
