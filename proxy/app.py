@@ -14,8 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
+from lightning_proxy.proxy.auth import require_local
+from lightning_proxy.proxy.config import Config, ProxyConfig
+from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
 from lightning_proxy.proxy.parts import open_parts
 from lightning_proxy.proxy.relay import is_data_path
 from lightning_proxy.proxy.routes import router
@@ -35,23 +36,31 @@ def create_app(config: Config) -> ASGIApp:
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)
     control.add_exception_handler(HTTPException, _http_error)
-    return _Dispatch(control, int(config.proxy.max_body_mb * 1_000_000))
+    return _Dispatch(control, config.proxy)
 
 
 class _Dispatch:
     """Sends the data path to the relay and the rest, in bodies of limited size, to FastAPI."""
 
-    def __init__(self, control: FastAPI, max_body: int) -> None:
+    def __init__(self, control: FastAPI, config: ProxyConfig) -> None:
         self._control = control
-        self._max_body = max_body
+        self._max_body = int(config.max_body_mb * 1_000_000)
+        self._only_local = not config.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_data_path(scope["path"]):
-            await self._control.state.parts.relay(scope, receive, send)
-        elif scope["type"] == "http":
-            await self._limited(scope, receive, send)
-        else:
+        if scope["type"] != "http":
             await self._control(scope, receive, send)
+            return
+        try:
+            if self._only_local:
+                require_local(scope["headers"])
+        except Forbidden as error:
+            await Agent(receive, send).error(error)
+            return
+        if is_data_path(scope["path"]):
+            await self._control.state.parts.relay(scope, receive, send)
+        else:
+            await self._limited(scope, receive, send)
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
         agent = Agent(receive, send)

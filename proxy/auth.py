@@ -6,7 +6,9 @@ import hashlib
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
@@ -27,6 +29,28 @@ def new_rollout_key() -> str:
 def hash_key(key: str) -> str:
     """What the store keeps of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Where no key is asked for, refuse what a web page can send: by its Origin, or under a name that points at us.
+
+    Raises Forbidden. https://owasp.org/www-community/attacks/DNS_Rebinding
+    """
+    for name, value in headers:
+        if name in (b"host", b"origin") and not _is_loopback(value.decode("latin-1")):
+            raise Forbidden(
+                f"without keys only this machine is served, not {name.decode()} {value.decode('latin-1')[:100]!r}: "
+                "configure proxy.api_keys"
+            )
+
+
+def _is_loopback(authority: str) -> bool:
+    """Whether a Host header, or an Origin's URL, names the loopback interface."""
+    try:
+        host = urlsplit(authority if "://" in authority else f"//{authority}").hostname
+        return host == "localhost" or ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 class Keys:

@@ -251,6 +251,33 @@ async def test_a_rollouts_key_counts_wherever_clients_put_it(running: Running, t
         assert key not in str(seen) and "secret" not in str(seen)
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "localhost:8080"}, 200),
+        ({"Host": "[::1]:8080", "Origin": "http://127.0.0.1:3000"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "http://["}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+async def test_without_keys_no_web_page_is_served(
+    running: Running, tmp_path: Path, headers: dict[str, str], status: int
+) -> None:
+    async with running(tmp_path) as system:
+        for method, path, body in (
+            ("GET", "/rollouts", None),
+            ("POST", "/v1/chat/completions", {"model": "policy", "messages": []}),
+        ):
+            got, answer = await system.call(method, path, body, **headers)
+            assert (got, "error" in answer) == (status, status != 200)
+    async with running(tmp_path, api_keys=["secret"]) as system:
+        got, _ = await system.call("GET", "/rollouts", Authorization="Bearer secret", **headers)
+        assert got == 200
+
+
 async def test_readiness_metrics_and_unknown_routes(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")
