@@ -126,7 +126,7 @@ def demo(
     directory: Annotated[Path, typer.Option("--dir", help="where it works; emptied first")] = Path("lightning-demo"),
     model: Annotated[Path | None, typer.Option(help="the model's directory; made on first use")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="answers per held-out task in an evaluation")] = 8,
-    ahead: Annotated[float, typer.Option(min=0, help="steps that rollouts may be ahead of the trainer")] = 1.0,
+    ahead: Annotated[float, typer.Option(min=0, help="steps that rollouts may be ahead of the live version")] = 0.0,
 ) -> None:
     """Show the whole loop on a small real model on this machine."""
     from lightning_proxy.commands.demo import demo as run

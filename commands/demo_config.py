@@ -22,14 +22,17 @@ TASKS_PER_STEP = 8
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`repeat`: answers per held-out task and evaluation. `ahead`: steps that rollouts may be ahead of the trainer."""
+    """`repeat`: answers per held-out task and evaluation. `ahead`: steps that rollouts may be ahead of the live one:
+
+    with more than 0 the agent goes on while a step is taken; its answers are then a version old, and teach less each.
+    """
 
     steps: int = 90
     seed: int = 0
     directory: Path = Path("lightning-demo")
     model: Path | None = None
     repeat: int = 8
-    ahead: float = 1.0
+    ahead: float = 0.0
 
 
 def empty_directory(directory: Path) -> Path:
@@ -57,6 +60,7 @@ def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
             # Twice as much learns faster, then forgets: late answers are one token long, and a step moves them far.
             "learning_rate": 2e-4,
             "lora_rank": 16,
+            "poll_s": 0.1,
             "max_steps": options.steps,
             "seed": options.seed,
         },

@@ -65,7 +65,11 @@ def vllm_program(config: Config) -> Program:
     argv += ["--generation-config", "vllm"]
     if options.max_model_len is not None:
         argv += ["--max-model-len", str(options.max_model_len)]
-    argv += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)] if gpu else ["--enforce-eager"]
+    if gpu:
+        argv += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
+    else:
+        # Prefixes are shared by whole blocks: by default 128 tokens on a CPU, more than many a prompt has.
+        argv += ["--enforce-eager", "--block-size", "32"]
     if publish_mode(config) == "lora":
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
         argv += ["--max-loras", str(options.max_loras)]

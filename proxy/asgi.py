@@ -24,8 +24,14 @@ class ClientDisconnected(Exception):
 class Agent:
     """The agent's end of one request. `extra` headers of ours go out with whatever answer is sent."""
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        error_body: Callable[[LightningError], dict[str, Any]] = LightningError.body,
+    ) -> None:
         self.receive = receive
+        self._error_body = error_body
         self.extra: list[Header] = []
         self.started = False
         self._send = send
@@ -46,7 +52,7 @@ class Agent:
         await self.answer(status, [(b"content-type", b"application/json")], orjson.dumps(body))
 
     async def error(self, error: LightningError) -> None:
-        await self.json(error.status, error.body())
+        await self.json(error.status, self._error_body(error))
 
     async def read(self, headers: dict[str, str], limit: int) -> bytes:
         """The request's body; raises TooLarge for more than `limit` bytes, ClientDisconnected."""

@@ -1,11 +1,11 @@
-"""Answers and chunks -> what a call's record needs: tokens, usage, tool calls, and whether it can be trained on."""
+"""Answers and chunks -> the tokens and usage of a call's record, and whether it can be trained on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_proxy.proxy.types import CallStatus, Choice, ToolCall
+from lightning_proxy.proxy.types import CallStatus, Choice
 
 Json = dict[str, Any]
 
@@ -85,36 +85,18 @@ class Tokens:
             return f"{len(choice.ids)} token ids but {len(choice.logprobs)} log-probabilities"
         if self.usage is None:
             return "no usage from the upstream to check the token count with"
-        for what, ids in (("completion", choice.ids), ("prompt", self.prompt_token_ids)):
-            if len(ids) != (count := self.usage.get(f"{what}_tokens")):
+        for what, ids, names in (
+            ("completion", choice.ids, ("completion_tokens", "output_tokens")),
+            ("prompt", self.prompt_token_ids, ("prompt_tokens", "input_tokens")),
+        ):
+            count = next((self.usage[name] for name in names if name in self.usage), None)
+            if len(ids) != count:
                 return f"{len(ids)} {what} token ids but usage says {count}"
         return None
 
     def _add_prompt(self, part: Json) -> None:
         if not self.prompt_token_ids:
             self.prompt_token_ids = tuple(_ints(part.get("prompt_token_ids")) or ())
-
-
-def tool_calls(response: Any) -> tuple[ToolCall, ...]:
-    """The tool calls in an answer (a streamed one: assembled), in order, of all its choices."""
-    choices = response.get("choices") if isinstance(response, dict) else None
-    found = []
-    for choice in choices if isinstance(choices, list) else ():
-        message = choice.get("message") if isinstance(choice, dict) else None
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        found += [_tool_call(call) for call in calls or () if isinstance(call, dict)] if isinstance(calls, list) else []
-    return tuple(found)
-
-
-def _tool_call(call: Json) -> ToolCall:
-    function = call.get("function")
-    function = function if isinstance(function, dict) else {}
-    name, arguments, call_id = function.get("name"), function.get("arguments"), call.get("id")
-    return ToolCall(
-        id=call_id if isinstance(call_id, str) else None,
-        name=name if isinstance(name, str) else "",
-        arguments=arguments if isinstance(arguments, str) else "",
-    )
 
 
 def _ints(value: Any) -> list[int] | None:

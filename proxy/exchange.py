@@ -13,11 +13,13 @@ import aiohttp
 import orjson
 
 from lightning_proxy.proxy.asgi import Agent
-from lightning_proxy.proxy.capture import Tokens, tool_calls
+from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.config import UpstreamConfig
+from lightning_proxy.proxy.dialects import Dialect
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable, UpstreamUnreachable
-from lightning_proxy.proxy.inject import Injection, clean
+from lightning_proxy.proxy.inject import Injection
 from lightning_proxy.proxy.ports import Recorder
+from lightning_proxy.proxy.tools import tool_calls
 from lightning_proxy.proxy.transcript import Transcript
 from lightning_proxy.proxy.types import CallEnd, CallStart, CallStatus
 from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, response_headers
@@ -37,6 +39,7 @@ class Exchange:
         start: CallStart,
         upstream: UpstreamConfig,
         request: Request,
+        dialect: Dialect,
         injection: Injection,
         on_end: OnEnd | None = None,
     ) -> None:
@@ -46,6 +49,7 @@ class Exchange:
         self._start = start
         self._upstream = upstream
         self._request = request
+        self._dialect = dialect
         self._injection = injection
         self._on_end = on_end
         self._began = time.perf_counter()
@@ -96,16 +100,17 @@ class Exchange:
         elif not isinstance(body, dict):
             error = "the upstream's answer is no JSON object"
         else:
-            tokens.add(body)
+            tokens = self._dialect.tokens(body)
             if self._injection:
-                clean(body, self._injection)
+                self._dialect.clean(body, self._injection)
                 # As vLLM's own server encodes it, down to the digits of a float.
                 raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
         await self._end("error" if error else "ok", body, tokens, error)
         await self._agent.answer(response.status, response_headers(response, keep_length=False), raw)
 
     async def _relay_stream(self, response: aiohttp.ClientResponse) -> None:
-        transcript = self._transcript = Transcript(self._injection)
+        stream = self._dialect.stream(self._injection)
+        transcript = self._transcript = Transcript(stream, whole_frames=bool(self._injection))
         await self._agent.start(response.status, response_headers(response, keep_length=False))
         async for data in read_chunks(self._upstream, response):
             if self._ttft_ms is None:
@@ -119,7 +124,7 @@ class Exchange:
         if self._ending is None:
             await self._agent.body(transcript.end())
             if transcript.done is None:
-                raise UpstreamUnreachable(f"upstream {self._upstream.name}: the stream ended without [DONE]")
+                raise UpstreamUnreachable(f"upstream {self._upstream.name}: the stream ended before its last event")
             await self._end_stream(transcript, transcript.done)
         await self._agent.body(b"", more=False)
 

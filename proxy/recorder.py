@@ -19,7 +19,8 @@ from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.rows import call_end_row
 from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, ToolResult
+from lightning_proxy.proxy.tools import conversation, tool_results
+from lightning_proxy.proxy.types import CallEnd, CallStart
 
 Statements = list[tuple[str, dict[str, Any]]]
 Entry = tuple[Statements, asyncio.Future[None]]
@@ -89,8 +90,8 @@ class Recorder:
             "model": start.model,
             "request": stored,
         }
-        messages = start_messages(start.request)
-        known = common_prefix(messages, start_messages(parent.request)) if parent else 0
+        messages = conversation(start.request)
+        known = common_prefix(messages, conversation(parent.request)) if parent else 0
         results = [
             (
                 sql.TOOL_RESULT,
@@ -154,9 +155,9 @@ class Recorder:
         return None
 
     def _longest_parent(self, rollout_id: str, request: dict[str, Any]) -> Tail | None:
-        messages = start_messages(request)
+        messages = conversation(request)
         recent = self._tails.get(rollout_id)
-        shared = [(common_prefix(messages, start_messages(t.request)), t) for t in recent.tails] if recent else []
+        shared = [(common_prefix(messages, conversation(t.request)), t) for t in recent.tails] if recent else []
         return max(shared, key=lambda pair: pair[0])[1] if shared else None
 
     def _remember(self, rollout_id: str, tail: Tail, size: int) -> None:
@@ -198,23 +199,8 @@ def _in_groups(statements: Statements) -> Statements:
 
 def _sharing(request: dict[str, Any], parent: Tail | None) -> dict[str, Any]:
     """The request with the messages that it repeats taken from its parent: kept in memory once."""
-    if parent is None or not (messages := start_messages(request)):
+    if parent is None or not (messages := conversation(request)):
         return request
-    before = start_messages(parent.request)
+    before = conversation(parent.request)
     known = common_prefix(messages, before)
-    return request | {"messages": before[:known] + messages[known:]}
-
-
-def start_messages(request: dict[str, Any]) -> list[Any]:
-    """The conversation of a request: `messages`, or an empty list where there is none."""
-    messages = request.get("messages")
-    return messages if isinstance(messages, list) else []
-
-
-def tool_results(messages: Sequence[Any]) -> list[ToolResult]:
-    """Results of tool calls that an agent sends back as messages of the role `tool`."""
-    return [
-        ToolResult(message["tool_call_id"], message.get("content"))
-        for message in messages
-        if isinstance(message, dict) and message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str)
-    ]
+    return request | {"messages" if "messages" in request else "input": before[:known] + messages[known:]}

@@ -13,18 +13,18 @@ import orjson
 
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send
 from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.dialects import DIALECTS, Dialect
 from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, NotFound
 from lightning_proxy.proxy.exchange import Exchange, OnEnd
-from lightning_proxy.proxy.inject import Endpoint, Injection, inject
+from lightning_proxy.proxy.inject import Injection
 from lightning_proxy.proxy.json_text import dumps, loads
-from lightning_proxy.proxy.naming import name_rollout, parse_path
+from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path
 from lightning_proxy.proxy.ports import Caller, Keys, Policy, Recorder, Route
 from lightning_proxy.proxy.types import CallStart, RolloutName
 from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, response_headers
 
 log = logging.getLogger(__name__)
 
-_RECORDED: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 _OPERATOR_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
 _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
@@ -55,7 +55,8 @@ class Relay:
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        agent = Agent(receive, send)
+        dialect = DIALECTS.get((parse_path(scope["path"]) or DataPath("")).rest)
+        agent = Agent(receive, send, dialect.error_body if dialect else LightningError.body)
         try:
             await self._handle(scope, agent)
         except ClientDisconnected:
@@ -76,10 +77,10 @@ class Relay:
         if caller.rollout_id not in (None, rollout.rollout_id):
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
         body = await agent.read(headers, self._max_body_bytes)
-        endpoint = _RECORDED.get(path.rest) if scope["method"] == "POST" else None
-        if endpoint is not None:
+        dialect = DIALECTS.get(path.rest) if scope["method"] == "POST" else None
+        if dialect is not None:
             request = _request(scope, path.rest, body, caller, identity=True)
-            await self._record(agent, request, endpoint, rollout, is_retry=_is_retry(headers))
+            await self._record(agent, request, dialect, rollout, is_retry=_is_retry(headers))
         elif scope["method"] == "GET" and path.rest == "/v1/models":
             await self._list_models(agent, _request(scope, path.rest, body, caller, identity=True), rollout)
         elif scope["method"] == "GET" and path.rest == f"/v1/models/{self._policy.alias}":
@@ -88,13 +89,13 @@ class Relay:
             await self._pass(agent, _request(scope, path.rest, body, caller), rollout)
 
     async def _record(
-        self, agent: Agent, request: Request, endpoint: Endpoint, rollout: RolloutName, *, is_retry: bool
+        self, agent: Agent, request: Request, dialect: Dialect, rollout: RolloutName, *, is_retry: bool
     ) -> None:
         body = _parse_object(request.body)
         route = await self._policy.route(rollout, _model(body))
         sent, injection = _with_model(body, route), Injection()
         if route.upstream.kind == "vllm":
-            sent, injection = inject(sent, endpoint)
+            sent, injection = dialect.inject(sent)
         start = CallStart(
             call_id=_new_call_id(),
             rollout=rollout,
@@ -110,7 +111,7 @@ class Relay:
             agent.extra.append((b"x-policy-version", str(route.version).encode()))
         request = _with_body(request, body, sent)
         exchange = Exchange(
-            self._session, self._recorder, agent, start, route.upstream, request, injection, self._on_end
+            self._session, self._recorder, agent, start, route.upstream, request, dialect, injection, self._on_end
         )
         await exchange.run()
 

@@ -6,23 +6,31 @@ from typing import Any
 
 import orjson
 
-from lightning_proxy.proxy.assemble import Assembler
 from lightning_proxy.proxy.capture import Tokens
-from lightning_proxy.proxy.inject import Injection, StreamCleaner
+from lightning_proxy.proxy.dialects import Stream
 from lightning_proxy.proxy.sse import Frame, SSEDecoder
 
 
 class Transcript:
-    """Turns the upstream's bytes into the agent's, up to `done`: the terminal event, which waits for the record."""
+    """Turns the upstream's bytes into the agent's, up to `done`: the terminal event, which waits for the record.
 
-    def __init__(self, injection: Injection) -> None:
-        self.tokens = Tokens()
-        self.error: str | None = None
+    `whole_frames`: a frame that never ended is kept from the agent; it may hold what was injected.
+    """
+
+    def __init__(self, stream: Stream, *, whole_frames: bool) -> None:
         self.done: bytes | None = None
+        self._garbage: str | None = None
         self._decoder = SSEDecoder()
-        self._injection = injection
-        self._cleaner = StreamCleaner(injection)
-        self._assembler = Assembler()
+        self._stream = stream
+        self._whole_frames = whole_frames
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._stream.tokens
+
+    @property
+    def error(self) -> str | None:
+        return self._garbage or self._stream.error
 
     def feed(self, data: bytes) -> bytes:
         """The bytes to send now; from the terminal event on they are kept back in `done`. Not to be fed after that."""
@@ -31,10 +39,14 @@ class Transcript:
             if self.done is not None:
                 self.done += frame.raw
             elif frame.is_done:
-                out += self._cleaner.flush()
+                out += self._stream.flush()
                 self.done = frame.raw
             else:
-                out += self._pass(frame)
+                sent = self._pass(frame)
+                if self._stream.finished:
+                    self.done = sent
+                else:
+                    out += sent
         if self.done is not None:
             self.done += self._decoder.rest
         return out
@@ -44,28 +56,20 @@ class Transcript:
         last = self._decoder.close()
         if last.is_done:
             self.done = last.raw
-        # An unfinished frame means nothing to an SSE client, and may hold what was injected.
-        return self._cleaner.flush() + (b"" if self._injection or last.is_done else last.raw)
+        return self._stream.flush() + (b"" if self._whole_frames or last.is_done else last.raw)
 
     def response(self) -> Any:
-        """The assembled answer so far, as the agent sees it; None before its first chunk."""
-        return self._assembler.result()
+        """The assembled answer so far, as the agent sees it; None before its first event."""
+        return self._stream.response()
 
     def _pass(self, frame: Frame) -> bytes:
         if frame.data is None:
             return frame.raw
-        chunk = _parse(frame.data)
-        if not isinstance(chunk, dict):
-            self.error = self.error or f"the upstream sent an event that is no JSON object: {frame.data[:200]!r}"
-            return self._cleaner.flush() + frame.raw
-        if chunk.get("error"):
-            self.error = self.error or _message(chunk["error"])
-            self._assembler.feed(chunk)
-            return self._cleaner.flush() + frame.raw
-        self.tokens.add(chunk)
-        out = self._cleaner.clean(frame.raw, chunk)
-        self._assembler.feed(chunk)
-        return out
+        event = _parse(frame.data)
+        if isinstance(event, dict):
+            return self._stream.feed(frame.raw, event)
+        self._garbage = self._garbage or f"the upstream sent an event that is no JSON object: {frame.data[:200]!r}"
+        return self._stream.flush() + frame.raw
 
 
 def _parse(data: bytes) -> Any:
@@ -73,8 +77,3 @@ def _parse(data: bytes) -> Any:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
         return None
-
-
-def _message(error: Any) -> str:
-    message = error.get("message") if isinstance(error, dict) else error
-    return f"the upstream sent an error: {message}"[:1000]

@@ -9,6 +9,9 @@ from typing import Any
 from lightning_proxy.proxy.ledger import Step
 from lightning_proxy.proxy.types import ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
 
+# What of a request the model is shown, in any of the recorded APIs.
+_SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")
+
 
 def rollout_view(rollout: Rollout) -> dict[str, Any]:
     return asdict(rollout)
@@ -107,7 +110,7 @@ def message_of(call: ModelCall) -> Any:
 
 
 def _state(call: ModelCall) -> dict[str, Any]:
-    shown = {key: call.request[key] for key in ("messages", "prompt", "input", "tools") if key in call.request}
+    shown = {key: call.request[key] for key in _SHOWN if key in call.request}
     return shown | {"prompt_token_ids": call.prompt_token_ids}
 
 

@@ -3,9 +3,11 @@ from typing import Any
 import orjson
 import pytest
 
-from lightning_proxy.proxy.capture import Tokens, tool_calls
+from lightning_proxy.proxy.capture import Tokens
+from lightning_proxy.proxy.chat import ChatStream
 from lightning_proxy.proxy.inject import Injection, clean, inject
 from lightning_proxy.proxy.sse import encode
+from lightning_proxy.proxy.tools import tool_calls
 from lightning_proxy.proxy.transcript import Transcript
 from lightning_proxy.proxy.types import Choice, ToolCall
 
@@ -36,7 +38,7 @@ def chunk(delta: dict[str, Any] | None, **choice: Any) -> dict[str, Any]:
 
 
 def transcript_of(*chunks: dict[str, Any], injection: Injection = ALL) -> tuple[Transcript, bytes]:
-    transcript = Transcript(injection)
+    transcript = Transcript(ChatStream(injection), whole_frames=bool(injection))
     sent = transcript.feed(b"".join(encode(orjson.dumps(c)) for c in chunks) + DONE)
     return transcript, sent
 
@@ -171,7 +173,7 @@ def test_chunks_that_only_carry_injected_tokens_are_not_shown():
 
 def test_without_injection_every_byte_stays():
     raw = b': ping\r\n\r\ndata:  {"choices" : [ ] , "usage":null}\r\n\r\n'
-    transcript = Transcript(Injection())
+    transcript = Transcript(ChatStream(Injection()), whole_frames=False)
     assert transcript.feed(raw) == raw
     assert transcript.feed(b"data: [DONE]\r\n\r\n") == b""
     assert transcript.done == b"data: [DONE]\r\n\r\n"
@@ -179,13 +181,13 @@ def test_without_injection_every_byte_stays():
 
 def test_garbage_and_error_events_pass_and_are_noted():
     for raw in (b"data: {garbage\n\n", b"data: 3\n\n", b'data: {"error":{"message":"no"}}\n\n'):
-        transcript = Transcript(ALL)
+        transcript = Transcript(ChatStream(ALL), whole_frames=True)
         assert transcript.feed(raw) == raw
         assert transcript.error
 
 
 def test_a_held_chunk_is_sent_when_the_stream_breaks():
-    transcript = Transcript(ALL)
+    transcript = Transcript(ChatStream(ALL), whole_frames=True)
     finish = chunk({"content": "x"}, finish_reason="stop", token_ids=[1])
     assert transcript.feed(encode(orjson.dumps(finish))) == b""
     assert b'"finish_reason":"stop"' in transcript.end()

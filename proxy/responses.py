@@ -1,0 +1,149 @@
+"""POST /v1/responses. Field names and the values sent without asking are those of vLLM 0.32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from lightning_proxy.proxy.capture import Tokens
+from lightning_proxy.proxy.chat import message_of_error
+from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.proxy.inject import Injection
+
+Json = dict[str, Any]
+
+LOGPROBS = "message.output_text.logprobs"
+_LAST = frozenset({"response.completed", "response.failed", "response.incomplete"})
+
+
+class ResponsesApi:
+    """vLLM shows the tokens of a response as its raw messages, and log-probabilities with the parts of its text."""
+
+    def inject(self, body: Json) -> tuple[Json, Injection]:
+        include = body.get("include")
+        token_ids = body.get("enable_response_messages") in (None, False) and not body.get("background")
+        logprobs = include is None or (isinstance(include, list) and LOGPROBS not in include)
+        added: Json = {}
+        if token_ids:
+            added["enable_response_messages"] = True
+        if logprobs:
+            added["include"] = [*(include or ()), LOGPROBS]
+        return body | added, Injection(token_ids, logprobs)
+
+    def clean(self, body: Json, injection: Injection) -> None:
+        if injection.token_ids:
+            for name in ("input_messages", "output_messages"):
+                if name in body:
+                    body[name] = None
+        if injection.logprobs:
+            body.update({"top_logprobs": None} if "top_logprobs" in body else {})
+            for part in _text_parts(body.get("output")):
+                part["logprobs"] = None
+
+    def tokens(self, body: Json) -> Tokens:
+        tokens = Tokens()
+        tokens.add(_as_chat(body))
+        return tokens
+
+    def stream(self, injection: Injection) -> ResponsesStream:
+        return ResponsesStream(self, injection)
+
+    def error_body(self, error: LightningError) -> Json:
+        return error.body()
+
+
+class ResponsesStream:
+    """Events that each say their `type`; the last one holds the whole response."""
+
+    def __init__(self, api: ResponsesApi, injection: Injection) -> None:
+        self.tokens = Tokens()
+        self.error: str | None = None
+        self.finished = False
+        self._api = api
+        self._injection = injection
+        self._response: Json | None = None
+        self._items: dict[int, Any] = {}
+
+    def feed(self, raw: bytes, event: Json) -> bytes:
+        kind = event.get("type")
+        self.finished = kind in _LAST or kind == "error"
+        if self.finished:
+            self._finish(event)
+        changed = self._injection and self._clean(event)
+        if isinstance(response := event.get("response"), dict):
+            self._response = response
+        if kind == "response.output_item.done" and isinstance(index := event.get("output_index"), int):
+            self._items[index] = event.get("item")
+        return _encode(kind, event) if changed else raw
+
+    def flush(self) -> bytes:
+        return b""
+
+    def response(self) -> Any:
+        """The last event's response; of a stream that broke off, the first one's with the items that were whole."""
+        if self._response is None or self.finished:
+            return self._response
+        return self._response | {"output": [self._items[index] for index in sorted(self._items)]}
+
+    def _finish(self, event: Json) -> None:
+        response = event.get("response")
+        if isinstance(response, dict):
+            self.tokens = self._api.tokens(response)
+            if response.get("error"):
+                self.error = message_of_error(response["error"])
+        if event.get("type") == "error":
+            self.error = message_of_error(event.get("error", event))
+
+    def _clean(self, event: Json) -> bool:
+        """Take out what was injected, in place; whether there was a place for any of it."""
+        changed = False
+        if isinstance(response := event.get("response"), dict):
+            self._api.clean(response, self._injection)
+            changed = True
+        if self._injection.logprobs:
+            if event.get("logprobs"):
+                event["logprobs"], changed = [], True
+            # vLLM's parts without log-probabilities have an empty list when they open, and null when they are done.
+            empty: list[Any] | None = [] if event.get("type") == "response.content_part.added" else None
+            for part in _text_parts([event.get("item")], event.get("part")):
+                changed = changed or bool(part["logprobs"])
+                part["logprobs"] = empty if part["logprobs"] else part["logprobs"]
+        return changed
+
+
+def _as_chat(response: Json) -> Json:
+    """A response's tokens, where `Tokens` looks for them."""
+    prompt = [token for message in _dicts(response.get("input_messages")) for token in message.get("tokens") or ()]
+    messages = list(_dicts(response.get("output_messages")))
+    entries = [entry for part in _text_parts(response.get("output")) for entry in part.get("logprobs") or ()]
+    choice: Json = {"index": 0, "finish_reason": _finish_reason(response), "logprobs": {"content": entries}}
+    if messages:
+        choice["token_ids"] = [token for message in messages for token in message.get("tokens") or ()]
+    return {"choices": [choice], "usage": response.get("usage"), "prompt_token_ids": prompt}
+
+
+def _finish_reason(response: Json) -> str | None:
+    details = response.get("incomplete_details")
+    if isinstance(details, dict) and details.get("reason") == "max_output_tokens":
+        return "length"
+    if any(item.get("type") == "function_call" for item in _dicts(response.get("output"))):
+        return "tool_calls"
+    return "stop" if response.get("status") == "completed" else None
+
+
+def _text_parts(items: Any, part: Any = None) -> Iterator[Json]:
+    """The parts of output text in output items, or `part`, that have a place for log-probabilities."""
+    parts = [p for item in _dicts(items) for p in _dicts(item.get("content"))] + (
+        [part] if isinstance(part, dict) else []
+    )
+    return (p for p in parts if p.get("type") == "output_text" and "logprobs" in p)
+
+
+def _dicts(value: Any) -> Iterator[Json]:
+    return (item for item in value if isinstance(item, dict)) if isinstance(value, list) else iter(())
+
+
+def _encode(kind: Any, event: Json) -> bytes:
+    return b"event: " + str(kind).encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
