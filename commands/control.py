@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -11,6 +13,9 @@ import aiohttp
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.types import Mode
+
+AWAY = (None, 502, 503, 504)
+RETRY_S = 1.0
 
 
 class ControlError(LightningError):
@@ -31,20 +36,25 @@ class OpenRollout:
 
 
 class ControlClient:
-    """`async with ControlClient(url) as api:`; every method raises ControlError."""
+    """`async with ControlClient(url) as api:`; every method raises ControlError.
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    `patience_s`: for so long it goes on asking a proxy that it has reached before, and that is away or cannot write.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, *, patience_s: float = 0.0) -> None:
         self.url = url.rstrip("/")
+        self._patience_s = patience_s
+        self._reached = False
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
     @classmethod
-    def of(cls, config: Config) -> ControlClient:
+    def of(cls, config: Config, *, patience_s: float = 0.0) -> ControlClient:
         """For the proxy of this configuration."""
         proxy = config.proxy
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(proxy.host, proxy.host)
         keys = proxy.admin_keys or proxy.api_keys
-        return cls(f"http://{host}:{proxy.port}", keys[0].get_secret_value() if keys else None)
+        return cls(f"http://{host}:{proxy.port}", keys[0].get_secret_value() if keys else None, patience_s=patience_s)
 
     async def __aenter__(self) -> ControlClient:
         timeout = aiohttp.ClientTimeout(total=60)
@@ -69,6 +79,11 @@ class ControlClient:
     async def rollout(self, rollout_id: str) -> dict[str, Any]:
         return await self.request("GET", f"/rollouts/{rollout_id}")
 
+    async def reward(self, rollout_id: str) -> float | None:
+        """The rollout's newest reward, if it has one."""
+        value: float | None = (await self.rollout(rollout_id))["reward"]
+        return value
+
     async def rollouts(self, **filters: str | int | None) -> dict[str, Any]:
         params = {name: str(value) for name, value in filters.items() if value is not None}
         return await self.request("GET", "/rollouts", params=params)
@@ -78,6 +93,18 @@ class ControlClient:
 
     async def request(self, method: str, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
         """One request; the decoded answer. The proxy's own error message is the ControlError's."""
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                answer = await self._request_once(method, path, body, params)
+                self._reached = True
+                return answer
+            except ControlError as error:
+                if not self._reached or error.status_code not in AWAY or time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def _request_once(self, method: str, path: str, body: Any, params: dict[str, str] | None) -> Any:
         assert self._session is not None, "use `async with`"
         try:
             async with self._session.request(method, self.url + path, json=body, params=params) as answer:

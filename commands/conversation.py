@@ -18,8 +18,14 @@ def shown(call: dict[str, Any]) -> list[Message]:
 
 
 def answer(call: dict[str, Any]) -> Message | None:
-    """The first choice as a message; None where the call has no answer of this shape."""
+    """The answer as a message, of several the first; None where the call has none."""
     response = call["response"] if isinstance(call["response"], dict) else {}
+    if isinstance(response.get("output"), list):  # /v1/responses
+        parts = [part for item in response["output"] for part in item.get("content") or ()]
+        calls = [item for item in response["output"] if item.get("type") == "function_call"]
+        return {"role": "assistant", "content": text({"content": parts}), "tool_calls": calls}
+    if isinstance(response.get("content"), list):  # /v1/messages
+        return {"role": "assistant", "content": response["content"]}
     choices = response.get("choices") or [None]
     first = choices[0] if isinstance(choices[0], dict) else {}
     if "text" in first:
@@ -54,11 +60,11 @@ def additions(calls: Sequence[dict[str, Any]]) -> list[list[Message]]:
 
 def longest(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The answered calls whose conversation no later call goes on with."""
-    answered = [call for call in calls if call["status"] == "ok" and answer(call)]
+    answered = [call for call in calls if call["status"] == "ok" and not call["superseded_by"] and answer(call)]
     return [
         call
         for i, call in enumerate(answered)
-        if not any(shared(shown(call), shown(later)) == len(shown(call)) for later in answered[i + 1 :])
+        if not any(shared(whole(call), shown(later)) == len(whole(call)) for later in answered[i + 1 :])
     ]
 
 

@@ -78,7 +78,7 @@ class Demo:
         runner = PreloadRunner([sys.executable, str(EXAMPLE / "agent.py")], PRELOADED)
         system = System(config, Launch(self._config_path), self._directory / "logs", self._phase)
         with self._view.shown():
-            async with system, ControlClient.of(config) as api, _closing(runner):
+            async with system, ControlClient.of(config, patience_s=60) as api, _closing(runner):
                 return await system.guard(self._loop(system, api, runner))
 
     async def _loop(self, system: System, api: ControlClient, runner: Runner) -> DemoResult:

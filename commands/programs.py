@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from lightning_proxy.proxy.errors import ConfigError, LightningError
 
+CANNOT_START = 126  # what a shell answers
 PRELOAD = Path(__file__).with_name("preload.py")
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 
@@ -37,14 +38,18 @@ class ProcessRunner:
 
     async def run(self, env: Mapping[str, str], log: Path) -> int:
         with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                env={**os.environ, **env},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    env={**os.environ, **env},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:  # no shebang, a task too long for the environment
+                output.write(f"{self._command[0]} cannot be started: {error.strerror}\n".encode())
+                return CANNOT_START
         try:
             return await process.wait()
         finally:

@@ -116,7 +116,7 @@ class TaskRun:
             await self._end(rollout_id, "failed", reason)
         if self._options.logs is None:
             log.unlink(missing_ok=True)
-        reward = (await self._api.rollout(rollout_id)).get("reward")
+        reward = await self._api.reward(rollout_id)
         return RolloutResult(rollout_id, job.task.task_id, code, reason, reward)
 
     def _environment(self, job: Job) -> dict[str, str]:

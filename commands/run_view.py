@@ -85,7 +85,8 @@ def run_command(
     tasks, runner = repeated(read_tasks(path), repeat), make_runner(command, preload)
     console = Console(stderr=True)
     run_options = RunOptions(**{**options, "logs": logs_directory(options["logs"])})
-    results = run_until_signal(run_with_progress(ControlClient.of(config), tasks, runner, run_options, console))
+    api = ControlClient.of(config, patience_s=60)
+    results = run_until_signal(run_with_progress(api, tasks, runner, run_options, console))
     if as_json:
         print(json.dumps(summarize(results)))
     else:

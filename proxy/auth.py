@@ -37,11 +37,19 @@ def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
     Raises Forbidden. https://owasp.org/www-community/attacks/DNS_Rebinding
     """
     for name, value in headers:
-        if name in (b"host", b"origin") and not _is_loopback(value.decode("latin-1")):
+        text = value.decode("latin-1")
+        if name not in (b"host", b"origin") or (name == b"origin" and _is_app(text)):
+            continue
+        if not _is_loopback(text):
             raise Forbidden(
-                f"without keys only this machine is served, not {name.decode()} {value.decode('latin-1')[:100]!r}: "
+                f"without keys only this machine is served, not {name.decode()} {text[:100]!r}: "
                 "configure proxy.api_keys"
             )
+
+
+def _is_app(origin: str) -> bool:
+    """Whether an Origin is a desktop program's (vscode-file://…), which no web page can have."""
+    return "://" in origin and not origin.lower().startswith(("http://", "https://"))
 
 
 def _is_loopback(authority: str) -> bool:

@@ -100,7 +100,8 @@ class Tokens:
 
 
 def _ints(value: Any) -> list[int] | None:
-    return value if isinstance(value, list) and all(type(item) is int for item in value) else None
+    """Token ids; they are stored as 32-bit integers."""
+    return value if isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value) else None
 
 
 def _logprobs(value: Any) -> list[Any]:

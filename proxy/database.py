@@ -35,10 +35,12 @@ class Database:
             writer = await _connect(path, config)
             await _migrate(writer)
             return cls(path, writer, await _connect(path, config))
-        except (OSError, sqlite3.Error) as error:
+        except BaseException as error:
             if writer is not None:
                 await writer.close()
-            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
+            if isinstance(error, OSError | sqlite3.Error):
+                raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
+            raise
 
     async def close(self) -> None:
         async with self._lock:
@@ -77,8 +79,27 @@ class Database:
         return rows[0] if rows else None
 
 
+@asynccontextmanager
+async def opened(config: StoreConfig) -> AsyncIterator[Database]:
+    """The store of a configuration, closed in the end."""
+    database = await Database.open(config)
+    try:
+        yield database
+    finally:
+        await database.close()
+
+
 async def _connect(path: Path, config: StoreConfig) -> aiosqlite.Connection:
     connection = await aiosqlite.connect(path, timeout=config.busy_timeout_s, isolation_level=None)
+    try:
+        await _set_up(connection, config)
+    except BaseException:
+        await connection.close()  # or its thread keeps the process alive
+        raise
+    return connection
+
+
+async def _set_up(connection: aiosqlite.Connection, config: StoreConfig) -> None:
     connection.row_factory = sqlite3.Row
     for pragma in (
         "journal_mode = WAL",
@@ -88,7 +109,6 @@ async def _connect(path: Path, config: StoreConfig) -> aiosqlite.Connection:
         "mmap_size = 268435456",
     ):
         await connection.execute(f"PRAGMA {pragma}")
-    return connection
 
 
 async def _migrate(connection: aiosqlite.Connection) -> None:

@@ -152,6 +152,11 @@ class Ledger:
             if step is not None:
                 await db.execute(sql.STEP_PUBLISHED, row)
 
+    async def verified(self, version: int) -> None:
+        """vLLM was seen to serve these weights."""
+        async with self._db.transaction() as db:
+            await db.execute(sql.VERSION_VERIFIED, {"version": version})
+
     async def failed(self, version: int, error: str) -> None:
         """The version did not go live, and never will."""
         async with self._db.transaction() as db:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lightning_proxy.proxy.auth import Keys
 from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.metrics import Metrics
 from lightning_proxy.proxy.policy import Policy, Swap
@@ -41,12 +41,8 @@ class Parts:
 async def open_parts(config: Config) -> AsyncIterator[Parts]:
     """Open the store and the connections, and watch vLLM, until the block is left."""
     mode = publish_mode(config)
-    database = await Database.open(config.store)
-    store, ledger, metrics = Store(database), Ledger(database), Metrics()
-    async with (
-        make_session() as data,
-        operator_session() as control,
-    ):
+    async with opened(config.store) as database, make_session() as data, operator_session() as control:
+        store, ledger, metrics = Store(database), Ledger(database), Metrics()
         upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
         swap = Swap(ledger, Vllm(control, upstream.base_url), mode, config.policy.directory) if upstream else None
         policy, keys = Policy(config, store, ledger, swap), Keys(config.proxy, store)
@@ -58,4 +54,3 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             finally:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
-    await database.close()

@@ -53,6 +53,7 @@ class Swap:
         Superseded, and nothing changed, if `expected` is given and another version is live.
         """
         async with self._locked():
+            self._check_mode(version)
             live = await self.ledger.live()
             if expected not in (None, live.version):
                 raise Superseded(f"policy version {live.version} was made live meanwhile")
@@ -70,6 +71,7 @@ class Swap:
     async def restore(self, pinned: set[int]) -> None:
         """Make vLLM serve what the policy table says: after its restart, or after a process died in mid-swap."""
         async with self._locked():
+            self._check_mode(await self.ledger.live())
             if self.mode == "merged":
                 live = await self.ledger.live()
                 if await self.vllm.weight_version() not in _labels(live):
@@ -82,9 +84,25 @@ class Swap:
             served = {model["id"] for model in await self.vllm.models()}
             for version in await self.ledger.versions():
                 wanted = version.path and (version.status == "live" or version.version in pinned)
-                if wanted and version.served_model not in served:
+                if wanted and version.publish == self.mode and version.served_model not in served:
                     log.warning("vLLM does not serve policy version %d: loading it again", version.version)
-                    await self.load(version)
+                    await self._load_again(version)
+
+    async def _load_again(self, version: PolicyVersion) -> None:
+        try:
+            await self.load(version)
+        except NotFound:
+            if version.status == "live":
+                raise
+            log.warning("policy version %d has lost its files: its rollouts go on with the live one", version.version)
+            await self.ledger.forget_files(version.version)
+
+    def _check_mode(self, version: PolicyVersion) -> None:
+        if version.publish not in (None, self.mode):
+            raise NotServed(
+                f"policy version {version.version} was published as {version.publish}, and policy.publish is now "
+                f"{self.mode}: set it back, promote version 0, or start the trainer, which publishes it anew"
+            )
 
     async def _replace(self, version: PolicyVersion, step: int | None, *, moved: bool = True) -> None:
         async def committed() -> None:
@@ -125,7 +143,7 @@ class Policy:
         self._upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
         self._pins: OrderedDict[str, int] = OrderedDict()
         self._base: str | None = None
-        self._restored = asyncio.Lock()
+        self._look: asyncio.Task[None] | None = None
         self._in_line = False
         self._problem: LightningError | None = None
 
@@ -138,18 +156,18 @@ class Policy:
             renamed = self._config.policy.model if model == self.alias else None
             return Route(upstream, renamed, None)
         if not self._in_line:
-            await self._get_in_line(again=False)
+            await self._get_in_line(upstream.connect_timeout_s)
         if isinstance(self._problem, NotServed):
             raise self._problem
         live = await self._ledger.live()
         if self._swap.mode == "merged":
-            ours = model in (self.alias, self._base)
+            ours = model in (None, self.alias, self._base)
             return Route(upstream, self._base if model == self.alias else None, live.version if ours else None)
         if model == self.alias:
             version = await self._pinned(rollout, live)
             served = self._base if version.version == 0 else version.served_model
             return Route(upstream, served, version.version)
-        return Route(upstream, None, 0 if model == self._base else await self._version_named(model))
+        return Route(upstream, None, 0 if model in (None, self._base) else await self._version_named(model))
 
     def alias_entry(self) -> dict[str, Any]:
         return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}
@@ -175,7 +193,8 @@ class Policy:
                 self._pins.popitem(last=False)
         version = live if pin == live.version else await self._ledger.version(pin)
         # A version whose files were pruned cannot be served any more.
-        return version if version.version == 0 or version.path else live
+        servable = version.version == 0 or (version.path and version.publish == live.publish)
+        return version if servable else live
 
     async def _version_named(self, model: str | None) -> int | None:
         return next((v.version for v in await self._ledger.versions() if v.served_model == model and model), None)
@@ -219,24 +238,34 @@ class Policy:
             await self._get_in_line()
             await asyncio.sleep(WATCH_S)
 
-    async def _get_in_line(self, *, again: bool = True) -> None:
-        """Let vLLM serve what the policy table says; `again`: look even if it did at the last look."""
+    async def _get_in_line(self, timeout: float | None = None) -> None:
+        """Let vLLM serve what the policy table says; everybody waits for the same look, for `timeout` s at most.
+
+        Raises UpstreamTimeout if it takes longer.
+        """
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._look_at_vllm())
+        _, pending = await asyncio.wait((self._look,), timeout=timeout)
+        if pending:
+            raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
+
+    async def _look_at_vllm(self) -> None:
         assert self._swap is not None
-        async with self._restored:
-            if self._in_line and not again:
-                return
-            try:
-                self._base = await self._swap.vllm.base_model()
-                since = time.time() - self._config.policy.pin_timeout_s
-                await self._swap.restore(set(self._pins.values()) | await self._ledger.pinned(since))
-                self._in_line, self._problem = True, None
-            except (UpstreamUnreachable, UpstreamTimeout) as error:
-                self._in_line, self._problem = False, error
-                log.warning("the policy is not served yet: %s", error)
-            except Exception as error:  # whatever vLLM answered; the next look may find it mended
-                self._in_line = False
-                self._problem = NotServed(f"vLLM does not serve the live policy version: {error}")
-                log.exception("the live policy version cannot be served")
+        try:
+            self._base = await self._swap.vllm.base_model()
+            since = time.time() - self._config.policy.pin_timeout_s
+            await self._swap.restore(set(self._pins.values()) | await self._ledger.pinned(since))
+            self._in_line, self._problem = True, None
+        except (UpstreamUnreachable, UpstreamTimeout) as error:
+            self._in_line, self._problem = False, error
+            log.warning("the policy is not served yet: %s", error)
+        except NotServed as error:
+            self._in_line, self._problem = False, error
+            log.warning("%s", error)
+        except Exception as error:  # whatever vLLM answered; the next look may find it mended
+            self._in_line = False
+            self._problem = NotServed(f"vLLM does not serve the live policy version: {error}")
+            log.exception("the live policy version cannot be served")
 
 
 def _files(version: PolicyVersion) -> str:

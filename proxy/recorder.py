@@ -98,7 +98,8 @@ class Recorder:
                 {"rollout_id": rollout_id, "tool_call_id": r.tool_call_id, "is_error": r.is_error}
                 | {"result": dumps(r.content)},
             )
-            for r in tool_results(messages[known:])
+            # Of results with the same id, which some agents count anew in every turn, only the newest can be new.
+            for r in {r.tool_call_id: r for r in tool_results(messages[known:])}.values()
         ]
         earlier = await self._store.superseded(rollout_id, start.request) if start.is_retry else None
         superseded = [(sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id})] if earlier else []

@@ -102,7 +102,7 @@ def _untrainable_reason(row: sqlite3.Row) -> str | None:
 def _versions(row: sqlite3.Row, log: Sequence[sqlite3.Row]) -> tuple[int, ...]:
     """The version at the start, those that went live while the call ran, and the one at its end."""
     first, last = row["policy_version"], row["policy_version_end"]
-    if first is None or last in (None, first):
+    if first is None or last is None:
         return () if first is None else (first,)
     ended = row["started_at"] + (row["latency_ms"] or 0.0) / 1000
     between = [entry["version"] for entry in log if row["started_at"] <= entry["at"] <= ended]
@@ -143,4 +143,5 @@ def read_reward(row: sqlite3.Row) -> Reward:
 
 def read_version(row: sqlite3.Row) -> PolicyVersion:
     fields = ("version", "status", "publish", "path", "served_model", "step", "created_at", "live_at", "error")
-    return PolicyVersion(metrics=loads_or_none(row["metrics"]), **{name: row[name] for name in fields})
+    named = {name: row[name] for name in fields}
+    return PolicyVersion(verified=bool(row["verified"]), metrics=loads_or_none(row["metrics"]), **named)

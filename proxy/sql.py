@@ -11,6 +11,7 @@ VALUES (:rollout_id, :task_id, :agent, :mode, :policy_version, :at)
 ON CONFLICT (rollout_id) DO UPDATE SET
     task_id = COALESCE(rollouts.task_id, excluded.task_id),
     agent = COALESCE(rollouts.agent, excluded.agent),
+    mode = CASE WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
 """
 ROLLOUT_OPEN = """
@@ -53,7 +54,7 @@ VALUES (
 CALL_END = """
 UPDATE calls SET
     status = :status, http_status = :http_status, response = :response,
-    policy_version_end = CASE WHEN policy_version IS NULL OR NOT :merged THEN policy_version
+    policy_version_end = CASE WHEN policy_version IS NULL OR NOT :merged THEN NULL
                               ELSE (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) END,
     prompt_shared = :prompt_shared, prompt_ids = :prompt_ids, token_ids = :token_ids, logprobs = :logprobs,
     finish_reason = :finish_reason, more_choices = :more_choices, usage = :usage, error = :error,
@@ -72,7 +73,10 @@ VALUES (:rollout_id, :call_id, :position, :tool_call_id, :name, :arguments)
 """
 TOOL_RESULT = """
 UPDATE tool_calls SET result = :result, is_error = :is_error
-WHERE rollout_id = :rollout_id AND tool_call_id = :tool_call_id AND result IS NULL
+WHERE result IS NULL AND tool_call_id = :tool_call_id AND call_id = (
+    SELECT calls.call_id FROM tool_calls AS same JOIN calls ON calls.call_id = same.call_id
+    WHERE same.rollout_id = :rollout_id AND same.tool_call_id = :tool_call_id ORDER BY calls.seq DESC LIMIT 1
+)
 """
 TOOL_CALLS = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
 
@@ -85,6 +89,7 @@ RETURNING reward_id
 """
 REWARDS = "SELECT * FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
 ROLLOUT_REWARD = "UPDATE rollouts SET reward = :value WHERE rollout_id = :rollout_id"
+ROLLOUT_REWARDED = "UPDATE rollouts SET rewarded_at = COALESCE(rewarded_at, :at) WHERE rollout_id = :rollout_id"
 ROLLOUT_COMPLETE = """
 UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
 """
@@ -107,6 +112,7 @@ SELECT MAX(version) + 1, 'publishing', :publish, :step, :at, :metrics FROM polic
 RETURNING version
 """
 VERSION_SAVED = "UPDATE policy_versions SET path = :path, served_model = :served_model WHERE version = :version"
+VERSION_VERIFIED = "UPDATE policy_versions SET verified = 1 WHERE version = :version"
 VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE version = :version"
 VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"
 VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
@@ -126,13 +132,14 @@ WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
 
 CLAIMABLE_GROUPS = """
 SELECT task_id,
-       COUNT(*) FILTER (WHERE status = 'completed' AND reward IS NOT NULL) AS completed,
-       COUNT(*) FILTER (WHERE status <> 'completed' OR reward IS NOT NULL) AS ended,
-       MIN(ended_at) AS oldest
+       COUNT(*) FILTER (WHERE status = 'completed' AND rewarded_at IS NOT NULL) AS completed,
+       COUNT(*) FILTER (WHERE status <> 'completed' OR rewarded_at IS NOT NULL) AS ended,
+       MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END)
+           FILTER (WHERE status = 'completed' AND rewarded_at IS NOT NULL) AS oldest
 FROM rollouts
 WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL
 GROUP BY task_id
-HAVING COUNT(*) FILTER (WHERE status = 'completed' AND reward IS NOT NULL) > 0
+HAVING COUNT(*) FILTER (WHERE status = 'completed' AND rewarded_at IS NOT NULL) > 0
 ORDER BY oldest
 """
 CLAIMABLE_OF_TASK = """

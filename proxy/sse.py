@@ -47,8 +47,9 @@ class SSEDecoder:
         return frames
 
     def close(self) -> Frame:
-        """The bytes of the frame that has not ended, when the stream has."""
-        return _frame(self._buffer)
+        """The bytes of the frame that has not ended, when the stream has; they are given out once."""
+        last, self._buffer = _frame(self._buffer), b""
+        return last
 
 
 def encode(data: bytes) -> bytes:

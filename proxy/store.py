@@ -45,12 +45,17 @@ class Store:
         )
 
     async def superseded(self, rollout_id: str, request: dict[str, Any]) -> ModelCall | None:
-        """The newest call of the rollout with this very request, if there is one and no other took its place."""
+        """The call of the rollout that this request sends again: the newest like it that did not end well.
+
+        Else the rollout's newest call, if it is like it: its answer did not reach the client.
+        """
         try:
             calls = await self.calls(rollout_id)
         except NotFound:
             return None
-        return next((c for c in reversed(calls) if c.superseded_by is None and c.request == request), None)
+        alike = [c for c in calls if c.superseded_by is None and c.request == request]
+        failed = [c for c in alike if c.status != "ok"]
+        return failed[-1] if failed else next((c for c in alike if c is calls[-1]), None)
 
     # Rollouts ------------------------------------------------------------------------------------------------------
 
@@ -89,14 +94,13 @@ class Store:
 
     async def end_rollout(self, rollout_id: str, status: RolloutStatus, reason: str | None) -> Rollout:
         """End a rollout; ending it again in the same way changes nothing, in another way is a Conflict."""
-        rollout = await self.rollout(rollout_id)
-        if rollout.status == status:
-            return rollout
-        if rollout.status != "running":
-            raise Conflict(f"rollout {rollout_id!r} has already ended as {rollout.status}", param="status")
         row = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
-        await self.write([(sql.ROLLOUT_END, row)])
-        return await self.rollout(rollout_id)
+        async with self._db.transaction() as db:
+            await db.execute(sql.ROLLOUT_END, row)
+        rollout = await self.rollout(rollout_id)
+        if rollout.status != status:
+            raise Conflict(f"rollout {rollout_id!r} has already ended as {rollout.status}", param="status")
+        return rollout
 
     # Rewards -------------------------------------------------------------------------------------------------------
 
@@ -128,8 +132,10 @@ async def _post_reward(db: aiosqlite.Connection, reward: Reward) -> dict[str, An
         raise NotFound(f"rollout {reward.rollout_id!r} has no call {reward.call_id!r}", param="call_id")
     details = {"name": reward.name, "source": reward.source, "comment": reward.comment, "final": reward.final}
     inserted = list(await db.execute_fetchall(sql.REWARD, row | details))
-    if reward.call_id is None and reward.name == "reward":
-        await db.execute(sql.ROLLOUT_REWARD, row)
+    if reward.name == "reward":
+        await db.execute(sql.ROLLOUT_REWARDED, row)
+        if reward.call_id is None:
+            await db.execute(sql.ROLLOUT_REWARD, row)
     if reward.final:
         await db.execute(sql.ROLLOUT_COMPLETE, row)
     if reward.retrain:

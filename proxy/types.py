@@ -200,7 +200,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """Weights that were or are served. 0 is the base model. `path` holds the adapter (lora) or whole model (merged)."""
+    """Weights that were or are served. 0 is the base model. `path` holds the adapter (lora) or whole model (merged).
+
+    `verified`: vLLM was seen to serve them.
+    """
 
     version: int
     status: Literal["publishing", "ready", "live", "failed"]
@@ -211,6 +214,7 @@ class PolicyVersion:
     created_at: float
     live_at: float | None = None
     error: str | None = None
+    verified: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
 

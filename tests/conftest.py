@@ -163,7 +163,9 @@ class System:
 
     async def earlier_version(self, ledger: Ledger, directory: Path) -> int:
         """A version that was live once and can be promoted again."""
-        version = await ledger.new_version("merged", 1, {})
+        publish = self.config.policy.publish
+        assert publish != "auto"
+        version = await ledger.new_version(publish, 1, {})
         path = directory / f"v{version}"
         path.mkdir()
         await ledger.saved(version, str(path), f"policy-v{version}")

@@ -256,6 +256,7 @@ async def test_a_rollouts_key_counts_wherever_clients_put_it(running: Running, t
     [
         ({"Host": "localhost:8080"}, 200),
         ({"Host": "[::1]:8080", "Origin": "http://127.0.0.1:3000"}, 200),
+        ({"Origin": "vscode-file://vscode-app"}, 200),
         ({"Host": "evil.example"}, 403),
         ({"Host": "127.0.0.1.evil.example"}, 403),
         ({"Host": "http://["}, 403),

@@ -99,14 +99,20 @@ async def test_a_failed_export_leaves_the_old_file_and_nothing_else(running: Run
         assert (code, "cannot write" in err) == (1, True)
 
 
-def test_a_repeated_question_counts_once_and_branches_both() -> None:
-    def call(*texts: str) -> dict[str, Any]:
-        messages = [{"role": "user", "content": text} for text in texts]
-        response = {"choices": [{"message": {"role": "assistant", "content": "x"}}]}
-        return {"status": "ok", "request": {"messages": messages}, "response": response}
+def test_only_a_conversation_that_is_gone_on_with_is_left_out() -> None:
+    def call(*texts: str, answer: str = "x", retried: str | None = None) -> dict[str, Any]:
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        response = {"choices": [{"message": {"role": "assistant", "content": answer}}]}
+        return {"status": "ok", "superseded_by": retried, "request": {"messages": messages}, "response": response}
 
-    calls = [call("a"), call("a"), call("a", "b"), call("a", "c")]
-    assert longest(calls) == calls[2:]
+    calls = [
+        call("a"),
+        call("a", answer="another"),  # a second answer to the same question
+        call("a", "x", "b"),
+        call("a", "x", "c", retried="the next"),
+        call("a", "x", "c"),
+    ]
+    assert longest(calls) == [calls[1], calls[2], calls[4]]
 
 
 def test_since_takes_dates_and_times_ago() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -94,28 +95,34 @@ class Collector:
 
     async def _take_group(self, take: _Take, siblings: Sequence[Rollout], live: int) -> None:
         take.counts["groups"] += 1
-        rewarded = [r for r in siblings if r.status == "completed" and r.reward is not None]
-        calls = {r.rollout_id: await self._store.calls(r.rollout_id) for r in rewarded}
+        completed = [r for r in siblings if r.status == "completed"]
+        calls = {r.rollout_id: await self._store.calls(r.rollout_id) for r in completed}
+        returns = {r.rollout_id: rollout_return(r, calls[r.rollout_id]) for r in completed}
+        rewarded = [r for r in completed if returns[r.rollout_id] is not None]
         stale = [r for r in rewarded if live - _oldest_version(calls[r.rollout_id], live) > self._config.max_staleness]
         fresh = [r for r in rewarded if r not in stale]
         take.counts["rollouts_stale"] += len(stale)
         take.drop("stale: sampled by too old a policy version", stale)
         take.drop("failed or discarded", (r for r in siblings if r.status in ("failed", "discarded")))
-        take.rewards += [r.reward or 0.0 for r in fresh]
-        baselines = group_baselines(self._config.baseline, [r.reward or 0.0 for r in fresh])
+        rewards = [value for r in fresh if (value := returns[r.rollout_id]) is not None]
+        take.rewards += rewards
+        baselines = group_baselines(self._config.baseline, rewards)
         if baselines is None:
             take.counts["groups_equal"] += len(fresh) > 1
             take.drop("all rewards of the group are equal" if len(fresh) > 1 else "no siblings", fresh)
             return
-        for rollout, baseline in zip(fresh, baselines, strict=True):
-            self._take_rollout(take, rollout, calls[rollout.rollout_id], baseline)
+        for rollout, reward, baseline in zip(fresh, rewards, baselines, strict=True):
+            self._take_rollout(take, rollout, reward, calls[rollout.rollout_id], baseline)
 
-    def _take_rollout(self, take: _Take, rollout: Rollout, calls: Sequence[ModelCall], baseline: Baseline) -> None:
-        rewards = RolloutRewards(rollout.reward or 0.0, {c.call_id: c.reward for c in calls if c.reward is not None})
+    def _take_rollout(
+        self, take: _Take, rollout: Rollout, reward: float, calls: Sequence[ModelCall], baseline: Baseline
+    ) -> None:
+        rewards = RolloutRewards(reward, {c.call_id: c.reward for c in calls if c.reward is not None})
         advantages = [baseline.advantage(value) for value in self._credit(calls, rewards)]
         rows = self._rows(calls, advantages, rollout, take)
         if not rows:
-            take.drop("no trainable calls", [rollout])
+            too_long = any(c.trainable for c in calls)
+            take.drop("longer than trainer.max_sample_tokens" if too_long else "no trainable calls", [rollout])
             return
         take.samples += rows
         take.rollout_ids.append(rollout.rollout_id)
@@ -129,6 +136,14 @@ class Collector:
         take.counts["calls_ambiguous"] += made.ambiguous_calls
         take.counts["rows_too_long"] += made.long_rows
         return list(made.samples)
+
+
+def rollout_return(rollout: Rollout, calls: Sequence[ModelCall]) -> float | None:
+    """The rollout's own reward, or else the sum of its calls'; None without any."""
+    if rollout.reward is not None:
+        return rollout.reward
+    of_calls = [call.reward for call in calls if call.reward is not None]
+    return math.fsum(of_calls) if of_calls else None
 
 
 def _oldest_version(calls: Sequence[ModelCall], live: int) -> int:

@@ -7,13 +7,13 @@ import fcntl
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.policy import Superseded, Swap
@@ -84,8 +84,12 @@ class TrainingLoop:
         await asyncio.to_thread(self._trainer.load, Path(last.checkpoint))
         self._version = last.base if last.version is None else last.version
         log.info("going on after step %d (policy version %d)", last.step, self._version)
-        superseded = (await self._ledger.live()).version != self._version
-        if last.version is None and not last.metrics.get("skipped") and not superseded:
+        live = await self._ledger.live()
+        if live.status == "failed":  # killed before the version before it was live again
+            await self._publisher.take_back(last.base)
+            live = await self._ledger.live()
+        done = last.metrics.get("skipped") or self._publisher.is_done(live, last)
+        if live.version == self._version and not done:
             await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)
 
     async def train_once(self, *, fewer: bool = False) -> bool:
@@ -176,22 +180,13 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> N
     with _only_trainer(config.policy.directory):
         trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
         try:
-            async with _opened(config) as database, operator_session() as session:
+            async with opened(config.store) as database, operator_session() as session:
                 store, ledger = Store(database), Ledger(database)
                 swap = Swap(ledger, Vllm(session, upstream.base_url), publish_mode(config), config.policy.directory)
                 publisher = Publisher(config.policy, ledger, swap, trainer)
                 await TrainingLoop(config, store, ledger, trainer, publisher).run(stop, once=once)
         finally:
             trainer.close()
-
-
-@asynccontextmanager
-async def _opened(config: Config) -> AsyncIterator[Database]:
-    database = await Database.open(config.store)
-    try:
-        yield database
-    finally:
-        await database.close()
 
 
 @contextmanager

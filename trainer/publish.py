@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_proxy.proxy.config import PolicyConfig
 from lightning_proxy.proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.policy import Superseded, Swap
+from lightning_proxy.proxy.ledger import Ledger, Step
+from lightning_proxy.proxy.policy import NotServed, Superseded, Swap
 from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # How far rounding alone takes the mean log-probability of two implementations apart.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
+# Below this share of the tolerance, a difference says nothing.
+ROUNDING = 0.02
 VERIFIED_TOKENS = 8
 VERIFY_TRIES = 150
 RETRY_S = 2.0
@@ -41,14 +44,19 @@ class Publisher:
         self._swap = swap
         self._trainer = trainer
         self._directory = config.directory.absolute() / "versions"
+        self._served: dict[str, Tensor] | None = None  # the adapter that was seen to be served last
 
     async def publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int) -> PolicyVersion:
-        """Make the weights of `step`, which started from version `base`, live.
+        """Make the weights of `step`, which started from version `base`, live; may be called again after a failure.
 
         PublishError, and `base` live again, if vLLM does not serve them; Superseded if another version was made live.
         """
+        live = await self._ledger.live()
         await self._swap.vllm.models()  # not reachable: before a version is reserved
-        version = await self._save(step, metrics)
+        if live.step == step and live.publish == self._swap.mode and not live.verified:
+            version = live  # only its verification is missing
+        else:
+            version = await self._save(step, metrics)
         try:
             if self._swap.mode == "lora":
                 await self._swap.vllm.unload_adapter(str(version.served_model))  # of another store, perhaps
@@ -56,18 +64,28 @@ class Publisher:
                 await self._verify(str(version.served_model), samples)
                 await self._swap.activate(version, step, expected=base)
             else:
-                await self._swap.activate(version, step, expected=base)
+                if version is not live:
+                    await self._swap.activate(version, step, expected=base)
                 await self._verify(await self._swap.vllm.base_model(), samples)
-        except PublishError as error:
-            if self._swap.mode == "merged":
-                await self._swap.activate(await self._ledger.version(base))
+        except (PublishError, Superseded) as error:
             await self._ledger.failed(version.version, str(error))
+            if isinstance(error, PublishError) and self._swap.mode == "merged":
+                await self.take_back(base)
             raise
-        except Superseded as error:
-            await self._ledger.failed(version.version, str(error))
-            raise
+        await self._ledger.verified(version.version)
         await self._prune()
         return await self._ledger.version(version.version)
+
+    def is_done(self, live: PolicyVersion, last: Step) -> bool:
+        """Whether the last step's weights are live, seen to be served, and published in the way that is configured."""
+        return last.version == live.version and live.verified and live.publish == self._swap.mode
+
+    async def take_back(self, base: int) -> None:
+        """Make `base` live again; a server that is away gets it from the proxy when it is back."""
+        try:
+            await self._swap.activate(await self._ledger.version(base))
+        except (UpstreamUnreachable, UpstreamTimeout, NotServed):
+            await self._ledger.set_live(base)
 
     async def abandon_unfinished(self) -> None:
         """Versions that a killed trainer was publishing will not go live."""
@@ -96,23 +114,26 @@ class Publisher:
 
         Not by prompt_logprobs: they end the engine of vLLM 0.32 on a CPU with LoRA enabled.
         """
-        prompts = [sample.token_ids[: sample.mask.index(1)] for sample in _varied(samples, self._config.verify_samples)]
+        chosen = _varied(samples, self._config.verify_samples)
+        prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
         answers = [await self._sample(model, prompt) for prompt in prompts]
         rows = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, answers, strict=True)]
-        ours = await asyncio.to_thread(self._trainer.logprobs, rows)
-        differences = [
-            abs(a - b)
-            for row, (ids, served) in zip(ours, answers, strict=True)
-            for a, b in zip(row[-len(ids) :], served, strict=True)
-        ]
-        difference = math.fsum(differences) / len(differences) if differences else math.nan
+        difference = _difference(await asyncio.to_thread(self._trainer.logprobs, rows), answers)
         tolerance = self._config.verify_tolerance or TOLERANCE[self._trainer.policy_model.dtype]
         if not difference <= tolerance:  # NaN fails too
             raise PublishError(
                 "vLLM does not serve the weights that were published: its log-probabilities of "
-                f"{len(differences)} tokens differ from the trainer's by {difference:.4g} on average "
-                f"(policy.verify_tolerance is {tolerance:g}); the previous version stays live"
+                f"{sum(len(ids) for ids, _ in answers)} tokens differ from the trainer's by {difference:.4g} on "
+                f"average (policy.verify_tolerance is {tolerance:g}); the previous version stays live"
             )
+        if self._served is not None and difference > tolerance * ROUNDING:
+            before = _difference(await asyncio.to_thread(self._trainer.logprobs, rows, self._served), answers)
+            if before < difference / 2:
+                raise PublishError(
+                    "vLLM still serves the weights from before: its log-probabilities differ from theirs by "
+                    f"{before:.4g} on average, and from those of the published weights by {difference:.4g}"
+                )
+        self._served = self._trainer.adapter()
 
     async def _sample(self, model: str, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
         """vLLM's answer; waits for a server that is away, which the proxy puts in line when it is back."""
@@ -122,7 +143,7 @@ class Publisher:
             except (UpstreamUnreachable, UpstreamTimeout) as error:
                 log.warning("verifying the published weights waits: %s", error)
                 await asyncio.sleep(RETRY_S)
-        raise PublishError(f"the published weights could not be verified: vLLM did not answer {VERIFY_TRIES} times")
+        raise UpstreamUnreachable(f"the published weights are not verified yet: vLLM is away for {VERIFY_TRIES} tries")
 
     async def _prune(self) -> None:
         """Remove the files of old versions, except those that running rollouts keep to."""
@@ -141,6 +162,16 @@ class Publisher:
                 await self._swap.vllm.unload_adapter(version.served_model)
         await self._ledger.forget_files(version.version)
         await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version.version}", ignore_errors=True)
+
+
+def _difference(ours: Sequence[Sequence[float]], answers: Sequence[tuple[list[int], list[float]]]) -> float:
+    """Mean absolute difference over the answers' tokens, which end the rows; NaN without any."""
+    differences = [
+        abs(a - b)
+        for row, (ids, served) in zip(ours, answers, strict=True)
+        for a, b in zip(row[-len(ids) :], served, strict=True)
+    ]
+    return math.fsum(differences) / len(differences) if differences else math.nan
 
 
 def _varied(samples: Sequence[Sample], count: int) -> Sequence[Sample]:

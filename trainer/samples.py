@@ -69,7 +69,8 @@ def rollout_samples(
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 
-    A call continues the longest row that its prompt begins with, token by token; else it opens a new one.
+    A call continues the longest row that its prompt begins with, token by token; else, or where the row would become
+    too long, it opens a new one.
     """
     rows: list[_Row] = []
     left_out: Counter[str] = Counter()
@@ -79,7 +80,7 @@ def rollout_samples(
             left_out[reason] += 1
             continue
         row = _continued(rows, call.prompt_token_ids)
-        if row is None:
+        if row is None or len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens:
             row = _Row()
             rows.append(row)
         row.add_context(call.prompt_token_ids[len(row.token_ids) :])

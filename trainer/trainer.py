@@ -112,9 +112,25 @@ class LightningTrainer(GRPOTrainer):
         self.state.global_step = batch.step
         return self._report({**batch.metrics, **metrics.result()})
 
+    def adapter(self) -> dict[str, Tensor]:
+        """A copy of the adapter's weights."""
+        return {name: value.clone() for name, value in get_peft_model_state_dict(self.peft_model).items()}
+
     @torch.no_grad()
-    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of every token at temperature 1 under the current policy; 0.0 for each row's first."""
+    def logprobs(
+        self, token_ids: Sequence[Sequence[int]], adapter: dict[str, Tensor] | None = None
+    ) -> list[list[float]]:
+        """Log-probability of every token at temperature 1 under the current policy; 0.0 for each row's first.
+
+        `adapter`: score with these weights instead.
+        """
+        if adapter is not None:
+            current = self.adapter()
+            set_peft_model_state_dict(self.peft_model, adapter)
+            try:
+                return self.logprobs(token_ids)
+            finally:
+                set_peft_model_state_dict(self.peft_model, current)
         self.model.eval()
         rows = [_fully_scored(str(i), tuple(ids)) for i, ids in enumerate(token_ids) if len(ids) > 1]
         found: dict[str, list[float]] = {}
@@ -142,11 +158,20 @@ class LightningTrainer(GRPOTrainer):
         set_peft_model_state_dict(self.peft_model, state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scheduler.load_state_dict(state["scheduler"])
+        self._set_learning_rate()
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda_rng"])
         self.state.global_step = state["step"]
         return int(state["step"])
+
+    def _set_learning_rate(self) -> None:
+        """The configured rate counts, not the one that a checkpoint was written with."""
+        rates = [self.args.learning_rate] * len(self.optimizer.param_groups)
+        self.lr_scheduler.base_lrs = rates
+        for group, rate, factor in zip(self.optimizer.param_groups, rates, self.lr_scheduler.lr_lambdas, strict=True):
+            group["initial_lr"] = rate
+            group["lr"] = rate * factor(self.lr_scheduler.last_epoch)
 
     def close(self) -> None:
         """Let the callbacks (TensorBoard and other reports) finish their files."""

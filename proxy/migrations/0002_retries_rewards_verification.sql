@@ -1,0 +1,12 @@
+-- The call that took this one's place: the client sent the same request again.
+ALTER TABLE calls ADD COLUMN superseded_by TEXT;
+
+-- When the first reward named 'reward' came, for the rollout or for one of its calls.
+ALTER TABLE rollouts ADD COLUMN rewarded_at REAL;
+UPDATE rollouts SET rewarded_at = (
+    SELECT MIN(created_at) FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.name = 'reward'
+);
+
+-- Whether vLLM was seen to serve these weights.
+ALTER TABLE policy_versions ADD COLUMN verified INTEGER NOT NULL DEFAULT 0;
+UPDATE policy_versions SET verified = 1 WHERE status IN ('live', 'ready');
