@@ -49,6 +49,16 @@ def reason(body: dict[str, Any], status: Any = "ok", **request: Any) -> str | No
     return tokens.untrainable_reason(status, request)
 
 
+def test_ids_that_no_vocabulary_has_are_no_ids():
+    assert reason(answer(choice={"token_ids": [7, 2**31]})) == "no token ids from the upstream"
+
+
+def test_what_is_left_of_a_stream_is_given_out_once():
+    transcript = Transcript(ChatStream(Injection()), whole_frames=False)
+    assert transcript.feed(b"data: {") == b""
+    assert [transcript.end(), transcript.end()] == [b"data: {", b""]
+
+
 def test_an_answer_gives_its_tokens_and_is_trainable():
     tokens = Tokens()
     tokens.add(answer())

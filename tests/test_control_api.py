@@ -235,6 +235,14 @@ async def test_a_call_names_every_version_that_was_live_while_it_ran(running: Ru
         await call
         _, rollout = await system.call("GET", "/rollouts/r1")
         assert rollout["calls"][0]["policy_versions"] == [0, *versions]
+        system.vllm.delays = [1.0]
+        call = asyncio.create_task(system.chat("r2"))
+        await asyncio.sleep(0.2)
+        for version in (0, versions[-1]):  # there and back
+            assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
+        await call
+        _, rollout = await system.call("GET", "/rollouts/r2")
+        assert rollout["calls"][0]["policy_versions"] == [versions[-1], 0]
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key", "api-key"])

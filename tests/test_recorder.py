@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,67 @@ async def test_lone_surrogates_and_huge_numbers_are_kept(database: Database, rec
     request = {"messages": [{"role": "user", "content": "\ud800"}], "seed": 2**80}
     await recorder.start(start("c", request))
     assert (await Store(database).calls("r"))[0].request == request
+
+
+async def test_a_repeated_id_brings_its_newest_result_to_the_newest_call(
+    database: Database, recorder: Recorder
+) -> None:
+    def told(*results: str) -> dict[str, Any]:
+        return {"messages": [{"role": "tool", "tool_call_id": "call_0", "content": text} for text in results]}
+
+    tool = (ToolCall("call_0", "f", "{}"),)
+    await recorder.start(start("a", {"messages": []}))
+    await recorder.end(end("a", tool_calls=tool))
+    await recorder.start(start("b", told("A")))
+    await recorder.end(end("b", tool_calls=tool))
+    async with Recorder(Store(database), merged=False) as restarted:
+        await restarted.start(start("c", told("A", "B")))
+    calls = await Store(database).calls("r")
+    assert [tool.result for call in calls for tool in call.tool_calls] == ["A", "B"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"), [(["ok", "error", "ok"], 1), (["ok", "ok"], 1), (["error", "ok"], 0)]
+)
+async def test_a_retry_takes_the_place_of_what_failed(
+    database: Database, recorder: Recorder, statuses: list[Any], expected: int
+) -> None:
+    request = {"messages": [{"role": "user", "content": "same"}]}
+    for i, status in enumerate(statuses):
+        await recorder.start(start(f"c{i}", request))
+        await recorder.end(replace(end(f"c{i}"), status=status))
+    await recorder.start(replace(start("retry", request), is_retry=True))
+    calls = await Store(database).calls("r")
+    assert [i for i, call in enumerate(calls) if call.superseded_by == "retry"] == [expected]
+
+
+async def test_a_retry_after_another_request_takes_no_answered_calls_place(
+    database: Database, recorder: Recorder
+) -> None:
+    for i, text in enumerate(("same", "other")):
+        await recorder.start(start(f"c{i}", {"messages": [text]}))
+        await recorder.end(end(f"c{i}"))
+    await recorder.start(replace(start("retry", {"messages": ["same"]}), is_retry=True))
+    assert [call.superseded_by for call in await Store(database).calls("r")] == [None, None, None]
+
+
+async def test_once_an_evaluation_always_one(database: Database, recorder: Recorder) -> None:
+    for i, mode in enumerate(("train", "eval", "train")):
+        call = start(f"c{i}", {})
+        await recorder.start(replace(call, rollout=replace(call.rollout, mode=mode)))
+    assert (await Store(database).rollout("r")).mode == "eval"
+
+
+async def test_a_file_that_is_no_database_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
+    (tmp_path / "store.db").write_bytes(b"not a database at all" * 100)
+    before = threading.active_count()
+    with pytest.raises(StoreUnavailable, match="not a database"):
+        await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    for _ in range(200):
+        if threading.active_count() == before:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"a thread would keep the process alive: {threading.enumerate()}")
 
 
 async def test_an_unknown_rollout_is_not_found(database: Database) -> None:

@@ -33,6 +33,7 @@ class ControlApi:
     def __init__(self) -> None:
         self.rollouts: dict[str, dict[str, object]] = {}
         self.url = ""
+        self.away = 0  # requests to refuse
 
     async def open(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -48,6 +49,9 @@ class ControlApi:
         return web.json_response([{"rollout_id": n, "base_url": f"{base}/{n}/v1", "api_key": f"k-{n}"} for n in names])
 
     async def get(self, request: web.Request) -> web.Response:
+        if self.away > 0:
+            self.away -= 1
+            return web.json_response({"error": {"message": "away"}}, status=503)
         return web.json_response(self.rollouts[request.match_info["name"]])
 
     async def end(self, request: web.Request) -> web.Response:
@@ -172,6 +176,29 @@ async def test_ctrl_c_ends_programs_and_discards_their_rollouts(proxy: ControlAp
     for pid in pids.read_text().split():
         while Path(f"/proc/{pid}").exists():
             await asyncio.sleep(0.02)
+
+
+async def test_a_program_that_cannot_be_started_fails_its_rollout(proxy: ControlApi, tmp_path: Path) -> None:
+    script = tmp_path / "agent"
+    script.write_text("no shebang, no format")
+    script.chmod(0o755)
+    (result,) = await run_all(proxy, ProcessRunner([str(script)]), [task(1)], RunOptions())
+    assert (result.exit_code, "cannot be started" in (result.reason or "")) == (126, True)
+    assert proxy.rollouts["r0"]["status"] == "failed"
+
+
+async def test_a_proxy_that_is_away_for_a_moment_is_waited_for(
+    proxy: ControlApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.commands.control.RETRY_S", 0.05)
+    async with ControlClient(proxy.url, patience_s=30) as api:
+        assert len(await api.open_rollouts("t", "train", 1)) == 1
+        proxy.away = 3
+        assert (await api.rollout("r0"))["task_id"] == "t"
+        proxy.away = 1
+    async with ControlClient(proxy.url, patience_s=30) as fresh:
+        with pytest.raises(ControlError, match="HTTP 503"):  # never reached: said at once
+            await fresh.rollout("r0")
 
 
 async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, tmp_path: Path) -> None:

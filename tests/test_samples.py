@@ -23,6 +23,12 @@ def rows(*calls: ModelCall, max_tokens: int = 100) -> RolloutSamples:
     return rollout_samples(calls, [float(i + 1) for i in range(len(calls))], task_id="t", max_tokens=max_tokens)
 
 
+def test_a_row_that_would_become_too_long_ends_before_it() -> None:
+    made = rows(call([1], [2], name="a"), call([1, 2, 7, 8], [9], name="b"), max_tokens=4)
+    assert [sample.token_ids for sample in made.samples] == [(1, 2)]
+    assert made.long_rows == 1
+
+
 def test_a_single_call_is_one_row() -> None:
     (sample,) = rows(call([1, 2], [3, 4], temperature=0.5)).samples
     assert sample.token_ids == (1, 2, 3, 4)

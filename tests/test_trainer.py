@@ -198,6 +198,15 @@ def test_resuming_gives_the_losses_of_an_unbroken_run(model_directory: Path, tmp
     assert torch.equal(lora_weights(first.peft_model), lora_weights(second.peft_model))
 
 
+def test_a_resumed_run_takes_the_rate_that_is_configured_now(model_directory: Path, tmp_path: Path) -> None:
+    first = trainer(model_directory, tmp_path, learning_rate=1e-2, lr_scheduler="constant_with_warmup", warmup_steps=4)
+    first.step(batch(1))
+    first.save(tmp_path / "checkpoint-1")
+    second = trainer(model_directory, tmp_path, learning_rate=4e-3, lr_scheduler="constant_with_warmup", warmup_steps=4)
+    second.load(tmp_path / "checkpoint-1")
+    assert [second.step(batch(step))["lr"] for step in (2, 3)] == pytest.approx([1e-3, 2e-3])
+
+
 def test_a_directory_that_was_not_finished_never_appears(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-1"
     with whole_directory(target) as temporary:

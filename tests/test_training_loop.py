@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from lightning_proxy.proxy.config import Config, PolicyConfig, StoreConfig, TrainerConfig, UpstreamConfig
 from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.errors import PublishError
+from lightning_proxy.proxy.errors import PublishError, UpstreamUnreachable
 from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.policy import Swap
+from lightning_proxy.proxy.policy import NotServed, Swap
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
@@ -344,6 +344,95 @@ async def test_a_version_made_live_by_hand_during_a_step_stays_live(base: Path, 
         last = await b.ledger.last_step()
         assert last is not None
         assert (last.step, last.base, last.version) == (3, 0, 3)
+
+
+async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
+        [await b.rollout("t1", None, status=status) for status in ("completed", "failed")]
+        late = [await b.rollout("t2", None, status="completed") for _ in range(4)]
+        await asyncio.sleep(1.1)
+        new = await b.rollout("t1", 1.0)
+        await b.store.post_rewards([Reward(late[0], 1.0)], None, b"")  # the others' rewards are on their way
+        await b.loop().run(asyncio.Event(), once=True)
+        for waiting in (new, late[0]):
+            assert (await b.store.rollout(waiting)).dropped is None
+
+
+async def test_rewards_of_calls_stand_in_for_the_rollouts_own(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        rollouts = [await b.rollout("t1", None) for _ in range(4)]
+        for i, rollout in enumerate(rollouts):
+            await b.store.post_rewards([Reward(rollout, float(i), call_id=rollout, final=True)], None, b"")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts) == {1}
+        last = await b.ledger.last_step()
+        assert last is not None and last.metrics["reward_mean"] == 1.5
+
+
+async def test_weights_that_were_not_verified_yet_are_verified_after_a_restart(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path, server=DeafServer) as b:
+        await b.groups("t1", "t2")
+        loop = b.loop()
+        with monkeypatch.context() as killed:
+            killed.setattr(b.vllm, "sample", None)  # the trainer dies at its first use
+            with pytest.raises(TypeError):
+                await loop.run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.version, live.verified) == (1, False)
+        with pytest.raises(PublishError, match="does not serve the weights"):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.ledger.live()).version == 0
+        assert (await b.ledger.version(1)).status == "failed"
+
+
+async def test_verification_goes_on_when_vllm_was_away(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        sample, tries = b.vllm.sample, []
+
+        async def away_at_first(*args: Any) -> Any:
+            tries.append(args)
+            if len(tries) < 3:
+                raise UpstreamUnreachable("away")
+            return await sample(*args)
+
+        monkeypatch.setattr(b.vllm, "sample", away_at_first)
+        monkeypatch.setattr("lightning_proxy.trainer.publish.VERIFY_TRIES", 1)
+        monkeypatch.setattr("lightning_proxy.trainer.publish.RETRY_S", 0.01)
+        monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.version, live.step, live.verified) == (1, 1, True)
+
+
+async def test_weights_that_stay_the_old_ones_are_noticed_however_small_the_step(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, learning_rate=0.005) as b:
+        await b.groups("t1", "t2")
+        loop = b.loop()
+        await loop.run(asyncio.Event(), once=True)
+        serve, b.server.load = b.server.load, lambda *_: None  # type: ignore[method-assign]
+        await b.groups("t3", "t4")
+        with pytest.raises(PublishError, match="weights from before|does not serve"):
+            await loop.run(asyncio.Event(), once=True)
+        b.server.load = serve  # type: ignore[method-assign]
+
+
+async def test_a_changed_way_of_publishing_publishes_the_last_step_anew(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, "merged") as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+    async with bench(base, tmp_path, "lora") as b:
+        swap = Swap(b.ledger, b.vllm, "lora", b.config.policy.directory)
+        with pytest.raises(NotServed, match="published as merged"):
+            await swap.restore(set())
+        await b.loop().run(asyncio.Event(), once=True)
+        await swap.restore(set())
+        live = await b.ledger.live()
+        assert (live.version, live.step, live.publish, live.verified) == (2, 1, "lora", True)
 
 
 async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_path: Path) -> None:

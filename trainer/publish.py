@@ -55,6 +55,8 @@ class Publisher:
         await self._swap.vllm.models()  # not reachable: before a version is reserved
         if live.step == step and live.publish == self._swap.mode and not live.verified:
             version = live  # only its verification is missing
+            made_by = await self._ledger.step_of_version(live.version)
+            base = made_by.base if made_by else base
         else:
             version = await self._save(step, metrics)
         try:
