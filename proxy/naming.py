@@ -35,7 +35,7 @@ def parse_path(path: str) -> DataPath | None:
 
 
 def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str | None = None) -> RolloutName:
-    """The rollout named by header, URL or key, the first that is present; a new one if none is.
+    """The rollout named by header, URL or key, the first that is present; a new one, not `named`, if none is.
 
     `headers` has lower-case names. Raises InvalidRequest for an id or a mode that is not valid.
     """
@@ -46,9 +46,10 @@ def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str
         rollout_id = check_id(path.rollout_id, "rollout_id")
     else:
         rollout_id = key_rollout_id or uuid4().hex
+    named = key_rollout_id is not None or "x-rollout-id" in headers or path.rollout_id is not None
     task_id = _first_id((path.task_id, "task_id"), (headers.get("x-task-id"), "X-Task-Id"))
     agent = _first_id((path.agent, "agent"), (headers.get("x-agent-name"), "X-Agent-Name"))
-    return RolloutName(rollout_id, task_id, agent, _mode(headers.get("x-rollout-mode")))
+    return RolloutName(rollout_id, task_id, agent, _mode(headers.get("x-rollout-mode")), named)
 
 
 def _first_id(*candidates: tuple[str | None, str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -13,6 +14,7 @@ import orjson
 
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send
 from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.continuation import Conversations, scope_of
 from lightning_proxy.proxy.dialects import DIALECTS, Dialect
 from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, NotFound
 from lightning_proxy.proxy.exchange import Exchange, OnEnd
@@ -20,7 +22,7 @@ from lightning_proxy.proxy.inject import Injection
 from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path
 from lightning_proxy.proxy.ports import Caller, Keys, Policy, Recorder, Route
-from lightning_proxy.proxy.types import CallStart, RolloutName
+from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, response_headers
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class Relay:
         self._recorder = recorder
         self._policy = policy
         self._keys = keys
+        self._conversations = Conversations()
         self._max_body_bytes = int(config.proxy.max_body_mb * 1_000_000)
         self._on_end = on_end
 
@@ -80,7 +83,7 @@ class Relay:
         dialect = DIALECTS.get(path.rest) if scope["method"] == "POST" else None
         if dialect is not None:
             request = _request(scope, path.rest, body, caller, identity=True)
-            await self._record(agent, request, dialect, rollout, is_retry=_is_retry(headers))
+            await self._record(agent, request, dialect, rollout, scope_of(headers), is_retry=_is_retry(headers))
         elif scope["method"] == "GET" and path.rest == "/v1/models":
             await self._list_models(agent, _request(scope, path.rest, body, caller, identity=True), rollout)
         elif scope["method"] == "GET" and path.rest == f"/v1/models/{self._policy.alias}":
@@ -89,9 +92,13 @@ class Relay:
             await self._pass(agent, _request(scope, path.rest, body, caller), rollout)
 
     async def _record(
-        self, agent: Agent, request: Request, dialect: Dialect, rollout: RolloutName, *, is_retry: bool
+        self, agent: Agent, request: Request, dialect: Dialect, rollout: RolloutName, scope: str, *, is_retry: bool
     ) -> None:
-        body = _parse_object(request.body)
+        body, conversations = _parse_object(request.body), self._conversations
+        if not rollout.named:
+            found = conversations.find(scope, body, is_retry=is_retry)
+            rollout = rollout if found is None else replace(rollout, rollout_id=found)
+            conversations.asked(scope, rollout.rollout_id, body)
         route = await self._policy.route(rollout, _model(body))
         sent, injection = _with_model(body, route), Injection()
         if route.upstream.kind == "vllm":
@@ -110,8 +117,15 @@ class Relay:
         if route.version is not None:
             agent.extra.append((b"x-policy-version", str(route.version).encode()))
         request = _with_body(request, body, sent)
+
+        def on_end(end: CallEnd) -> None:
+            if not rollout.named and end.status == "ok":
+                conversations.answered(scope, rollout.rollout_id, body, end.response)
+            if self._on_end is not None:
+                self._on_end(end)
+
         exchange = Exchange(
-            self._session, self._recorder, agent, start, route.upstream, request, dialect, injection, self._on_end
+            self._session, self._recorder, agent, start, route.upstream, request, dialect, injection, on_end
         )
         await exchange.run()
 

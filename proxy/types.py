@@ -27,12 +27,13 @@ def check_id(value: str, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RolloutName:
-    """Which rollout a request belongs to, as its header, URL or key says."""
+    """Which rollout a request belongs to, as its header, URL or key says; `named`: whether one of them did."""
 
     rollout_id: str
     task_id: str | None = None
     agent: str | None = None
     mode: Mode = "train"
+    named: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class PolicyServer:
         self.processed_logprobs, self.stable_template, self.returns_token_ids = True, True, True
         self.delays: list[float] = []  # of the next answers, in seconds
         self.headers: list[dict[str, str]] = []
+        self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # the message, from the request
         self.restart()
         self.app = web.Application()
         self.app.router.add_get("/v1/models", self.models)
@@ -103,6 +104,7 @@ class PolicyServer:
             error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
             return web.json_response({"error": error}, status=404)
         message = {"role": "assistant", "content": f"by {body['model']} with {Path(self.weights).name}"}
+        message = self.answer(body) if self.answer else message
         choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [5, 6]}
         temperature = body.get("temperature", 1.0) if self.processed_logprobs else 1.0
         top = [{"token": "a", "logprob": -0.5 / temperature}, {"token": "b", "logprob": -1.5 / temperature}]

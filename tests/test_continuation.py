@@ -1,0 +1,216 @@
+"""Rollouts that nobody names: recorded traffic of many agents at once, replayed without its names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from lightning_proxy.proxy.continuation import Conversations
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+Messages = list[dict[str, Any]]
+SYSTEM = {"role": "system", "content": "You are a careful assistant."}
+WORDS = [
+    "amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lemur", "mango",
+    "nadir", "ocean", "pearl",
+]  # fmt: skip
+
+
+def sentence(source: random.Random) -> str:
+    return " ".join(source.choices(WORDS, k=8))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer_of(text: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+class Model:
+    """Answers with a sentence, or, where there are tools, often with calls of them."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+
+    def __call__(self, body: dict[str, Any]) -> dict[str, Any]:
+        text = sentence(self.random)
+        if not body.get("tools") or self.random.random() < 0.3:
+            return {"role": "assistant", "content": text}
+        calls = [
+            {"id": f"call_{uuid.UUID(int=self.random.getrandbits(128)).hex}", "type": "function",
+             "function": {"name": "delegate", "arguments": json.dumps({"order": sentence(self.random)})}}
+            for _ in range(self.random.randint(1, 2))
+        ]  # fmt: skip
+        return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+class Agent:
+    """One run of an agent program; every kind of what agents do to their histories, on the official client."""
+
+    def __init__(self, client: openai.AsyncOpenAI, seed: int) -> None:
+        self.client = client
+        self.random = random.Random(seed)
+
+    async def ask(self, messages: Messages, **more: Any) -> dict[str, Any]:
+        await asyncio.sleep(self.random.random() / 50)
+        answer = await self.client.chat.completions.create(model="policy", messages=messages, **more)  # type: ignore[call-overload]
+        message: dict[str, Any] = answer.choices[0].message.model_dump(exclude_none=True)
+        return message
+
+    async def chat(self) -> None:
+        """Several turns, one of them asked again from an earlier point."""
+        messages: Messages = [SYSTEM, user(sentence(self.random))]
+        for turn in range(4):
+            messages.append(await self.ask(messages))
+            if turn == 2:
+                await self.ask([*messages[:-2], user(sentence(self.random))])  # a branch
+            messages.append(user(sentence(self.random)))
+
+    async def tools(self) -> None:
+        """Tool calls, each order given to a sub-agent that has a conversation of its own."""
+        messages: Messages = [SYSTEM, user(sentence(self.random))]
+        for _ in range(3):
+            message = await self.ask(messages, tools=[{"type": "function", "function": {"name": "delegate"}}])
+            messages.append(message)
+            for call in message.get("tool_calls") or ():
+                order = json.loads(call["function"]["arguments"])["order"]
+                found = await self.ask([{"role": "system", "content": "You are a worker."}, user(order)])
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": found["content"]})
+            if not message.get("tool_calls"):
+                messages.append(user(sentence(self.random)))
+
+    async def summary(self) -> None:
+        """A history that is cut: its beginning becomes a summary, the last turns stay."""
+        messages: Messages = [SYSTEM, user(sentence(self.random))]
+        for turn in range(5):
+            messages.append(await self.ask(messages))
+            messages.append(user(sentence(self.random)))
+            if turn == 2:
+                messages = [SYSTEM, user("So far: " + sentence(self.random)), *messages[-2:]]
+
+    async def run(self, kind: str) -> None:
+        await getattr(self, kind)()
+
+
+async def test_hidden_names_are_found_again(running: Running, tmp_path: Path) -> None:
+    """Precision and recall over pairs of calls, on traffic of real clients whose names were then hidden."""
+    async with running(tmp_path) as system:
+        system.vllm.answer = Model()
+        clients = [openai.AsyncOpenAI(base_url=f"{system.url}/rollouts/run-{i}/v1", api_key="same") for i in range(60)]
+        kinds = ["chat", "tools", "summary"]
+        await asyncio.gather(*(Agent(c, i).run(kinds[i % 3]) for i, c in enumerate(clients)))
+        await asyncio.gather(*(c.close() for c in clients))
+        _, page = await system.call("GET", "/rollouts?limit=1000")
+        rollouts = [(await system.call("GET", f"/rollouts/{r['rollout_id']}"))[1] for r in page["data"]]
+    calls = [(rollout["rollout_id"], call) for rollout in rollouts for call in rollout["calls"]]
+    assert len(calls) > 300
+    found = replay([call for _, call in calls])
+    precision, recall = pairs(found, [name for name, _ in calls])
+    print(f"{len(calls)} calls of {len(rollouts)} rollouts: precision {precision:.4f}, recall {recall:.4f}")
+    assert precision >= 0.99
+    assert recall >= 0.99
+
+
+def replay(calls: list[dict[str, Any]]) -> list[str]:
+    """The rollout that each call is given, begun and ended in the order of the recording."""
+    moments = [(call["started_at"], 0, i) for i, call in enumerate(calls)]
+    moments += [(call["started_at"] + call["latency_ms"] / 1000, 1, i) for i, call in enumerate(calls)]
+    conversations, found = Conversations(), [""] * len(calls)
+    for _, ended, i in sorted(moments):
+        request = calls[i]["request"]
+        if ended:
+            conversations.answered("key", found[i], request, calls[i]["response"])
+        else:
+            found[i] = conversations.find("key", request) or f"new-{i}"
+            conversations.asked("key", found[i], request)
+    return found
+
+
+def pairs(found: list[str], true: list[str]) -> tuple[float, float]:
+    together = Counter((a == b, x == y) for (a, x), (b, y) in combinations(zip(found, true, strict=True), 2))
+    right = together[True, True]
+    return right / (right + together[True, False]), right / (right + together[False, True])
+
+
+async def test_an_agent_without_names_gets_one_rollout_a_conversation(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        system.vllm.answer = Model()
+        async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="k") as client:
+            await asyncio.gather(*(Agent(client, i).chat() for i in range(8)))
+        _, page = await system.call("GET", "/rollouts?limit=1000")
+        assert [r["calls"] for r in page["data"]] == [5] * 8
+
+
+def test_nothing_is_shared_between_keys() -> None:
+    conversations = Conversations()
+    conversations.answered("one", "r", {"messages": [user("hi")]}, answer_of("hello"))
+    follow = {"messages": [user("hi"), {"role": "assistant", "content": "hello"}, user("more")]}
+    assert (conversations.find("one", follow), conversations.find("two", follow)) == ("r", None)
+
+
+def test_the_same_first_question_is_a_new_rollout_each_time() -> None:
+    conversations, first = Conversations(), {"messages": [SYSTEM, user("hi")]}
+    conversations.asked("k", "r1", first)
+    conversations.answered("k", "r1", first, answer_of("hello"))
+    assert conversations.find("k", first) is None
+    assert conversations.find("k", first, is_retry=True) == "r1"
+
+
+def test_equal_conversations_are_gone_on_with_one_by_one() -> None:
+    conversations, first = Conversations(), {"messages": [user("hi")]}
+    for name in ("r1", "r2"):
+        conversations.answered("k", name, first, answer_of("hello"))
+    follow = {"messages": [user("hi"), {"role": "assistant", "content": "hello"}, user("more")]}
+    assert {conversations.find("k", follow), conversations.find("k", follow)} == {"r1", "r2"}
+
+
+def test_what_clients_do_to_an_answer_makes_no_difference() -> None:
+    conversations, first = Conversations(), {"messages": [user("hi")]}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    answer = {"role": "assistant", "content": " hello ", "tool_calls": [call], "refusal": None, "reasoning": "hm"}
+    conversations.answered("k", "r", first, {"choices": [{"message": answer}]})
+    back = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "hello"}],
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}],
+    }
+    asked = {"messages": [user("hi"), back, {"role": "tool", "tool_call_id": "c1", "content": "2"}]}
+    assert conversations.find("k", asked) == "r"
+
+
+def test_responses_and_messages_are_gone_on_with_too() -> None:
+    conversations = Conversations()
+    output = [
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hello"}]},
+        {"type": "function_call", "call_id": "c7", "name": "f", "arguments": "{}"},
+    ]
+    conversations.answered("k", "r1", {"input": "hi"}, {"id": "resp_1", "output": output})
+    assert conversations.find("k", {"input": "more", "previous_response_id": "resp_1"}) == "r1"
+    result = {"type": "function_call_output", "call_id": "c7", "output": "x"}
+    assert conversations.find("k", {"input": [user("hi"), *output[1:], result]}) == "r1"
+    content = [{"type": "text", "text": "well"}, {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}]
+    conversations.answered("k", "r2", {"system": "s", "messages": [user("hi")]}, {"content": content})
+    told = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "x"}]}
+    asked = {"system": "s", "messages": [user("hi"), {"role": "assistant", "content": content}, told]}
+    assert conversations.find("k", asked) == "r2"
+
+
+def test_what_was_quiet_the_longest_is_forgotten() -> None:
+    conversations = Conversations(remembered=3)
+    for i in range(5):
+        conversations.answered("k", f"r{i}", {"messages": [user(f"{i}")]}, answer_of("hello"))
+    follow = [{"messages": [user(f"{i}"), {"role": "assistant", "content": "hello"}, user("x")]} for i in range(5)]
+    assert [conversations.find("k", request) for request in follow] == [None, None, "r2", "r3", "r4"]
