@@ -10,10 +10,10 @@ STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup test check lint demo clean
+.PHONY: help setup test check lint demo bench-proxy clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## make .venv/ with everything (again: seconds)
 
@@ -44,6 +44,9 @@ check: lint test  ## what CI runs: lint, types, tests
 
 demo: setup  ## the whole loop on a small real model: record, reward, train, swap
 	$(BIN)/lightning-proxy demo $(ARGS)
+
+bench-proxy: setup  ## the proxy's speed beside a bare forwarder's
+	$(BIN)/python benchmarks/proxy.py $(ARGS)
 
 clean:  ## remove .venv/ and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info

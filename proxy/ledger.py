@@ -121,6 +121,12 @@ class Ledger:
         assert row is not None  # the first migration inserts version 0
         return rows.read_version(row)
 
+    def live_now(self) -> PolicyVersion:
+        """The same at once, for every call that is routed."""
+        row = self._db.one_now(sql.LIVE_VERSION)
+        assert row is not None
+        return rows.read_version(row)
+
     async def versions(self) -> list[PolicyVersion]:
         return [rows.read_version(row) for row in await self._db.all(sql.VERSIONS)]
 

@@ -159,7 +159,7 @@ class Policy:
             await self._get_in_line(upstream.connect_timeout_s)
         if isinstance(self._problem, NotServed):
             raise self._problem
-        live = await self._ledger.live()
+        live = self._ledger.live_now()
         if self._swap.mode == "merged":
             ours = model in (None, self.alias, self._base)
             return Route(upstream, self._base if model == self.alias else None, live.version if ours else None)

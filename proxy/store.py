@@ -29,9 +29,7 @@ class Store:
 
     async def write(self, batch: Iterable[tuple[str, dict[str, Any]]]) -> None:
         """Run statements of `sql.py` in one transaction, in order; neighbours that are alike go in one call."""
-        async with self._db.transaction() as db:
-            for statement, params in _runs(batch):
-                await db.executemany(statement, params)
+        await self._db.commit(_runs(batch))
 
     async def calls(self, rollout_id: str) -> list[ModelCall]:
         """The rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout."""

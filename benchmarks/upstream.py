@@ -1,0 +1,108 @@
+"""A model server that takes no time: canned answers of vLLM's shape from a bare asyncio protocol.
+
+`python upstream.py PORT`. A body with `"stream":true` is answered with 40 chunks; `"slow":true` keeps the stream open
+for 30 s after the first of them.
+"""
+
+import asyncio
+import json
+import sys
+
+CHUNKS = 40
+IDS, LOGPROB = 8, -0.5
+
+
+def _logprobs(n: int) -> dict:
+    entry = {"token": "tok", "logprob": LOGPROB, "bytes": [116, 111, 107], "top_logprobs": []}
+    return {"content": [entry] * n}
+
+
+def _whole() -> bytes:
+    choice = {
+        "index": 0, "message": {"role": "assistant", "content": "tok" * IDS, "tool_calls": []},
+        "logprobs": _logprobs(IDS), "finish_reason": "stop", "stop_reason": None, "token_ids": list(range(IDS)),
+    }  # fmt: skip
+    usage = {"prompt_tokens": 16, "completion_tokens": IDS, "total_tokens": 16 + IDS, "prompt_tokens_details": None}
+    answer = {
+        "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "base", "choices": [choice],
+        "usage": usage, "prompt_token_ids": list(range(16)),
+    }  # fmt: skip
+    body = json.dumps(answer).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _frames() -> list[bytes]:
+    def frame(chunk: dict) -> bytes:
+        data = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        return b"%x\r\n%s\r\n" % (len(data), data)
+
+    top = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "base"}
+    first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    frames = [frame(top | {"choices": [first], "prompt_token_ids": list(range(16))})]
+    for i in range(CHUNKS):
+        choice = {
+            "index": 0, "delta": {"content": "tok"}, "logprobs": _logprobs(1), "token_ids": [i],
+            "finish_reason": "stop" if i == CHUNKS - 1 else None,
+        }  # fmt: skip
+        frames.append(frame(top | {"choices": [choice]}))
+    usage = {"prompt_tokens": 16, "completion_tokens": CHUNKS, "total_tokens": 16 + CHUNKS}
+    frames.append(frame(top | {"choices": [], "usage": usage}))
+    return [*frames, b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"]
+
+
+def _json(value: object) -> bytes:
+    body = json.dumps(value).encode()
+    return f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+WHOLE, FRAMES = _whole(), _frames()
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+OTHERS = {
+    b"/v1/models": _json({"object": "list", "data": [{"id": "base", "object": "model", "parent": None, "root": "/"}]}),
+    b"/weight_info": _json({"weight_version": "default"}),
+    b"/is_paused": _json({"is_paused": False}),
+}
+
+
+class Upstream(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
+            head = self.buffer[:end].lower()
+            at = head.find(b"content-length:")
+            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(self.buffer) < end + 4 + length:
+                return
+            body = self.buffer[end + 4 : end + 4 + length]
+            self.buffer = self.buffer[end + 4 + length :]
+            self.answer(head.split(b" ", 2)[1], body)
+
+    def answer(self, path: bytes, body: bytes) -> None:
+        if not path.endswith(b"/chat/completions"):
+            self.transport.write(OTHERS.get(path, OTHERS[b"/v1/models"]))
+        elif b'"slow":true' in body[-400:]:
+            self.transport.write(STREAM_HEAD + FRAMES[0] + FRAMES[1])
+            asyncio.get_running_loop().call_later(30, self.transport.write, b"".join(FRAMES[2:]))
+        elif b'"stream":true' in body[-400:]:
+            self.transport.write(STREAM_HEAD)
+            for frame in FRAMES:  # a write each, as a model sends them
+                self.transport.write(frame)
+        else:
+            self.transport.write(WHOLE)
+
+
+async def main(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", port, backlog=2048)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))
