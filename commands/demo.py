@@ -42,6 +42,7 @@ CONCURRENCY = 64
 # `import openai` leaves most of itself to the first call: 0.6 s of CPU in every run, 0.03 s with these imported.
 PRELOADED = ("openai", "openai.resources", "httpcore", "h11", "certifi", "urllib.request")
 POLL_S = 0.25
+PERFECT_STEPS = 4
 STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
 
 
@@ -103,23 +104,33 @@ class Demo:
         return totals(await run_tasks(api, self._held_out, runner, how, self._state.add_evaluated))
 
     async def _work_until_trained(self, system: System, api: ControlClient, runner: Runner) -> None:
-        """The agent works on tasks without end; the trainer ends by itself after its last step."""
+        """The agent works on tasks without end; until the trainer has done its steps, or nothing is left to learn."""
         assert system.trainer is not None
         how = RunOptions(GROUP_SIZE, CONCURRENCY, "train", self._directory / "agents")
         backlog = Backlog(api, limit=int((1 + self._options.ahead) * STEP_ROLLOUTS))
         work = run_tasks(api, self._tasks(), runner, how, self._state.add, backlog.wait)
         working = asyncio.ensure_future(work)
         trained = asyncio.ensure_future(system.trainer.process.wait())
-        either: set[asyncio.Future[Any]] = {working, trained}
+        learnt = asyncio.ensure_future(self._until_nothing_is_left_to_learn(api))
+        either: set[asyncio.Future[Any]] = {working, trained, learnt}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not trained.done():
+            if not trained.done() and not learnt.done():
                 await working
                 raise LightningError("the agent stopped working before the trainer was done")
         finally:
             for future in either:
                 future.cancel()
             await asyncio.gather(*either, return_exceptions=True)
+
+    async def _until_nothing_is_left_to_learn(self, api: ControlClient) -> None:
+        """Return when all groups of some steps' worth of rollouts had equal rewards: they teach nothing."""
+        wanted = PERFECT_STEPS * STEP_ROLLOUTS
+        while True:
+            page = await api.rollouts(mode="train", status="completed", limit=wanted)
+            if len(page["data"]) == wanted and all(one["dropped"] for one in page["data"]):
+                return
+            await asyncio.sleep(10 * POLL_S)
 
     def _tasks(self) -> Iterator[Task]:
         order = random.Random(self._options.seed)
