@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -10,10 +9,6 @@ from uuid import uuid4
 
 from lightning_proxy.proxy.errors import InvalidRequest
 from lightning_proxy.proxy.types import Mode, RolloutName, check_id
-
-_IN_ROLLOUT = re.compile(
-    r"/rollouts/(?P<rollout>[^/]*)(?:/tasks/(?P<task>[^/]*))?(?:/agents/(?P<agent>[^/]*))?(?P<rest>/v1/.*)", re.DOTALL
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +22,18 @@ class DataPath:
 
 
 def parse_path(path: str) -> DataPath | None:
-    """Split the path of a request to the data API; None for any other path."""
+    """Split /rollouts/{rollout_id}[/tasks/{task_id}][/agents/{agent}]/v1/…, or /v1/…; None for any other path."""
     if path.startswith("/v1/"):
         return DataPath(path)
-    match = _IN_ROLLOUT.fullmatch(path)
-    return match and DataPath(match["rest"], match["rollout"], match["task"], match["agent"])
+    if not path.startswith("/rollouts/"):
+        return None
+    rollout_id, _, rest = path.removeprefix("/rollouts/").partition("/")
+    task_id = agent = None
+    if rest.startswith("tasks/"):
+        task_id, _, rest = rest.removeprefix("tasks/").partition("/")
+    if rest.startswith("agents/"):
+        agent, _, rest = rest.removeprefix("agents/").partition("/")
+    return DataPath(f"/{rest}", rollout_id, task_id, agent) if rest.startswith("v1/") else None
 
 
 def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str | None = None) -> RolloutName:

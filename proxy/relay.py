@@ -58,10 +58,11 @@ class Relay:
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        dialect = DIALECTS.get((parse_path(scope["path"]) or DataPath("")).rest)
+        path = parse_path(scope["path"]) or DataPath("")
+        dialect = DIALECTS.get(path.rest)
         agent = Agent(receive, send, dialect.error_body if dialect else LightningError.body)
         try:
-            await self._handle(scope, agent)
+            await self._handle(scope, path, agent)
         except ClientDisconnected:
             return
         except LightningError as error:
@@ -70,9 +71,8 @@ class Relay:
             log.exception("%s %s: internal error", scope["method"], scope["path"])
             await _show(agent, LightningError("internal error of the proxy; its log says more"))
 
-    async def _handle(self, scope: Scope, agent: Agent) -> None:
-        path = parse_path(scope["path"])
-        if path is None or not _is_allowed(path.rest):
+    async def _handle(self, scope: Scope, path: DataPath, agent: Agent) -> None:
+        if not path.rest or not _is_allowed(path.rest):
             raise NotFound(f"no such route: {scope['method']} {scope['path']}")
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         caller = await self._keys.authenticate(headers)
