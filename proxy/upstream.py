@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from urllib.parse import quote
 
 import aiohttp
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_attempt,
+    wait_random_exponential,
+)
+from tenacity.wait import wait_base
 from yarl import URL
 
 from lightning_proxy.proxy.asgi import Header
@@ -23,6 +34,8 @@ _OUR_REQUEST_HEADERS = frozenset(
     b"host content-length expect x-rollout-id x-task-id x-agent-name x-rollout-mode".split()
 )
 _QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
+# Answers that say: not now.
+_RETRIED = frozenset({429, 502, 503, 504})
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
 
 
@@ -57,7 +70,52 @@ def make_session() -> aiohttp.ClientSession:
 async def open_upstream(
     session: aiohttp.ClientSession, upstream: UpstreamConfig, request: Request
 ) -> aiohttp.ClientResponse:
-    """Send the request and wait for the answer's headers. Raises UpstreamUnreachable, UpstreamTimeout."""
+    """Send the request, as often as `upstream.retries` says, and wait for the answer's headers.
+
+    Raises UpstreamUnreachable, UpstreamTimeout.
+    """
+    if not upstream.retries:
+        return await _open(session, upstream, request)
+    retrying = AsyncRetrying(
+        stop=stop_after_attempt(1 + upstream.retries),
+        wait=_RetryAfter(upstream.retry_wait_s),
+        retry=retry_if_result(lambda response: response.status in _RETRIED) | retry_if_exception_type(NoConnection),
+        before_sleep=_let_go,
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
+    )
+    response: aiohttp.ClientResponse = await retrying(_open, session, upstream, request)
+    return response
+
+
+class NoConnection(UpstreamUnreachable):
+    """The request did not reach the upstream."""
+
+
+class _RetryAfter(wait_base):
+    """What the answer's Retry-After says, in seconds or as a date; else 0.5 s, doubling, with jitter."""
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._else = wait_random_exponential(multiplier=0.5, max=longest)
+
+    def __call__(self, retry_state: RetryCallState) -> float:
+        outcome = retry_state.outcome
+        value = "" if outcome is None or outcome.failed else outcome.result().headers.get("Retry-After", "")
+        if value.isdecimal():
+            return min(float(value), self._longest)
+        try:
+            until = parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return self._else(retry_state)
+        return min(max(until, 0.0), self._longest)
+
+
+def _let_go(retry_state: RetryCallState) -> None:
+    if retry_state.outcome is not None and not retry_state.outcome.failed:
+        retry_state.outcome.result().close()
+
+
+async def _open(session: aiohttp.ClientSession, upstream: UpstreamConfig, request: Request) -> aiohttp.ClientResponse:
     try:
         async with asyncio.timeout(upstream.first_byte_timeout_s):
             return await session.request(
@@ -76,7 +134,7 @@ async def open_upstream(
         raise UpstreamTimeout(f"upstream {upstream.name}: no answer within {upstream.first_byte_timeout_s} s") from None
     except aiohttp.ClientConnectorError as error:
         reason = error.os_error.strerror or type(error.os_error).__name__
-        raise UpstreamUnreachable(f"upstream {upstream.name} cannot be reached: {reason}") from None
+        raise NoConnection(f"upstream {upstream.name} cannot be reached: {reason}") from None
     except (aiohttp.ClientError, OSError) as error:
         raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(error)}") from None
 

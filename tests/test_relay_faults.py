@@ -225,6 +225,47 @@ async def test_an_upstream_that_is_down_is_502():
     assert recorder.ends[0].http_status == 502
 
 
+BUSY = b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\nRetry-After: %s\r\n\r\nbusy"
+
+
+@pytest.mark.parametrize(("retries", "expected"), [(0, 503), (1, 503), (2, 200)])
+@pytest.mark.parametrize("wait", [b"0", b"Wed, 21 Oct 2015 07:28:00 GMT"])
+async def test_an_upstream_that_is_busy_is_asked_again_if_so_configured(retries, expected, wait):
+    answers = [BUSY % wait, BUSY % wait, JSON_HEAD + b'{"choices": []}     ']
+    served = []
+
+    async def handle(reader, writer):
+        served.append(1)
+        writer.write(answers[len(served) - 1])
+        await writer.drain()
+
+    async with between(handle, retries=retries) as (url, recorder):
+        status, _, complete = await post(url, CHAT)
+    assert (status, complete, len(served)) == (expected, True, min(retries, 2) + 1)
+    assert len(recorder.starts) == len(recorder.ends) == 1
+
+
+async def test_an_upstream_that_comes_back_is_reached_if_so_configured():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = listener.getsockname()
+    recorder = MemoryRecorder()
+    async with relaying(f"http://127.0.0.1:{address[1]}", recorder, retries=8, retry_wait_s=0.2) as url:
+        call = asyncio.create_task(post(url, CHAT))
+        await asyncio.sleep(0.3)
+        assert not call.done()
+
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(JSON_HEAD + b'{"choices": []}     ')
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(handle, *address):
+            assert (await call)[0] == 200
+    assert [end.status for end in recorder.ends] == ["ok"]
+
+
 async def test_a_call_that_cannot_be_stored_is_503_and_leaves_the_upstream():
     upstream = HangingUpstream()
     async with between(upstream, FullAtStart()) as (url, recorder):
