@@ -5,37 +5,44 @@ from __future__ import annotations
 import asyncio
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import aiosqlite
 
 from lightning_proxy.proxy.config import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 
+Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
+
+CHECKPOINT_EVERY = 200  # commits
+LARGE = 2**18
+
 
 class Database:
     """A write connection behind a lock, and a read connection that never waits for it (WAL).
 
-    aiosqlite takes every statement to its thread and back. Two things are needed for every call, and go without that:
-    `commit` takes whole groups there, and `one_now` reads a row, which takes less time than the way to a thread.
+    aiosqlite takes every statement to its thread and back, where it waits for Python's lock again and again while the
+    event loop is busy. What is needed for every call is done at once instead (`commit`, `one_now`): it takes less time
+    than the way to a thread. What may take long is not: a store that is locked or synced at each commit, large records.
     """
 
     def __init__(
-        self,
-        path: Path,
-        writer: aiosqlite.Connection,
-        reader: aiosqlite.Connection,
-        hot: tuple[sqlite3.Connection, sqlite3.Connection],
+        self, path: Path, writer: aiosqlite.Connection, reader: aiosqlite.Connection, config: StoreConfig
     ) -> None:
         self.path = path
         self._writer = writer
         self._reader = reader
-        self._hot_writer, self._hot_reader = hot
+        self._here = _connect_here(path, config, wait=False)
+        self._there = _connect_here(path, config, wait=True)  # in `self._thread`
         self._thread = ThreadPoolExecutor(1, "store")
+        self._syncs = config.synchronous == "full"
+        self._commits = 0
+        self._checkpoint: asyncio.Future[None] | None = None
         self._lock = asyncio.Lock()
 
     @classmethod
@@ -48,7 +55,7 @@ class Database:
             writer = await _connect(path, config)
             await _migrate(writer)
             reader = await _connect(path, config)
-            return cls(path, writer, reader, (_connect_here(path, config), _connect_here(path, config)))
+            return cls(path, writer, reader, config)
         except BaseException as error:
             if writer is not None:
                 await writer.close()
@@ -61,22 +68,28 @@ class Database:
             await self._writer.close()
             await self._reader.close()
             self._thread.shutdown()
-            self._hot_writer.close()
-            self._hot_reader.close()
+            self._here.close()
+            self._there.close()
 
-    async def commit(self, runs: Sequence[tuple[str, Sequence[dict[str, object]]]]) -> None:
+    async def commit(self, runs: Runs) -> None:
         """Run statements, each with many rows of parameters, in one transaction; errors as those of `transaction`."""
         async with self._lock:
-            loop = asyncio.get_running_loop()
             try:
-                await asyncio.shield(loop.run_in_executor(self._thread, _commit, self._hot_writer, runs))
+                if self._syncs or _is_large(runs) or not _try_commit(self._here, runs):
+                    await self._in_thread(_commit, runs)
             except sqlite3.OperationalError as error:
                 raise _unavailable(error) from error
+        self._commits += 1
+        if self._commits % CHECKPOINT_EVERY == 0 and (self._checkpoint is None or self._checkpoint.done()):
+            self._checkpoint = asyncio.get_running_loop().run_in_executor(self._thread, _checkpoint, self._there)
+
+    async def _in_thread(self, work: Callable[[sqlite3.Connection, Runs], None], runs: Runs) -> None:
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work, self._there, runs))
 
     def one_now(self, sql: str) -> sqlite3.Row | None:
         """The first row of a query that is quick: it is run at once, in the caller's thread."""
         try:
-            row: sqlite3.Row | None = self._hot_reader.execute(sql).fetchone()
+            row: sqlite3.Row | None = self._here.execute(sql).fetchone()
         except sqlite3.OperationalError as error:
             raise StoreUnavailable(f"the store cannot be read: {error}") from error
         return row
@@ -137,10 +150,12 @@ async def _set_up(connection: aiosqlite.Connection, config: StoreConfig) -> None
         await connection.execute(pragma)
 
 
-def _connect_here(path: Path, config: StoreConfig) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=config.busy_timeout_s, isolation_level=None, check_same_thread=False)
+def _connect_here(path: Path, config: StoreConfig, *, wait: bool) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=config.busy_timeout_s if wait else 0, isolation_level=None, check_same_thread=False
+    )
     connection.row_factory = sqlite3.Row
-    for pragma in _pragmas(config):
+    for pragma in (*_pragmas(config), "PRAGMA wal_autocheckpoint = 0"):
         connection.execute(pragma)
     return connection
 
@@ -155,7 +170,28 @@ def _pragmas(config: StoreConfig) -> list[str]:
     ]
 
 
-def _commit(connection: sqlite3.Connection, runs: Sequence[tuple[str, Sequence[dict[str, object]]]]) -> None:
+def _is_large(runs: Runs) -> bool:
+    return any(isinstance(v, str | bytes) and len(v) > LARGE for _, rows in runs for row in rows for v in row.values())
+
+
+def _try_commit(connection: sqlite3.Connection, runs: Runs) -> bool:
+    """Whether it could be done at once; False if another process is writing."""
+    try:
+        _commit(connection, runs)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return False
+        raise
+    return True
+
+
+def _checkpoint(connection: sqlite3.Connection) -> None:
+    """Move what was committed from the write-ahead log into the file, as far as nobody has to wait for it."""
+    with suppress(sqlite3.OperationalError):
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+def _commit(connection: sqlite3.Connection, runs: Runs) -> None:
     try:
         connection.execute("BEGIN IMMEDIATE")
         for statement, rows in runs:
