@@ -14,6 +14,7 @@ from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.types import Mode
 
+NO_CONTENT = 204
 AWAY = (None, 502, 503, 504)
 RETRY_S = 1.0
 
@@ -88,6 +89,9 @@ class ControlClient:
         params = {name: str(value) for name, value in filters.items() if value is not None}
         return await self.request("GET", "/rollouts", params=params)
 
+    async def delete_rollout(self, rollout_id: str) -> None:
+        await self.request("DELETE", f"/rollouts/{rollout_id}")
+
     async def policy(self) -> dict[str, Any]:
         return await self.request("GET", "/policy")
 
@@ -108,7 +112,7 @@ class ControlClient:
         assert self._session is not None, "use `async with`"
         try:
             async with self._session.request(method, self.url + path, json=body, params=params) as answer:
-                data = await answer.json(content_type=None)
+                data = await answer.json(content_type=None) if answer.status != NO_CONTENT else None
                 status = answer.status
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             reason = str(error) or type(error).__name__

@@ -48,6 +48,22 @@ def list_rollouts(
 
 
 @app.command()
+def delete(
+    context: typer.Context,
+    rollout_ids: Annotated[list[str], typer.Argument(help="ended rollouts")],
+) -> None:
+    """Delete rollouts with all that was recorded of them, for good."""
+    from lightning_proxy.commands.ask import ask
+
+    async def delete_all(api: ControlClient) -> None:
+        for rollout_id in rollout_ids:
+            await api.delete_rollout(quote(rollout_id, safe=""))
+
+    ask(load_config(context.obj), delete_all)
+    print(f"deleted {len(rollout_ids)} rollout{'s' * (len(rollout_ids) != 1)}")
+
+
+@app.command()
 def show(
     context: typer.Context,
     rollout_id: Annotated[str, typer.Argument(help="an id, or the beginning of one, as `list` shows it")],

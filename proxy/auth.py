@@ -7,6 +7,7 @@ import hmac
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -52,6 +53,7 @@ def _is_app(origin: str) -> bool:
     return "://" in origin and not origin.lower().startswith(("http://", "https://"))
 
 
+@lru_cache(1024)
 def _is_loopback(authority: str) -> bool:
     """Whether a Host header, or an Origin's URL, names the loopback interface."""
     try:

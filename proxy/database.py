@@ -171,7 +171,8 @@ def _pragmas(config: StoreConfig) -> list[str]:
 
 
 def _is_large(runs: Runs) -> bool:
-    return any(isinstance(v, str | bytes) and len(v) > LARGE for _, rows in runs for row in rows for v in row.values())
+    texts = (row.get(name) for _, rows in runs for row in rows for name in ("request", "response", "result"))
+    return any(text is not None and len(text) > LARGE for text in texts)
 
 
 def _try_commit(connection: sqlite3.Connection, runs: Runs) -> bool:

@@ -116,6 +116,14 @@ async def end_rollout(request: Request, rollout_id: str, body: EndBody) -> dict[
     return views.rollout_view(await p.store.end_rollout(rollout_id, body.status, body.reason))
 
 
+@router.delete("/rollouts/{rollout_id}", tags=["rollouts"], status_code=204)
+async def delete_rollout(request: Request, rollout_id: str) -> None:
+    """Delete an ended rollout with its calls, tokens and rewards, for good."""
+    p = parts(request)
+    p.keys.require_admin(request.headers)
+    await p.store.delete_rollout(check_id(rollout_id, "rollout_id"))
+
+
 async def _reader(request: Request, rollout_id: str) -> Parts:
     p = parts(request)
     await p.keys.require_agent(request.headers, {check_id(rollout_id, "rollout_id")})

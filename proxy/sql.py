@@ -39,6 +39,7 @@ ROLLOUT_END = """
 UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at
 WHERE rollout_id = :rollout_id AND status = 'running'
 """
+ROLLOUT_DELETE = "DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'"
 ROLLOUT_COUNTS = "SELECT mode, status, COUNT(*) AS rollouts FROM rollouts GROUP BY mode, status"
 
 # Calls ------------------------------------------------------------------------------------------------------------

@@ -100,6 +100,13 @@ class Store:
             raise Conflict(f"rollout {rollout_id!r} has already ended as {rollout.status}", param="status")
         return rollout
 
+    async def delete_rollout(self, rollout_id: str) -> None:
+        """Forget a rollout and all that was recorded of it; Conflict while it runs."""
+        rollout = await self.rollout(rollout_id)
+        if rollout.status == "running":
+            raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
+        await self.write([(sql.ROLLOUT_DELETE, {"rollout_id": rollout_id})])
+
     # Rewards -------------------------------------------------------------------------------------------------------
 
     async def rewards(self, rollout_id: str) -> list[Reward]:

@@ -1,6 +1,7 @@
 """The control API over HTTP, with a real store; vLLM's operator routes are played by `PolicyServer`."""
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -131,6 +132,27 @@ async def test_a_rollout_ends_once(running: Running, tmp_path: Path) -> None:
         assert (await system.call("POST", "/rollouts/r1/end", {"status": "completed"}))[0] == 409
         assert (await system.call("POST", "/rollouts/nobody/end", failed))[0] == 404
         assert (await system.call("POST", "/rollouts/r1/end", {"status": "won"}))[0] == 422
+
+
+async def test_an_ended_rollout_can_be_deleted_with_all_that_is_known_of_it(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["agent"], admin_keys=["admin"]) as system:
+        agent, admin = {"Authorization": "Bearer agent"}, {"Authorization": "Bearer admin"}
+        await system.chat("r1", **agent)
+        assert (await system.call("DELETE", "/rollouts/r1", **agent))[0] == 401
+        assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 409
+        await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1}, **agent)
+        assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 204
+        assert (await system.call("GET", "/rollouts/r1", **agent))[0] == 404
+        assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 404
+    async with running(tmp_path) as system:
+        await system.chat("r2")
+        await system.call("POST", "/rollouts/r2/end", {"status": "discarded"})
+        assert (await system.lightning("rollouts", "delete", "r2"))[:2] == (0, "deleted 1 rollout\n")
+        code, _, err = await system.lightning("rollouts", "delete", "r2")
+        assert (code, "no rollout 'r2'" in err) == (1, True)
+    with sqlite3.connect(tmp_path / "store.db") as db:
+        left = [db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in ("calls", "rewards", "rollouts")]
+    assert left == [0, 0, 0]
 
 
 async def test_configured_keys_close_every_door_and_admins_hold_the_policy(running: Running, tmp_path: Path) -> None:
