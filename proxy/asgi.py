@@ -70,18 +70,21 @@ class Agent:
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` once the request is read; cancel it when the agent disconnects; it has ended when this returns."""
-        task = asyncio.create_task(work)
-        gone = asyncio.create_task(self._wait_for_disconnect())
+        this = asyncio.current_task()
+        assert this is not None
+        left = False
+
+        async def watch() -> None:
+            nonlocal left
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            left = this.cancel()
+
+        gone = asyncio.create_task(watch())
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            await work
+        except asyncio.CancelledError:
+            if not left or this.uncancel() > 0:
+                raise
         finally:
             gone.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
-        if not task.cancelled():
-            task.result()
-
-    async def _wait_for_disconnect(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass

@@ -56,7 +56,6 @@ class Exchange:
         self._ttft_ms: float | None = None
         self._http_status: int | None = None
         self._transcript: Transcript | None = None
-        self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -65,7 +64,8 @@ class Exchange:
 
     async def _run(self) -> None:
         try:
-            response = await self._open()
+            await self._recorder.start(self._start)
+            response = await open_upstream(self._session, self._upstream, self._request)
             try:
                 self._http_status = response.status
                 await (self._relay_stream(response) if _is_stream(response) else self._relay_whole(response))
@@ -79,18 +79,6 @@ class Exchange:
         except Exception:
             log.exception("call %s: internal error", self._start.call_id)
             await self._failed(LightningError("internal error of the proxy; its log says more"))
-
-    async def _open(self) -> aiohttp.ClientResponse:
-        """The upstream's answer, opened while the start becomes durable; raises StoreUnavailable if it does not."""
-        opening = asyncio.create_task(open_upstream(self._session, self._upstream, self._request))
-        self._starting = asyncio.create_task(self._recorder.start(self._start))
-        try:
-            await asyncio.shield(self._starting)
-            return await opening
-        except BaseException:
-            opening.cancel()
-            opening.add_done_callback(_discard)
-            raise
 
     async def _relay_whole(self, response: aiohttp.ClientResponse) -> None:
         raw = b"".join([data async for data in read_chunks(self._upstream, response)])
@@ -150,10 +138,8 @@ class Exchange:
             await self._agent.body(self._transcript.end())
 
     async def _cancelled(self) -> None:
-        try:
-            if self._starting is not None:
-                await self._starting
-                await self._end_early("cancelled", "the agent disconnected, or the proxy was stopped")
+        try:  # recorded after the start, even if that is still on its way
+            await self._end_early("cancelled", "the agent disconnected, or the proxy was stopped")
         except StoreUnavailable as error:
             log.warning("call %s: %s", self._start.call_id, error.message)
 
@@ -210,8 +196,3 @@ def _parse(raw: bytes) -> Any:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:
         return raw.decode(errors="replace") or None
-
-
-def _discard(opening: asyncio.Task[aiohttp.ClientResponse]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
