@@ -10,3 +10,7 @@ UPDATE rollouts SET rewarded_at = (
 -- Whether vLLM was seen to serve these weights.
 ALTER TABLE policy_versions ADD COLUMN verified INTEGER NOT NULL DEFAULT 0;
 UPDATE policy_versions SET verified = 1 WHERE status IN ('live', 'ready');
+
+-- For deleting a rollout.
+CREATE INDEX rollout_keys_by_rollout ON rollout_keys (rollout_id);
+CREATE INDEX rewards_by_call ON rewards (call_id) WHERE call_id IS NOT NULL;

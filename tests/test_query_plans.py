@@ -1,0 +1,59 @@
+"""Statements that run for every call, page or step must not become slower with the store: they use its indexes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.proxy import sql
+from lightning_proxy.proxy.config import StoreConfig
+from lightning_proxy.proxy.database import Database
+
+PAGES = {
+    f"page by {name or 'nothing'}": sql.ROLLOUTS_PAGE.format(filters=sql.ROLLOUT_FILTERS.get(name, ""))
+    for name in ("", "status", "task_id", "mode")
+}
+STATEMENTS = PAGES | {
+    name: getattr(sql, name)
+    for name in (
+        "ROLLOUT", "ROLLOUT_OF_KEY", "ROLLOUT_SEEN", "ROLLOUT_END", "ROLLOUT_DELETE", "CALL_START", "CALL_END", "CALLS",
+        "CALL_SUPERSEDED", "ROLLOUT_CALL_ENDED", "TOOL_CALLS", "TOOL_RESULT", "REWARDS", "ROLLOUT_COMPLETE",
+        "CLAIMABLE_OF_TASK", "CLAIM", "CLAIMED", "DROP", "RELEASE", "LIVE_VERSION",
+    )
+}  # fmt: skip
+
+# These sort what belongs to one step, rollout or tool-call id.
+FEW = {"CLAIMED", "TOOL_RESULT", "TOOL_CALLS", "REWARDS"}
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    opened = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    yield opened
+    await opened.close()
+
+
+async def plan(database: Database, statement: str) -> list[str]:
+    parameters = dict.fromkeys(sql_parameters(statement))
+    return [row["detail"] for row in await database.all(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+
+
+def sql_parameters(statement: str) -> set[str]:
+    return {word.split(":")[1].rstrip(",);\n") for word in statement.split() if ":" in word}
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+async def test_no_table_is_read_from_end_to_end(database: Database, name: str) -> None:
+    steps = await plan(database, STATEMENTS[name])
+    if name == "page by nothing":
+        assert steps == ["SEARCH rollouts USING INTEGER PRIMARY KEY (rowid<?)"]
+    for step in steps:
+        # The policy's log is as long as there were versions; its newest row is the first one read.
+        assert not step.startswith("SCAN") or step == "SCAN policy_log", steps
+        assert "TEMP B-TREE" not in step or name in FEW, steps
+
+
+async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database) -> None:
+    assert "USING INDEX rollouts_claimable" in (await plan(database, sql.CLAIMABLE_GROUPS))[0]
