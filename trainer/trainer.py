@@ -172,6 +172,7 @@ class LightningTrainer(GRPOTrainer):
         for group, rate, factor in zip(self.optimizer.param_groups, rates, self.lr_scheduler.lr_lambdas, strict=True):
             group["initial_lr"] = rate
             group["lr"] = rate * factor(self.lr_scheduler.last_epoch)
+        self.lr_scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def close(self) -> None:
         """Let the callbacks (TensorBoard and other reports) finish their files."""
