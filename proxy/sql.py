@@ -94,7 +94,12 @@ ROLLOUT_REWARDED = "UPDATE rollouts SET rewarded_at = COALESCE(rewarded_at, :at)
 ROLLOUT_COMPLETE = """
 UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
 """
-ROLLOUT_OFFER_AGAIN = "UPDATE rollouts SET step = NULL, dropped = NULL WHERE rollout_id = :rollout_id"
+# With the siblings that it was compared with: those of its step, or dropped for the same reason.
+ROLLOUT_OFFER_AGAIN = """
+UPDATE rollouts SET step = NULL, dropped = NULL
+WHERE rollout_id = :rollout_id
+   OR (task_id = :task_id AND status <> 'running' AND (step = :step OR dropped = :dropped))
+"""
 IDEMPOTENT_ANSWER = "SELECT body_hash, answer FROM idempotency WHERE key = :key"
 IDEMPOTENT_SAVE = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key, :body_hash, :answer, :at)"
 IDEMPOTENT_FORGET = "DELETE FROM idempotency WHERE created_at < :before"

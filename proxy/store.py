@@ -131,7 +131,8 @@ class Store:
 async def _post_reward(db: aiosqlite.Connection, reward: Reward) -> dict[str, Any]:
     at = time.time()
     row = {"rollout_id": reward.rollout_id, "call_id": reward.call_id, "at": at, "value": reward.value}
-    if not await db.execute_fetchall(sql.ROLLOUT, row):
+    rollouts = list(await db.execute_fetchall(sql.ROLLOUT, row))
+    if not rollouts:
         raise NotFound(f"no rollout {reward.rollout_id!r}", param="rollout_id")
     if reward.call_id is not None and not await db.execute_fetchall(sql.CALL_EXISTS, row):
         raise NotFound(f"rollout {reward.rollout_id!r} has no call {reward.call_id!r}", param="call_id")
@@ -144,7 +145,8 @@ async def _post_reward(db: aiosqlite.Connection, reward: Reward) -> dict[str, An
     if reward.final:
         await db.execute(sql.ROLLOUT_COMPLETE, row)
     if reward.retrain:
-        await db.execute(sql.ROLLOUT_OFFER_AGAIN, row)
+        before = {name: rollouts[0][name] for name in ("task_id", "step", "dropped")}
+        await db.execute(sql.ROLLOUT_OFFER_AGAIN, row | before)
     return {"reward_id": inserted[0]["reward_id"], "rollout_id": reward.rollout_id, "status": "recorded"}
 
 

@@ -358,6 +358,18 @@ async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(bas
             assert (await b.store.rollout(waiting)).dropped is None
 
 
+async def test_a_reward_that_asks_for_it_offers_the_whole_group_again(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        rollouts = await b.groups("t1", "t2")
+        equal = [await b.rollout("t3", 0.5) for _ in range(4)]
+        await b.loop().run(asyncio.Event(), once=True)
+        for changed in (rollouts[0], equal[0]):
+            await b.store.post_rewards([Reward(changed, 0.7, retrain=True)], None, b"")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts[:4] + equal) == {2}
+        assert await b.steps_of(rollouts[4:]) == {1}
+
+
 async def test_rewards_of_calls_stand_in_for_the_rollouts_own(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path) as b:
         rollouts = [await b.rollout("t1", None) for _ in range(4)]
