@@ -61,6 +61,7 @@ class UpstreamConfig(Section):
     connect_timeout_s: Seconds = 5.0
     first_byte_timeout_s: Seconds = 600.0
     idle_timeout_s: Seconds = 300.0
+    total_timeout_s: Seconds | None = None
     retries: Annotated[int, Field(ge=0, le=10)] = 0
     retry_wait_s: Seconds = 30.0
 

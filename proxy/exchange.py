@@ -16,7 +16,7 @@ from lightning_proxy.proxy.asgi import Agent
 from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.dialects import Dialect
-from lightning_proxy.proxy.errors import LightningError, StoreUnavailable, UpstreamUnreachable
+from lightning_proxy.proxy.errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.inject import Injection
 from lightning_proxy.proxy.ports import Recorder
 from lightning_proxy.proxy.tools import tool_calls
@@ -65,12 +65,11 @@ class Exchange:
     async def _run(self) -> None:
         try:
             await self._recorder.start(self._start)
-            response = await open_upstream(self._session, self._upstream, self._request)
-            try:
-                self._http_status = response.status
-                await (self._relay_stream(response) if _is_stream(response) else self._relay_whole(response))
-            finally:
-                response.release()
+            async with asyncio.timeout(self._upstream.total_timeout_s):
+                await self._relay()
+        except TimeoutError:
+            seconds = self._upstream.total_timeout_s
+            await self._failed(UpstreamTimeout(f"upstream {self._upstream.name}: no whole answer within {seconds} s"))
         except asyncio.CancelledError:
             await self._cancelled()
             raise
@@ -79,6 +78,14 @@ class Exchange:
         except Exception:
             log.exception("call %s: internal error", self._start.call_id)
             await self._failed(LightningError("internal error of the proxy; its log says more"))
+
+    async def _relay(self) -> None:
+        response = await open_upstream(self._session, self._upstream, self._request)
+        try:
+            self._http_status = response.status
+            await (self._relay_stream(response) if _is_stream(response) else self._relay_whole(response))
+        finally:
+            response.release()
 
     async def _relay_whole(self, response: aiohttp.ClientResponse) -> None:
         raw = b"".join([data async for data in read_chunks(self._upstream, response)])

@@ -266,6 +266,21 @@ async def test_an_upstream_that_comes_back_is_reached_if_so_configured():
     assert [end.status for end in recorder.ends] == ["ok"]
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_answer_that_takes_too_long_is_broken_off(streamed):
+    async def drip(reader, writer):
+        writer.write(STREAM_HEAD if streamed else JSON_HEAD)
+        for _ in range(100):
+            writer.write(http_chunk(event("a")) if streamed else b"x" * 0)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    async with between(drip, total_timeout_s=0.3) as (url, recorder):
+        status, _, complete = await post(url, STREAM if streamed else CHAT)
+    assert (status, complete) == ((200, False) if streamed else (504, True))
+    assert (recorder.ends[0].status, "no whole answer within 0.3 s" in recorder.ends[0].error) == ("error", True)
+
+
 async def test_a_call_that_cannot_be_stored_is_503_and_leaves_the_upstream():
     upstream = HangingUpstream()
     async with between(upstream, FullAtStart()) as (url, recorder):
