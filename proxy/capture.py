@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +102,10 @@ class Tokens:
 
 def _ints(value: Any) -> list[int] | None:
     """Token ids; they are stored as 32-bit integers."""
-    return value if isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value) else None
+    try:
+        return value if isinstance(value, list) and min(array("i", value), default=0) >= 0 else None
+    except (TypeError, OverflowError):
+        return None
 
 
 def _logprobs(value: Any) -> list[Any]:

@@ -67,7 +67,7 @@ class ResponsesStream:
         self._items: dict[int, Any] = {}
 
     def feed(self, raw: bytes, event: Json) -> bytes:
-        kind = event.get("type")
+        kind = str(event.get("type"))
         self.finished = kind in _LAST or kind == "error"
         if self.finished:
             self._finish(event)
@@ -145,5 +145,5 @@ def _dicts(value: Any) -> Iterator[Json]:
     return (item for item in value if isinstance(item, dict)) if isinstance(value, list) else iter(())
 
 
-def _encode(kind: Any, event: Json) -> bytes:
-    return b"event: " + str(kind).encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+def _encode(kind: str, event: Json) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"

@@ -1,0 +1,89 @@
+"""Whatever JSON an agent or an upstream sends: it is recorded, never an error of the proxy's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import orjson
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_proxy.proxy.continuation import Conversations
+from lightning_proxy.proxy.delta import grow_request, shrink_request
+from lightning_proxy.proxy.dialects import DIALECTS
+from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.sse import encode
+from lightning_proxy.proxy.tools import conversation, tool_calls, tool_results
+from lightning_proxy.proxy.transcript import Transcript
+
+# The names that the code looks at, so that the values behind them are strange rather than missing.
+NAMES_TEXT = """
+arguments bytes call_id choices content content_block delta echo enable_response_messages error
+finish_reason function id include incomplete_details index input input_messages instructions item
+logprob logprobs message messages model n name output output_index output_messages part partial_json
+previous_response_id prompt prompt_token_ids reason response role status stop_reason stream
+stream_options system temperature text token token_ids token_logprobs tokens tool_call_id tool_calls
+tool_use_id tools top_logprobs type usage
+"""
+NAMES = st.sampled_from(NAMES_TEXT.split())
+WORDS_TEXT = """
+assistant user tool system developer message function_call function_call_output output_text text
+tool_use tool_result message_start message_delta message_stop content_block_start
+content_block_delta error response.created response.completed response.failed
+response.output_item.done response.content_part.added stop {} [1] x
+"""
+WORDS = st.sampled_from(WORDS_TEXT.split())
+
+
+def objects(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(NAMES, values, max_size=6)
+
+
+LEAVES = st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats(allow_nan=False, allow_infinity=False) | WORDS
+JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | objects(inner), max_leaves=25)
+OBJECTS = st.dictionaries(NAMES, JSON, max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(request=OBJECTS, answer=OBJECTS, path=st.sampled_from(sorted(DIALECTS)))
+def test_whole_answers(request: dict[str, Any], answer: dict[str, Any], path: str) -> None:
+    dialect, asked = DIALECTS[path], copy.deepcopy(request)
+    _, injection = dialect.inject(request)
+    assert request == asked, "the record is of what the agent sent"
+    tokens = dialect.tokens(answer)
+    dialect.clean(answer, injection)
+    reason = tokens.untrainable_reason("ok", request)
+    if reason is None:
+        assert all(len(c.token_ids) == len(c.logprobs) > 0 for c in tokens.choices)
+    dumps([call.arguments for call in tool_calls(answer)])
+    tool_results(conversation(request))
+
+
+@settings(max_examples=200, deadline=None)
+@given(request=OBJECTS, events=st.lists(OBJECTS, max_size=6), path=st.sampled_from(sorted(DIALECTS)))
+def test_streamed_answers(request: dict[str, Any], events: list[dict[str, Any]], path: str) -> None:
+    dialect = DIALECTS[path]
+    _, injection = dialect.inject(request)
+    transcript = Transcript(dialect.stream(injection), whole_frames=bool(injection))
+    for event in events:
+        if transcript.done is None:
+            transcript.feed(encode(orjson.dumps(event)))
+    transcript.end()
+    response = transcript.response()
+    dumps(response)
+    tool_calls(response)
+    transcript.tokens.untrainable_reason("ok", request)
+
+
+@settings(max_examples=150, deadline=None)
+@given(before=OBJECTS, request=OBJECTS, answer=OBJECTS)
+def test_conversations_and_what_is_stored_of_them(
+    before: dict[str, Any], request: dict[str, Any], answer: dict[str, Any]
+) -> None:
+    conversations = Conversations()
+    for asked in (before, request):
+        conversations.find("k", asked)
+        conversations.asked("k", "r", asked)
+        conversations.answered("k", "r", asked, answer)
+    assert grow_request(orjson.loads(dumps(shrink_request(request, before))), before) == request
