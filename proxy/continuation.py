@@ -13,10 +13,14 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from lightning_proxy.proxy.json_text import dumps
+
 Json = dict[str, Any]
 
 # An answer as short as "ok" is given in many rollouts, and says nothing of where a conversation comes from.
 TELLING_CHARACTERS = 24
+# Of rollouts that all stand at the same point, as many are remembered.
+LEAVES = 64
 
 
 class Atom(NamedTuple):
@@ -44,7 +48,7 @@ class Conversations:
         if is_retry and (again := self._passed.get(_digest(scope, b"asked", *_chain(atoms)[-1:]))):
             return again
         previous = request.get("previous_response_id")
-        if isinstance(previous, str) and (origin := self._origins.get(_digest(scope, b"response", previous.encode()))):
+        if isinstance(previous, str) and (origin := self._origins.get(_digest(scope, b"response", _bytes(previous)))):
             return origin
         return self._extended(scope, atoms) or self._quoted(scope, atoms)
 
@@ -57,15 +61,20 @@ class Conversations:
         if not isinstance(response, dict):
             return
         atoms = request_atoms(request)
+        # A search for the very question does not tell which of those who ask it goes on here.
+        asked = {_digest(scope, b"order", _bytes(what)) for kind, _, what in atoms if kind == "text"}
         for answer in answers(response):
             state = _digest(scope, *_chain([*atoms, *answer])[-1:])
-            self._leaves.setdefault(state, []).append(rollout_id)
+            leaves = self._leaves.setdefault(state, [])
+            leaves.append(rollout_id)
+            del leaves[:-LEAVES]
+            self._leaves.move_to_end(state)
             self._put(self._passed, state, rollout_id)
-            for origin in _origins(scope, answer):
+            for origin in set(_origins(scope, answer)) - asked:
                 known = self._origins.get(origin, rollout_id)
                 self._put(self._origins, origin, rollout_id if known == rollout_id else None)
         if isinstance(name := response.get("id"), str):
-            self._put(self._origins, _digest(scope, b"response", name.encode()), rollout_id)
+            self._put(self._origins, _digest(scope, b"response", _bytes(name)), rollout_id)
         while len(self._leaves) > self._remembered:
             self._leaves.popitem(last=False)
 
@@ -109,7 +118,7 @@ def request_atoms(request: Json) -> list[Atom]:
     if isinstance(items, str):
         return [*found, *_content("user", items)]
     for item in items if isinstance(items, list) else ():
-        found += _item(item) if isinstance(item, dict) else _content("user", str(item))
+        found += _item(item) if isinstance(item, dict) else _content("user", item)
     return found
 
 
@@ -173,16 +182,14 @@ def _content(role: str, content: Any) -> list[Atom]:
 
 
 def _arguments(value: Any) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
+    return value if isinstance(value, str) else dumps(value)
 
 
 def _chain(atoms: Iterable[Atom]) -> list[bytes]:
     """A digest for every beginning of the conversation. Of a tool call its id counts, not how its arguments look."""
     state, found = b"", []
     for kind, who, what in atoms:
-        state = _digest(
-            "", state, kind.encode(), who.encode(), b"" if kind == "call" else what.encode(errors="replace")
-        )
+        state = _digest("", state, _bytes(kind), _bytes(who), b"" if kind == "call" else _bytes(what))
         found.append(state)
     return found
 
@@ -191,13 +198,13 @@ def _origins(scope: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
     """What of an answer, or of a later request, tells where it came from."""
     for kind, who, what in atoms:
         if kind in ("call", "result"):
-            yield _digest(scope, b"id", who.encode())
+            yield _digest(scope, b"id", _bytes(who))
         if kind == "call":
             for order in _telling_strings(what):
-                yield _digest(scope, b"order", order.encode(errors="replace"))
+                yield _digest(scope, b"order", _bytes(order))
         elif kind == "text" and who in ("assistant", "user") and len(what) >= TELLING_CHARACTERS:
             # What a user says may be what a tool call told a sub-agent to do.
-            yield _digest(scope, b"said" if who == "assistant" else b"order", what.encode(errors="replace"))
+            yield _digest(scope, b"said" if who == "assistant" else b"order", _bytes(what))
 
 
 def _telling_strings(arguments: str) -> Iterator[str]:
@@ -210,8 +217,12 @@ def _telling_strings(arguments: str) -> Iterator[str]:
             yield value.strip()
 
 
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="replace")
+
+
 def _digest(scope: str, *parts: bytes) -> bytes:
-    digest = blake2b(scope.encode(), digest_size=16)
+    digest = blake2b(_bytes(scope), digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

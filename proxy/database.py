@@ -171,8 +171,8 @@ def _pragmas(config: StoreConfig) -> list[str]:
 
 
 def _is_large(runs: Runs) -> bool:
-    texts = (row.get(name) for _, rows in runs for row in rows for name in ("request", "response", "result"))
-    return any(text is not None and len(text) > LARGE for text in texts)
+    names = ("request", "response", "result", "prompt_ids", "token_ids", "logprobs", "arguments")
+    return sum(len(row.get(name) or "") for _, rows in runs for row in rows for name in names) > LARGE
 
 
 def _try_commit(connection: sqlite3.Connection, runs: Runs) -> bool:

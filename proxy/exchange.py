@@ -56,6 +56,7 @@ class Exchange:
         self._ttft_ms: float | None = None
         self._http_status: int | None = None
         self._transcript: Transcript | None = None
+        self._limit: asyncio.Timeout | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -65,7 +66,7 @@ class Exchange:
     async def _run(self) -> None:
         try:
             await self._recorder.start(self._start)
-            async with asyncio.timeout(self._upstream.total_timeout_s):
+            async with asyncio.timeout(self._upstream.total_timeout_s) as self._limit:
                 await self._relay()
         except TimeoutError:
             seconds = self._upstream.total_timeout_s
@@ -100,6 +101,7 @@ class Exchange:
                 self._dialect.clean(body, self._injection)
                 # As vLLM's own server encodes it, down to the digits of a float.
                 raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        self._has_answered()
         await self._end("error" if error else "ok", body, tokens, error)
         await self._agent.answer(response.status, response_headers(response, keep_length=False), raw)
 
@@ -124,9 +126,15 @@ class Exchange:
         await self._agent.body(b"", more=False)
 
     async def _end_stream(self, transcript: Transcript, done: bytes) -> None:
+        self._has_answered()
         status: CallStatus = "error" if transcript.error else "ok"
         await self._end(status, transcript.response(), transcript.tokens, transcript.error)
         await self._agent.body(done)
+
+    def _has_answered(self) -> None:
+        """What comes now is not the upstream's: the commit, and an agent that may be slow to read."""
+        if self._limit is not None:
+            self._limit.reschedule(None)
 
     async def _failed(self, error: LightningError) -> None:
         """Record the failure and show it: as an error, or, where the answer has begun, by leaving it unfinished."""
@@ -186,8 +194,11 @@ class Exchange:
 
     async def _write(self, end: CallEnd) -> None:
         await self._recorder.end(end)
-        if self._on_end is not None:
-            self._on_end(end)
+        try:
+            if self._on_end is not None:
+                self._on_end(end)
+        except Exception:  # the record is there, and the agent shall have its answer
+            log.exception("call %s: what follows its end failed", end.call_id)
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000

@@ -148,13 +148,15 @@ class Ledger:
         async with self._db.transaction() as db:
             await db.execute(sql.VERSION_SAVED, {"version": version, "path": path, "served_model": served_model})
 
-    async def set_live(self, version: int, step: int | None = None) -> None:
+    async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
         """Move the alias: calls from now on count for this version."""
         row = {"version": version, "at": time.time(), "step": step}
         async with self._db.transaction() as db:
             await db.execute(sql.POLICY_LOG, row)
             await db.execute(sql.VERSION_LIVE, row)
             await db.execute(sql.VERSION_RETIRE, row)
+            if verified:
+                await db.execute(sql.VERSION_VERIFIED, row)
             if step is not None:
                 await db.execute(sql.STEP_PUBLISHED, row)
 

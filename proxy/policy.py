@@ -47,10 +47,13 @@ class Swap:
         self.mode = mode
         self._lock_file = directory / "swap.lock"
 
-    async def activate(self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None) -> None:
+    async def activate(
+        self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
+    ) -> None:
         """Load the version into vLLM and move the alias to it; running requests go on.
 
-        Superseded, and nothing changed, if `expected` is given and another version is live.
+        Superseded, and nothing changed, if `expected` is given and another version is live. `verified`: it was seen
+        to be served.
         """
         async with self._locked():
             self._check_mode(version)
@@ -59,9 +62,13 @@ class Swap:
                 raise Superseded(f"policy version {live.version} was made live meanwhile")
             if self.mode == "lora":
                 await self.load(version)
-                await self.ledger.set_live(version.version, step)
+                await self.ledger.set_live(version.version, step, verified=verified)
             else:
                 await self._replace(version, step)
+
+    async def serves(self, version: PolicyVersion) -> bool:
+        """Whether merged weights in vLLM carry the label of this version."""
+        return await self.vllm.weight_version() in _labels(version)
 
     async def load(self, version: PolicyVersion) -> None:
         """Serve an adapter beside the others; the base model needs none."""
@@ -74,7 +81,7 @@ class Swap:
             self._check_mode(await self.ledger.live())
             if self.mode == "merged":
                 live = await self.ledger.live()
-                if await self.vllm.weight_version() not in _labels(live):
+                if not await self.serves(live):
                     log.warning("vLLM does not serve policy version %d: loading it again", live.version)
                     await self._replace(live, None, moved=False)
                 elif await self.vllm.is_paused():
@@ -168,6 +175,10 @@ class Policy:
             served = self._base if version.version == 0 else version.served_model
             return Route(upstream, served, version.version)
         return Route(upstream, None, 0 if model in (None, self._base) else await self._version_named(model))
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout was deleted: under its name another one may begin, with the version that is live then."""
+        self._pins.pop(rollout_id, None)
 
     def alias_entry(self) -> dict[str, Any]:
         return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}

@@ -101,7 +101,8 @@ class Recorder:
             # Of results with the same id, which some agents count anew in every turn, only the newest can be new.
             for r in {r.tool_call_id: r for r in tool_results(messages[known:])}.values()
         ]
-        earlier = await self._store.superseded(rollout_id, start.request) if start.is_retry else None
+        running = self._parents.keys()
+        earlier = await self._store.superseded(rollout_id, start.request, running) if start.is_retry else None
         superseded = [(sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id})] if earlier else []
         await self._commit([(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *superseded, *results])
         self._parents[start.call_id] = parent
@@ -126,6 +127,11 @@ class Recorder:
             if tail.call_id == end.call_id and end.choices:
                 tail.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
                 self._count(recent, len(tail.row_ids) * tail.row_ids.itemsize)
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout was deleted: no later call is stored as what it adds to one of its calls."""
+        if (recent := self._tails.pop(rollout_id, None)) is not None:
+            self._kept -= recent.size
 
     async def _commit(self, statements: Statements) -> None:
         done = asyncio.get_running_loop().create_future()

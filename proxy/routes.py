@@ -122,6 +122,8 @@ async def delete_rollout(request: Request, rollout_id: str) -> None:
     p = parts(request)
     p.keys.require_admin(request.headers)
     await p.store.delete_rollout(check_id(rollout_id, "rollout_id"))
+    p.recorder.forget(rollout_id)
+    p.policy.forget(rollout_id)
 
 
 async def _reader(request: Request, rollout_id: str) -> Parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import aiosqlite
@@ -42,16 +42,18 @@ class Store:
             await self._db.all(sql.POLICY_LOG_DURING, params),
         )
 
-    async def superseded(self, rollout_id: str, request: dict[str, Any]) -> ModelCall | None:
+    async def superseded(
+        self, rollout_id: str, request: dict[str, Any], running: Container[str] = ()
+    ) -> ModelCall | None:
         """The call of the rollout that this request sends again: the newest like it that did not end well.
 
-        Else the rollout's newest call, if it is like it: its answer did not reach the client.
+        Else the rollout's newest call, if it is like it: its answer did not reach the client. Never one of `running`.
         """
         try:
             calls = await self.calls(rollout_id)
         except NotFound:
             return None
-        alike = [c for c in calls if c.superseded_by is None and c.request == request]
+        alike = [c for c in calls if c.superseded_by is None and c.call_id not in running and c.request == request]
         failed = [c for c in alike if c.status != "ok"]
         return failed[-1] if failed else next((c for c in alike if c is calls[-1]), None)
 

@@ -208,6 +208,23 @@ def test_responses_and_messages_are_gone_on_with_too() -> None:
     assert conversations.find("k", asked) == "r2"
 
 
+def test_a_search_for_the_question_does_not_draw_its_siblings_in() -> None:
+    conversations, question = Conversations(), "Who wrote the oldest known treatise on falconry?"
+    call = {"id": "c1", "function": {"name": "search", "arguments": json.dumps({"query": question})}}
+    answer = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
+    conversations.answered("k", "r1", {"messages": [SYSTEM, user(question)]}, answer)
+    assert conversations.find("k", {"messages": [SYSTEM, user(question)]}) is None
+
+
+def test_text_that_utf8_cannot_hold_is_compared_like_any_other() -> None:
+    conversations = Conversations()
+    block = {"type": "tool_use", "id": "\ud83d", "name": "f", "input": {"a": "\ud83d"}}
+    conversations.answered("k", "r", {"messages": [user("\ud83d")]}, {"content": [block]})
+    told = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "\ud83d", "content": "x"}]}
+    asked = {"messages": [user("\ud83d"), {"role": "assistant", "content": [block]}, told]}
+    assert conversations.find("k", asked) == "r"
+
+
 def test_what_was_quiet_the_longest_is_forgotten() -> None:
     conversations = Conversations(remembered=3)
     for i in range(5):

@@ -155,6 +155,17 @@ async def test_an_ended_rollout_can_be_deleted_with_all_that_is_known_of_it(runn
     assert left == [0, 0, 0]
 
 
+async def test_the_id_of_a_deleted_rollout_can_be_used_again(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        await system.call("POST", "/rollouts/r1/end", {"status": "discarded"})
+        assert (await system.call("DELETE", "/rollouts/r1"))[0] == 204
+        await system.chat("r1")
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert rollout["calls"][0]["request"]["messages"] == [{"role": "user", "content": "hi"}]
+        assert rollout["calls"][0]["prompt_token_ids"] == [1, 2, 3]
+
+
 async def test_configured_keys_close_every_door_and_admins_hold_the_policy(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, api_keys=["agent-key"], admin_keys=["admin-key"]) as system:
         agent, admin = {"Authorization": "Bearer agent-key"}, {"Authorization": "Bearer admin-key"}

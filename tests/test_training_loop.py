@@ -399,6 +399,42 @@ async def test_weights_that_were_not_verified_yet_are_verified_after_a_restart(
         assert (await b.ledger.version(1)).status == "failed"
 
 
+async def test_a_version_made_live_by_hand_during_verification_stays_live(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        swap, sample = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory), b.vllm.sample
+
+        async def promoted_before(*args: Any) -> Any:
+            await swap.activate(await b.ledger.version(0))
+            return await sample(*args)
+
+        monkeypatch.setattr(b.vllm, "sample", promoted_before)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.ledger.live()).version == 0
+        assert b.server.label.startswith("0-")
+
+
+async def test_a_vllm_that_restarts_during_verification_gets_the_weights_again(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        sample, restarts = b.vllm.sample, []
+
+        async def restarted_at_first(*args: Any) -> Any:
+            if not restarts:
+                restarts.append(b.server.load("base", str(base)))
+                b.server.label = "default"
+            return await sample(*args)
+
+        monkeypatch.setattr(b.vllm, "sample", restarted_at_first)
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.version, live.verified, live.status) == (1, True, "live")
+
+
 async def test_verification_goes_on_when_vllm_was_away(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,10 +86,10 @@ class TrainingLoop:
         log.info("going on after step %d (policy version %d)", last.step, self._version)
         live = await self._ledger.live()
         if live.status == "failed":  # killed before the version before it was live again
-            await self._publisher.take_back(last.base)
+            await self._publisher.take_back(live.version, last.base)
             live = await self._ledger.live()
         done = last.metrics.get("skipped") or self._publisher.is_done(live, last)
-        if live.version == self._version and not done:
+        if live.version == self._version and (not done or self._publisher.is_of_another_mode(live)):
             await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)
 
     async def train_once(self, *, fewer: bool = False) -> bool:
@@ -154,6 +154,8 @@ class TrainingLoop:
         log.warning("policy version %d was made live: training goes on from it", live.version)
         await asyncio.to_thread(self._trainer.load, checkpoint)
         self._version = live.version
+        if step is not None and self._publisher.is_of_another_mode(live):
+            await self._publish(step.step, await self._samples_of_step(step.step), step.metrics)
 
     async def _samples_of_step(self, step: int) -> list[Sample]:
         return await self._collector.samples_of(await self._ledger.rollouts_of(step))

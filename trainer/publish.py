@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_proxy.proxy.config import PolicyConfig
 from lightning_proxy.proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.ledger import Ledger, Step
-from lightning_proxy.proxy.policy import NotServed, Superseded, Swap
+from lightning_proxy.proxy.policy import Superseded, Swap
 from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
@@ -53,7 +53,7 @@ class Publisher:
         """
         live = await self._ledger.live()
         await self._swap.vllm.models()  # not reachable: before a version is reserved
-        if live.step == step and live.publish == self._swap.mode and not live.verified:
+        if live.step == step and live.publish == self._swap.mode == "merged" and not live.verified:
             version = live  # only its verification is missing
             made_by = await self._ledger.step_of_version(live.version)
             base = made_by.base if made_by else base
@@ -64,17 +64,18 @@ class Publisher:
                 await self._swap.vllm.unload_adapter(str(version.served_model))  # of another store, perhaps
                 await self._swap.load(version)
                 await self._verify(str(version.served_model), samples)
-                await self._swap.activate(version, step, expected=base)
+                await self._swap.activate(version, step, expected=base, verified=True)
             else:
                 if version is not live:
                     await self._swap.activate(version, step, expected=base)
-                await self._verify(await self._swap.vllm.base_model(), samples)
+                await self._verify_merged(version, samples)
         except (PublishError, Superseded) as error:
             await self._ledger.failed(version.version, str(error))
             if isinstance(error, PublishError) and self._swap.mode == "merged":
-                await self.take_back(base)
+                await self.take_back(version.version, base)
             raise
-        await self._ledger.verified(version.version)
+        if self._swap.mode == "merged":
+            await self._ledger.verified(version.version)
         await self._prune()
         return await self._ledger.version(version.version)
 
@@ -82,12 +83,34 @@ class Publisher:
         """Whether the last step's weights are live, seen to be served, and published in the way that is configured."""
         return last.version == live.version and live.verified and live.publish == self._swap.mode
 
-    async def take_back(self, base: int) -> None:
-        """Make `base` live again; a server that is away gets it from the proxy when it is back."""
+    def is_of_another_mode(self, live: PolicyVersion) -> bool:
+        """Whether `policy.publish` was changed since the live version was published."""
+        return live.publish not in (None, self._swap.mode)
+
+    async def take_back(self, version: int, base: int) -> None:
+        """Make `base` live again instead of `version`; where vLLM cannot have it now, the proxy goes on trying."""
         try:
-            await self._swap.activate(await self._ledger.version(base))
-        except (UpstreamUnreachable, UpstreamTimeout, NotServed):
+            await self._swap.activate(await self._ledger.version(base), expected=version)
+        except Superseded:
+            log.warning("policy version %d is not taken back: another one was made live", version)
+        except LightningError as error:
+            log.error("policy version %d is live again, but not in vLLM yet: %s", base, error.message)
             await self._ledger.set_live(base)
+
+    async def _verify_merged(self, version: PolicyVersion, samples: Sequence[Sample]) -> None:
+        """Verify what vLLM serves now, unless it serves something else by then: restarted, or changed by hand."""
+        while True:
+            await self._swap.restore(set())
+            try:
+                await self._verify(await self._swap.vllm.base_model(), samples)
+            except PublishError:
+                if (live := await self._ledger.live()).version != version.version:
+                    raise Superseded(f"policy version {live.version} was made live meanwhile") from None
+                if await self._swap.serves(version):
+                    raise
+                log.warning("vLLM was restarted while its weights were verified: once more")
+            else:
+                return
 
     async def abandon_unfinished(self) -> None:
         """Versions that a killed trainer was publishing will not go live."""
