@@ -19,7 +19,8 @@ setup: $(STAMP)  ## make .venv/ with everything (again: seconds)
 
 # uv: the one on PATH, or one of our own inside .venv. A torch wheel from pip's find-links is preferred, as pip would.
 $(STAMP): pyproject.toml
-	links="$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}"; \
+	@echo "setting up $(VENV): a minute, longer while packages are downloaded"
+	@links="$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}"; \
 	[ -z "$$links" ] || export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(xargs <<<"$$links" | tr ' ' ',')}"; \
 	uv="$$(command -v uv || true)"; \
 	if [ -z "$$uv" ]; then \
@@ -29,7 +30,7 @@ $(STAMP): pyproject.toml
 	[ -x $(BIN)/python ] || "$$uv" venv --quiet --allow-existing --python $(PYTHON) $(VENV); \
 	[ -n "$${UV_FIND_LINKS:-}" ] || backend="--torch-backend $(if $(GPU),auto,cpu)"; \
 	"$$uv" pip install --compile-bytecode --python $(BIN)/python $${backend:-} -e '.[$(EXTRAS)]'
-	mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/lightning_proxy
+	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/lightning_proxy
 	@touch $@
 
 test: setup  ## run the tests, the end-to-end test with a real vLLM included
