@@ -11,6 +11,7 @@ from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.chat import message_of_error
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.inject import Injection
+from lightning_proxy.proxy.tools import dicts
 
 Json = dict[str, Any]
 
@@ -115,8 +116,8 @@ class ResponsesStream:
 
 def _as_chat(response: Json) -> Json:
     """A response's tokens, where `Tokens` looks for them."""
-    prompt = [token for message in _dicts(response.get("input_messages")) for token in message.get("tokens") or ()]
-    messages = list(_dicts(response.get("output_messages")))
+    prompt = [token for message in dicts(response.get("input_messages")) for token in message.get("tokens") or ()]
+    messages = list(dicts(response.get("output_messages")))
     entries = [entry for part in _text_parts(response.get("output")) for entry in part.get("logprobs") or ()]
     choice: Json = {"index": 0, "finish_reason": _finish_reason(response), "logprobs": {"content": entries}}
     if messages:
@@ -128,21 +129,17 @@ def _finish_reason(response: Json) -> str | None:
     details = response.get("incomplete_details")
     if isinstance(details, dict) and details.get("reason") == "max_output_tokens":
         return "length"
-    if any(item.get("type") == "function_call" for item in _dicts(response.get("output"))):
+    if any(item.get("type") == "function_call" for item in dicts(response.get("output"))):
         return "tool_calls"
     return "stop" if response.get("status") == "completed" else None
 
 
 def _text_parts(items: Any, part: Any = None) -> Iterator[Json]:
     """The parts of output text in output items, or `part`, that have a place for log-probabilities."""
-    parts = [p for item in _dicts(items) for p in _dicts(item.get("content"))] + (
+    parts = [p for item in dicts(items) for p in dicts(item.get("content"))] + (
         [part] if isinstance(part, dict) else []
     )
     return (p for p in parts if p.get("type") == "output_text" and "logprobs" in p)
-
-
-def _dicts(value: Any) -> Iterator[Json]:
-    return (item for item in value if isinstance(item, dict)) if isinstance(value, list) else iter(())
 
 
 def _encode(kind: str, event: Json) -> bytes:

@@ -31,9 +31,9 @@ def tool_results(items: Sequence[Any]) -> list[ToolResult]:
 
 
 def _of_chat(response: Json) -> Iterator[ToolCall]:
-    for choice in _dicts(response.get("choices")):
+    for choice in dicts(response.get("choices")):
         message = choice.get("message")
-        for call in _dicts(message.get("tool_calls")) if isinstance(message, dict) else ():
+        for call in dicts(message.get("tool_calls")) if isinstance(message, dict) else ():
             function = call.get("function")
             function = function if isinstance(function, dict) else {}
             yield ToolCall(
@@ -42,14 +42,14 @@ def _of_chat(response: Json) -> Iterator[ToolCall]:
 
 
 def _of_responses(response: Json) -> Iterator[ToolCall]:
-    for item in _dicts(response.get("output")):
+    for item in dicts(response.get("output")):
         if item.get("type") in ("function_call", "custom_tool_call"):
             arguments = item.get("arguments", item.get("input"))
             yield ToolCall(_text(item.get("call_id")), _text(item.get("name")) or "", _text(arguments) or "")
 
 
 def _of_messages(response: Json) -> Iterator[ToolCall]:
-    for block in _dicts(response.get("content")):
+    for block in dicts(response.get("content")):
         if block.get("type") == "tool_use":
             arguments = orjson.dumps(block.get("input")).decode()
             yield ToolCall(_text(block.get("id")), _text(block.get("name")) or "", arguments)
@@ -61,12 +61,13 @@ def _results(item: Json) -> Iterator[ToolResult]:
     elif str(item.get("type")).endswith("_call_output") and isinstance(call_id := item.get("call_id"), str):
         yield ToolResult(call_id, item.get("output"))
     elif item.get("role") == "user":
-        for block in _dicts(item.get("content")):
+        for block in dicts(item.get("content")):
             if block.get("type") == "tool_result" and isinstance(call_id := block.get("tool_use_id"), str):
                 yield ToolResult(call_id, block.get("content"), block.get("is_error") is True)
 
 
-def _dicts(value: Any) -> Iterator[Json]:
+def dicts(value: Any) -> Iterator[Json]:
+    """The objects in what should be a list of them."""
     return (item for item in value if isinstance(item, dict)) if isinstance(value, list) else iter(())
 
 

@@ -66,10 +66,15 @@ def test_streamed_answers(request: dict[str, Any], events: list[dict[str, Any]],
     dialect = DIALECTS[path]
     _, injection = dialect.inject(request)
     transcript = Transcript(dialect.stream(injection), whole_frames=bool(injection))
+    fed = sent = b""
     for event in events:
         if transcript.done is None:
-            transcript.feed(encode(orjson.dumps(event)))
-    transcript.end()
+            fed += encode(orjson.dumps(event))
+            sent += transcript.feed(encode(orjson.dumps(event)))
+    sent += transcript.end() + (transcript.done or b"")
+    if not injection:
+        assert sent == fed, "nothing was asked for on top, so nothing is changed"
+    assert sent.count(b"\n\n") <= fed.count(b"\n\n"), "no event is made up"
     response = transcript.response()
     dumps(response)
     tool_calls(response)
