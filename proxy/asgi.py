@@ -16,6 +16,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
+WATCH_AFTER_S = 0.02  # most answers are there by then; a task to watch for the agent's leaving costs more than they do
+
 
 class ClientDisconnected(Exception):
     """The client left before its request was complete."""
@@ -70,9 +72,10 @@ class Agent:
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` once the request is read; cancel it when the agent disconnects; it has ended when this returns."""
-        this = asyncio.current_task()
+        this, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert this is not None
         left = False
+        gone: asyncio.Task[None] | None = None
 
         async def watch() -> None:
             nonlocal left
@@ -80,11 +83,17 @@ class Agent:
                 pass
             left = this.cancel()
 
-        gone = asyncio.create_task(watch())
+        def begin_to_watch() -> None:
+            nonlocal gone
+            gone = loop.create_task(watch())
+
+        later = loop.call_later(WATCH_AFTER_S, begin_to_watch)
         try:
             await work
         except asyncio.CancelledError:
             if not left or this.uncancel() > 0:
                 raise
         finally:
-            gone.cancel()
+            later.cancel()
+            if gone is not None:
+                gone.cancel()

@@ -20,7 +20,7 @@ from lightning_proxy.proxy.errors import StoreUnavailable
 Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
 
 CHECKPOINT_EVERY = 200  # commits
-LARGE = 2**18
+LARGE = 2**18  # bytes
 
 
 class Database:
@@ -71,11 +71,14 @@ class Database:
             self._here.close()
             self._there.close()
 
-    async def commit(self, runs: Runs) -> None:
-        """Run statements, each with many rows of parameters, in one transaction; errors as those of `transaction`."""
+    async def commit(self, runs: Runs, size: int = 0) -> None:
+        """Run statements, each with many rows of parameters, in one transaction; errors as those of `transaction`.
+
+        `size`: about how many bytes that writes.
+        """
         async with self._lock:
             try:
-                if self._syncs or _is_large(runs) or not _try_commit(self._here, runs):
+                if self._syncs or size > LARGE or not _try_commit(self._here, runs):
                     await self._in_thread(_commit, runs)
             except sqlite3.OperationalError as error:
                 raise _unavailable(error) from error
@@ -168,11 +171,6 @@ def _pragmas(config: StoreConfig) -> list[str]:
         "PRAGMA temp_store = MEMORY",
         "PRAGMA mmap_size = 268435456",
     ]
-
-
-def _is_large(runs: Runs) -> bool:
-    names = ("request", "response", "result", "prompt_ids", "token_ids", "logprobs", "arguments")
-    return sum(len(row.get(name) or "") for _, rows in runs for row in rows for name in names) > LARGE
 
 
 def _try_commit(connection: sqlite3.Connection, runs: Runs) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.dialects import Dialect
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.inject import Injection
+from lightning_proxy.proxy.json_text import encode_as_vllm
 from lightning_proxy.proxy.ports import Recorder
 from lightning_proxy.proxy.tools import tool_calls
 from lightning_proxy.proxy.transcript import Transcript
@@ -57,7 +57,7 @@ class Exchange:
         self._http_status: int | None = None
         self._transcript: Transcript | None = None
         self._limit: asyncio.Timeout | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
         """Relay until the answer is complete; where the agent leaves early or we are cancelled, record that."""
@@ -99,8 +99,7 @@ class Exchange:
             tokens = self._dialect.tokens(body)
             if self._injection:
                 self._dialect.clean(body, self._injection)
-                # As vLLM's own server encodes it, down to the digits of a float.
-                raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+                raw = encode_as_vllm(body)
         self._has_answered()
         await self._end("error" if error else "ok", body, tokens, error)
         await self._agent.answer(response.status, response_headers(response, keep_length=False), raw)
@@ -183,7 +182,8 @@ class Exchange:
                 ttft_ms=self._ttft_ms,
                 latency_ms=self._elapsed_ms(),
             )
-            self._ending = asyncio.create_task(self._write(end))
+            self._ending = asyncio.ensure_future(self._recorder.end(end))
+            self._ending.add_done_callback(lambda written: self._written(end, written))
         await asyncio.shield(self._ending)
 
     def _untrainable_reason(self, status: CallStatus, tokens: Tokens) -> str | None:
@@ -192,10 +192,9 @@ class Exchange:
             return "the model is not the policy"
         return reason
 
-    async def _write(self, end: CallEnd) -> None:
-        await self._recorder.end(end)
+    def _written(self, end: CallEnd, written: asyncio.Future[None]) -> None:
         try:
-            if self._on_end is not None:
+            if self._on_end is not None and not written.cancelled() and written.exception() is None:
                 self._on_end(end)
         except Exception:  # the record is there, and the agent shall have its answer
             log.exception("call %s: what follows its end failed", end.call_id)

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
+
+
+# A number that is no integer; now and then something in a string that looks like one.
+_FLOAT = re.compile(rb"[:,\[]-?\d+[.eE]")
+
+
+def encode_as_vllm(body: Any) -> bytes:
+    """JSON as vLLM's own server encodes it, down to the digits of a float, where orjson differs."""
+    fast = orjson.dumps(body)
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() if _FLOAT.search(fast) else fast
 
 
 def dumps(value: Any) -> str:

@@ -46,6 +46,7 @@ class Ledger:
 
     def __init__(self, database: Database) -> None:
         self._db = database
+        self._live: tuple[int, PolicyVersion] | None = None  # since which row of the log; the version
 
     # Steps ---------------------------------------------------------------------------------------------------------
 
@@ -122,10 +123,14 @@ class Ledger:
         return rows.read_version(row)
 
     def live_now(self) -> PolicyVersion:
-        """The same at once, for every call that is routed."""
-        row = self._db.one_now(sql.LIVE_VERSION)
-        assert row is not None
-        return rows.read_version(row)
+        """The same at once, for every call that is routed; of the record, what does not change while it is live."""
+        since = self._db.one_now(sql.LIVE_SINCE)
+        assert since is not None
+        if self._live is None or self._live[0] != since["n"]:
+            row = self._db.one_now(sql.LIVE_VERSION)
+            assert row is not None
+            self._live = (since["n"], rows.read_version(row))
+        return self._live[1]
 
     async def versions(self) -> list[PolicyVersion]:
         return [rows.read_version(row) for row in await self._db.all(sql.VERSIONS)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from lightning_proxy.proxy.types import CallEnd
+from lightning_proxy.proxy.types import CallEnd, CallStatus
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -15,9 +17,11 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         r = self._registry
-        self._calls = Counter("lightning_calls", "Recorded calls by how they ended", ["status"], registry=r)
+        calls = Counter("lightning_calls", "Recorded calls by how they ended", ["status"], registry=r)
+        self._calls = {status: calls.labels(status) for status in get_args(CallStatus)}
         self._untrainable = Counter("lightning_untrainable_calls", "Answered calls unfit for training", registry=r)
-        self._tokens = Counter("lightning_tokens", "Tokens of recorded calls", ["kind"], registry=r)
+        tokens = Counter("lightning_tokens", "Tokens of recorded calls", ["kind"], registry=r)
+        self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
         self._latency = Histogram("lightning_call_seconds", "Whole calls", buckets=_SECONDS, registry=r)
         self._ttft = Histogram(
             "lightning_first_byte_seconds", "Until the answer's first byte", buckets=_SECONDS, registry=r
@@ -28,11 +32,11 @@ class Metrics:
         self.rollouts = Gauge("lightning_rollouts", "Rollouts in the store", ["mode", "status"], registry=r)
 
     def call_ended(self, end: CallEnd) -> None:
-        self._calls.labels(end.status).inc()
+        self._calls[end.status].inc()
         if end.status == "ok" and not end.trainable:
             self._untrainable.inc()
-        self._tokens.labels("prompt").inc(len(end.prompt_token_ids))
-        self._tokens.labels("sampled").inc(sum(len(choice.token_ids) for choice in end.choices))
+        self._prompt_tokens.inc(len(end.prompt_token_ids))
+        self._sampled_tokens.inc(sum(len(choice.token_ids) for choice in end.choices))
         self._latency.observe(end.latency_ms / 1000)
         if end.ttft_ms is not None:
             self._ttft.observe(end.ttft_ms / 1000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,8 +31,8 @@ class Recorder(Protocol):
     async def start(self, start: CallStart) -> None:
         """Return once the call is durable; raise StoreUnavailable otherwise."""
 
-    async def end(self, end: CallEnd) -> None:
-        """Return once the call's end is durable; raise StoreUnavailable otherwise."""
+    def end(self, end: CallEnd) -> Awaitable[None]:
+        """What it returns is done once the call's end is durable, or raises StoreUnavailable."""
 
 
 class Policy(Protocol):

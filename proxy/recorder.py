@@ -1,14 +1,14 @@
-"""Durable records at the speed of one commit for many calls: a bounded queue, one writer, group commit.
+"""Durable records at the speed of one commit for many calls: one writer, group commit.
 
-`start` and `end` return when the record is committed; the answer's last byte waits for that.
-When the queue is full, callers wait: nothing is ever dropped.
+`start` returns when the record is committed, and only then is the request sent upstream; the answer's last byte waits
+for what `end` returns. Where too many records wait, further calls do too: nothing is ever dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +23,16 @@ from lightning_proxy.proxy.tools import conversation, tool_results
 from lightning_proxy.proxy.types import CallEnd, CallStart
 
 Statements = list[tuple[str, dict[str, Any]]]
-Entry = tuple[Statements, asyncio.Future[None]]
 GROUP = 512  # records in one commit, at most
+
+
+@dataclass(slots=True)
+class Entry:
+    """A record that waits for its commit; `size`: about how many bytes it has."""
+
+    statements: Statements
+    size: int
+    done: asyncio.Future[None]
 
 
 @dataclass(slots=True)
@@ -47,10 +55,13 @@ class RolloutTails:
 class Recorder:
     """Turns records into statements and commits them in groups. Run it with `async with`."""
 
-    def __init__(self, store: Store, *, merged: bool, queue: int = 4096, memory: int = 2**27, tails: int = 4) -> None:
+    def __init__(self, store: Store, *, merged: bool, starts: int = 4096, memory: int = 2**27, tails: int = 4) -> None:
         self._store = store
         self._merged = merged
-        self._queue: asyncio.Queue[Entry] = asyncio.Queue(queue)
+        self._waiting: deque[Entry] = deque()
+        self._wanted = asyncio.Event()
+        self._starts = asyncio.Semaphore(starts)
+        self._closing = False
         self._tails: OrderedDict[str, RolloutTails] = OrderedDict()
         self._memory = memory  # bytes of recent calls to keep
         self._kept = 0
@@ -63,14 +74,15 @@ class Recorder:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._queue.join()
         assert self._writer is not None
-        self._writer.cancel()
+        self._closing = True
+        self._wanted.set()
+        await self._writer
 
     @property
     def depth(self) -> int:
         """Records that wait for their commit."""
-        return self._queue.qsize()
+        return len(self._waiting)
 
     async def start(self, start: CallStart) -> None:
         """Record a call as `incomplete`; raises StoreUnavailable."""
@@ -104,12 +116,14 @@ class Recorder:
         running = self._parents.keys()
         earlier = await self._store.superseded(rollout_id, start.request, running) if start.is_retry else None
         superseded = [(sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id})] if earlier else []
-        await self._commit([(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *superseded, *results])
+        statements = [(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *superseded, *results]
+        async with self._starts:
+            await self._put(statements, len(stored))
         self._parents[start.call_id] = parent
         self._remember(rollout_id, Tail(start.call_id, _sharing(start.request, parent)), len(stored))
 
-    async def end(self, end: CallEnd) -> None:
-        """Record how a call ended; raises StoreUnavailable."""
+    def end(self, end: CallEnd) -> asyncio.Future[None]:
+        """Record how a call ended. The future is done when that is durable, or fails with StoreUnavailable."""
         parent = self._parents.pop(end.call_id, None)
         shared = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
         row = call_end_row(end, shared, self._merged)
@@ -121,28 +135,30 @@ class Recorder:
             )
             for position, tool in enumerate(end.tool_calls)
         ]
-        await self._commit([(sql.CALL_END, row), (sql.ROLLOUT_CALL_ENDED, row), *tools])
-        recent = self._tails.get(end.rollout_id, RolloutTails())
-        for tail in recent.tails:
-            if tail.call_id == end.call_id and end.choices:
-                tail.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
-                self._count(recent, len(tail.row_ids) * tail.row_ids.itemsize)
+        size = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
+        done = self._put([(sql.CALL_END, row), (sql.ROLLOUT_CALL_ENDED, row), *tools], size)
+        done.add_done_callback(lambda committed: self._remember_tokens(end, committed))
+        return done
 
     def forget(self, rollout_id: str) -> None:
         """The rollout was deleted: no later call is stored as what it adds to one of its calls."""
         if (recent := self._tails.pop(rollout_id, None)) is not None:
             self._kept -= recent.size
 
-    async def _commit(self, statements: Statements) -> None:
-        done = asyncio.get_running_loop().create_future()
-        await self._queue.put((statements, done))
-        await asyncio.shield(done)
+    def _put(self, statements: Statements, size: int) -> asyncio.Future[None]:
+        entry = Entry(statements, size, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        self._wanted.set()
+        return entry.done
 
     async def _write_groups(self) -> None:
-        while True:
-            group = [await self._queue.get()]
-            while not self._queue.empty() and len(group) < GROUP:
-                group.append(self._queue.get_nowait())
+        """Commit what waits, as it comes, until the recorder is closed and nothing waits."""
+        while self._waiting or not self._closing:
+            if not self._waiting:
+                self._wanted.clear()
+                await self._wanted.wait()
+                continue
+            group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
             error = await self._write(group)
             if error is not None and not isinstance(error, StoreUnavailable) and len(group) > 1:
                 # One of them cannot be stored at all; the others must not suffer for it.
@@ -150,13 +166,12 @@ class Recorder:
                     _settle([one], await self._write([one]))
             else:
                 _settle(group, error)
-            for _ in group:
-                self._queue.task_done()
 
     async def _write(self, group: Sequence[Entry]) -> Exception | None:
         """Commit the group; the error, whatever it is, since those who wait must hear of it."""
+        statements = [statement for entry in group for statement in entry.statements]
         try:
-            await self._store.write(_in_groups([statement for statements, _ in group for statement in statements]))
+            await self._store.write(_in_groups(statements), sum(entry.size for entry in group))
         except Exception as error:
             return error
         return None
@@ -166,6 +181,15 @@ class Recorder:
         recent = self._tails.get(rollout_id)
         shared = [(common_prefix(messages, conversation(t.request)), t) for t in recent.tails] if recent else []
         return max(shared, key=lambda pair: pair[0])[1] if shared else None
+
+    def _remember_tokens(self, end: CallEnd, committed: asyncio.Future[None]) -> None:
+        recent = self._tails.get(end.rollout_id)
+        if recent is None or not end.choices or committed.cancelled() or committed.exception():
+            return
+        for tail in recent.tails:
+            if tail.call_id == end.call_id:
+                tail.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
+                self._count(recent, len(tail.row_ids) * tail.row_ids.itemsize)
 
     def _remember(self, rollout_id: str, tail: Tail, size: int) -> None:
         recent = self._tails.setdefault(rollout_id, RolloutTails())
@@ -188,9 +212,9 @@ def _settle(group: Sequence[Entry], error: Exception | None) -> None:
     """Tell those who wait how the commit went."""
     if error is not None and not isinstance(error, StoreUnavailable):
         error = StoreUnavailable(f"the call could not be recorded: {error!r}")
-    for _, done in group:
-        if not done.done():
-            done.set_result(None) if error is None else done.set_exception(error)
+    for entry in group:
+        if not entry.done.done():  # cancelled: the agent left, and nobody waits any more
+            entry.done.set_result(None) if error is None else entry.done.set_exception(error)
 
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.

@@ -6,8 +6,8 @@ import logging
 import re
 import time
 from dataclasses import replace
+from secrets import token_hex
 from typing import Any
-from uuid import uuid4
 
 import aiohttp
 import orjson
@@ -232,4 +232,4 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
 
 def _new_call_id() -> str:
     """Ids of later calls sort later, to the millisecond."""
-    return f"{time.time_ns() // 1_000_000:012x}{uuid4().hex[:20]}"
+    return f"{time.time_ns() // 1_000_000:012x}{token_hex(10)}"

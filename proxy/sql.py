@@ -110,6 +110,7 @@ LIVE_VERSION = """
 SELECT policy_versions.* FROM policy_versions
 WHERE version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1)
 """
+LIVE_SINCE = "SELECT MAX(n) AS n FROM policy_log"
 VERSIONS = "SELECT * FROM policy_versions ORDER BY version"
 VERSION = "SELECT * FROM policy_versions WHERE version = :version"
 VERSION_NEW = """

@@ -27,9 +27,12 @@ class Store:
 
     # Calls: the recorder hands over whole batches ------------------------------------------------------------------
 
-    async def write(self, batch: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Run statements of `sql.py` in one transaction, in order; neighbours that are alike go in one call."""
-        await self._db.commit(_runs(batch))
+    async def write(self, batch: Iterable[tuple[str, dict[str, Any]]], size: int = 0) -> None:
+        """Run statements of `sql.py` in one transaction, in order; neighbours that are alike go in one call.
+
+        `size`: about how many bytes that writes.
+        """
+        await self._db.commit(_runs(batch), size)
 
     async def calls(self, rollout_id: str) -> list[ModelCall]:
         """The rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
@@ -117,15 +116,14 @@ def _let_go(retry_state: RetryCallState) -> None:
 
 async def _open(session: aiohttp.ClientSession, upstream: UpstreamConfig, request: Request) -> aiohttp.ClientResponse:
     try:
-        async with asyncio.timeout(upstream.first_byte_timeout_s):
-            return await session.request(
-                request.method,
-                _url(upstream, request),
-                headers=_request_headers(upstream, request),
-                data=request.body or None,
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=upstream.connect_timeout_s),
-            )
+        response = await session.request(
+            request.method,
+            _url(upstream, request),
+            headers=_request_headers(upstream, request),
+            data=request.body or None,
+            allow_redirects=False,
+            timeout=_timeout(upstream),
+        )
     except aiohttp.ConnectionTimeoutError:
         raise UpstreamTimeout(
             f"upstream {upstream.name}: no connection within {upstream.connect_timeout_s} s"
@@ -137,14 +135,24 @@ async def _open(session: aiohttp.ClientSession, upstream: UpstreamConfig, reques
         raise NoConnection(f"upstream {upstream.name} cannot be reached: {reason}") from None
     except (aiohttp.ClientError, OSError) as error:
         raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(error)}") from None
+    if response.connection is not None and (protocol := response.connection.protocol) is not None:
+        protocol.read_timeout = upstream.idle_timeout_s
+        protocol.start_timeout()
+    return response
+
+
+def _timeout(upstream: UpstreamConfig) -> aiohttp.ClientTimeout:
+    """Until the answer's headers are there; from then on `idle_timeout_s` counts between two reads."""
+    return aiohttp.ClientTimeout(
+        total=None, sock_connect=upstream.connect_timeout_s, sock_read=upstream.first_byte_timeout_s
+    )
 
 
 async def read_chunks(upstream: UpstreamConfig, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The answer's body as it arrives. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
     while True:
         try:
-            async with asyncio.timeout(upstream.idle_timeout_s):
-                data = await response.content.readany()
+            data = await response.content.readany()
         except TimeoutError:
             raise UpstreamTimeout(f"upstream {upstream.name}: nothing for {upstream.idle_timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
