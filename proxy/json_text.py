@@ -8,7 +8,6 @@ from typing import Any
 
 import orjson
 
-
 # A number that is no integer; now and then something in a string that looks like one.
 _FLOAT = re.compile(rb"[:,\[]-?\d+[.eE]")
 

@@ -88,7 +88,7 @@ class Recorder:
         """Record a call as `incomplete`; raises StoreUnavailable."""
         rollout_id = start.rollout.rollout_id
         parent = self._longest_parent(rollout_id, start.request)
-        stored = dumps(shrink_request(start.request, parent.request if parent else None))
+        stored = _stored_request(start, parent)
         row = {
             "rollout_id": rollout_id,
             "task_id": start.rollout.task_id,
@@ -113,10 +113,10 @@ class Recorder:
             # Of results with the same id, which some agents count anew in every turn, only the newest can be new.
             for r in {r.tool_call_id: r for r in tool_results(messages[known:])}.values()
         ]
+        statements: Statements = [(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *results]
         running = self._parents.keys()
-        earlier = await self._store.superseded(rollout_id, start.request, running) if start.is_retry else None
-        superseded = [(sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id})] if earlier else []
-        statements = [(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *superseded, *results]
+        if start.is_retry and (earlier := await self._store.superseded(rollout_id, start.request, running)):
+            statements.append((sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
         async with self._starts:
             await self._put(statements, len(stored))
         self._parents[start.call_id] = parent
@@ -226,6 +226,13 @@ _ORDER = [
 
 def _in_groups(statements: Statements) -> Statements:
     return sorted(statements, key=lambda statement: _ORDER.index(statement[0]))
+
+
+def _stored_request(start: CallStart, parent: Tail | None) -> str:
+    """What `delta.py` makes of the request; one without a parent is stored in the agent's own words."""
+    if parent is None and start.request_text is not None:
+        return f'{{"new":{start.request_text}}}'
+    return dumps(shrink_request(start.request, parent.request if parent else None))
 
 
 def _sharing(request: dict[str, Any], parent: Tail | None) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class Relay:
             request=body,
             started_at=time.time(),
             is_retry=is_retry,
+            request_text=request.body.decode(),
         )
         agent.extra += [(b"x-rollout-id", rollout.rollout_id.encode()), (b"x-call-id", start.call_id.encode())]
         if route.version is not None:
@@ -226,8 +227,13 @@ def _with_model(body: dict[str, Any], route: Route) -> dict[str, Any]:
 
 
 def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
-    """The request with `sent` for its body; the agent's own bytes if nothing has changed."""
-    return request if sent == body else request.with_body(dumps(sent).encode())
+    """The request with `sent` for its body: the agent's own bytes where it can be, what was added at their end."""
+    changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
+    if not changed:
+        return request
+    if not body or any(name in body for name in changed):
+        return request.with_body(dumps(sent).encode())
+    return request.with_body(request.body.rstrip()[:-1] + b"," + orjson.dumps(changed)[1:])
 
 
 def _new_call_id() -> str:

@@ -70,7 +70,8 @@ class Choice:
 class CallStart:
     """What is known of a call when it is sent upstream. Stored at once, as `incomplete`.
 
-    `request` is the body as the agent sent it. `policy_version`: 0 is the base model, None a model outside the policy.
+    `request` is the body as the agent sent it, `request_text` its text if that is at hand.
+    `policy_version`: 0 is the base model, None a model outside the policy.
     `is_retry`: the agent's client says that it sends the same request again.
     """
 
@@ -82,6 +83,7 @@ class CallStart:
     request: dict[str, Any]
     started_at: float
     is_retry: bool = False
+    request_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
