@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiosqlite
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random
 
 from lightning_proxy.proxy.config import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
@@ -140,7 +141,15 @@ async def opened(config: StoreConfig) -> AsyncIterator[Database]:
 async def _connect(path: Path, config: StoreConfig) -> aiosqlite.Connection:
     connection = await aiosqlite.connect(path, timeout=config.busy_timeout_s, isolation_level=None)
     try:
-        await _set_up(connection, config)
+        # SQLite does not wait for another process that is just making the same new file a WAL one.
+        async for attempt in AsyncRetrying(
+            stop=stop_after_delay(config.busy_timeout_s),
+            wait=wait_random(0.01, 0.05),
+            retry=retry_if_exception(_is_locked),
+            reraise=True,
+        ):
+            with attempt:
+                await _set_up(connection, config)
     except BaseException:
         await connection.close()  # or its thread keeps the process alive
         raise
@@ -178,10 +187,17 @@ def _try_commit(connection: sqlite3.Connection, runs: Runs) -> bool:
     try:
         _commit(connection, runs)
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if _is_locked(error):
             return False
         raise
     return True
+
+
+def _is_locked(error: BaseException) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
 
 
 def _checkpoint(connection: sqlite3.Connection) -> None:
