@@ -40,7 +40,8 @@ class Assembler:
         index = choice.get("index")
         merged = self._choices.setdefault(index if isinstance(index, int) else 0, {})
         for name, value in choice.items():
-            _merge_field(merged, "message" if name == "delta" else name, value)
+            if value is not None or name not in merged:
+                _merge_field(merged, "message" if name == "delta" else name, value)
 
 
 def _merge_field(into: Json, name: str, value: Any) -> None:
@@ -50,7 +51,7 @@ def _merge_field(into: Json, name: str, value: Any) -> None:
     elif name == "tool_calls" and isinstance(value, list):
         into[name] = _merge_tool_calls(old if isinstance(old, list) else [], value)
     elif isinstance(value, dict):
-        merged = into[name] = dict(old) if isinstance(old, dict) else {}
+        merged = into[name] = old if isinstance(old, dict) else {}  # ours: no chunk's own object is ever put in
         for key, item in value.items():
             _merge_field(merged, key, item)
     elif isinstance(value, list):

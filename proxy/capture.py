@@ -25,10 +25,10 @@ class _ChoiceTokens:
     bad_logprob: bool = False
 
     def add(self, choice: Json) -> None:
-        if (ids := _ints(choice.get("token_ids"))) is not None:
+        if (ids := choice.get("token_ids")) is not None and (ids := _ints(ids)) is not None:
             self.has_ids = True
             self.ids += ids
-        for value in _logprobs(choice.get("logprobs")):
+        for value in _logprobs(logprobs) if (logprobs := choice.get("logprobs")) is not None else ():
             if isinstance(value, int | float) and _MINUS_INFINITY < value <= 0:
                 self.logprobs.append(float(value))
             else:
@@ -96,7 +96,7 @@ class Tokens:
         return None
 
     def _add_prompt(self, part: Json) -> None:
-        if not self.prompt_token_ids:
+        if "prompt_token_ids" in part and not self.prompt_token_ids:
             self.prompt_token_ids = tuple(_ints(part.get("prompt_token_ids")) or ())
 
 

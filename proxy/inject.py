@@ -27,6 +27,11 @@ class Injection:
     def __bool__(self) -> bool:
         return self.token_ids or self.logprobs or self.usage
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What to take out of an answer and of its choices."""
+        return ("prompt_token_ids", "token_ids") * self.token_ids + ("logprobs",) * self.logprobs
+
 
 def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
     """The request for a vLLM upstream, and what was added to it. A value that vLLM refuses is left for it to refuse."""
@@ -64,14 +69,17 @@ def _wants_usage(body: Json, options: Any) -> bool:
 
 
 def clean(body: Json, injection: Injection) -> None:
-    """Take out of an answer or chunk, in place, what only the proxy asked for."""
+    """Take out of an answer, in place, what only the proxy asked for."""
+    _take_out(body, injection.fields)
+
+
+def _take_out(body: Json, fields: tuple[str, ...]) -> None:
     choices = body.get("choices")
-    parts = [body, *(c for c in choices if isinstance(c, dict))] if isinstance(choices, list) else [body]
-    names = [n for n in ("prompt_token_ids", "token_ids") if injection.token_ids]
-    for part in parts:
-        for name in names + ["logprobs"] * injection.logprobs:
-            if name in part:
-                part[name] = None
+    for part in (body, *choices) if isinstance(choices, list) else (body,):
+        if isinstance(part, dict):
+            for name in fields:
+                if name in part:
+                    part[name] = None
 
 
 class StreamCleaner:
@@ -79,21 +87,23 @@ class StreamCleaner:
 
     def __init__(self, injection: Injection) -> None:
         self._injection = injection
+        self._fields = injection.fields
         self._held: Json | None = None
 
     def clean(self, raw: bytes, chunk: Json) -> bytes:
         """The bytes to send now for a chunk, which is cleaned in place."""
         if not self._injection:
             return raw
-        clean(chunk, self._injection)
+        _take_out(chunk, self._fields)
         if self._is_injected_usage(chunk):
             return self._release(chunk.get("system_fingerprint"))
         if self._exists_for_token_ids_only(chunk):
             return b""
+        before = b"" if self._held is None else self.flush()
         if self._injection.usage and _finishes(chunk):
-            before, self._held = self.flush(), chunk
+            self._held = chunk
             return before
-        return self.flush() + _encode(chunk)
+        return before + _encode(chunk)
 
     def flush(self) -> bytes:
         """What is held back, for a stream that goes on or ends without the usage chunk."""

@@ -38,6 +38,9 @@ class SSEDecoder:
     def feed(self, data: bytes) -> list[Frame]:
         search_from = max(0, len(self._buffer) - 3)
         buffer = self._buffer + data
+        if b"\r" not in buffer:
+            *whole, self._buffer = buffer.split(b"\n\n")
+            return [_frame(raw + b"\n\n") for raw in whole]
         frames = []
         start = 0
         while match := _BLANK_LINE.search(buffer, max(start, search_from)):
@@ -58,6 +61,8 @@ def encode(data: bytes) -> bytes:
 
 
 def _frame(raw: bytes) -> Frame:
+    if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
+        return Frame(raw, raw[6:-2])  # one line of data, as most frames are
     lines = (line for line in _LINE_END.split(raw) if line.startswith(b"data"))
     values = [value for value in map(_value, lines) if value is not None]
     return Frame(raw, b"\n".join(values) if values else None)
