@@ -36,6 +36,7 @@ class Agent:
         self._error_body = error_body
         self.extra: list[Header] = []
         self.started = False
+        self.left = False
         self._send = send
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
@@ -70,18 +71,22 @@ class Agent:
                 return bytes(body)
         raise TooLarge(f"the request body is larger than {limit} bytes (proxy.max_body_mb)")
 
-    async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` once the request is read; cancel it when the agent disconnects; it has ended when this returns."""
+    async def run_while_connected(self, work: Coroutine[Any, Any, None], *, finish: bool = False) -> None:
+        """Run `work` once the request is read; it has ended when this returns.
+
+        When the agent disconnects, `left` is set, and the work is cancelled unless it is to `finish`.
+        """
         this, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert this is not None
-        left = False
+        cancelled = False
         gone: asyncio.Task[None] | None = None
 
         async def watch() -> None:
-            nonlocal left
+            nonlocal cancelled
             while (await self.receive())["type"] != "http.disconnect":
                 pass
-            left = this.cancel()
+            self.left = True
+            cancelled = not finish and this.cancel()
 
         def begin_to_watch() -> None:
             nonlocal gone
@@ -91,7 +96,7 @@ class Agent:
         try:
             await work
         except asyncio.CancelledError:
-            if not left or this.uncancel() > 0:
+            if not cancelled or this.uncancel() > 0:
                 raise
         finally:
             later.cancel()

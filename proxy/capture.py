@@ -12,6 +12,8 @@ Json = dict[str, Any]
 
 # What vLLM sends for a log-probability of minus infinity, which JSON does not have.
 _MINUS_INFINITY = -9999.0
+# How an answer ends that was sampled to its end, or to the agent's limit.
+_WHOLE = frozenset({"stop", "length", "tool_calls", "function_call"})
 # vLLM takes any lower temperature for 0.
 _GREEDY_BELOW = 1e-5
 
@@ -80,6 +82,8 @@ class Tokens:
     def _mismatch(self, choice: _ChoiceTokens) -> str | None:
         if not choice.ids:
             return "the answer is empty"
+        if choice.finish_reason not in _WHOLE:
+            return f"the answer may be cut: its finish reason is {choice.finish_reason}"
         if choice.bad_logprob:
             return "a log-probability is not a finite number of at most 0"
         if len(choice.ids) != len(choice.logprobs):

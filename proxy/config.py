@@ -72,6 +72,10 @@ class UpstreamConfig(Section):
         return self
 
 
+class RecordingConfig(Section):
+    on_disconnect: Literal["abort", "finish"] = "abort"
+
+
 class PolicyConfig(Section):
     model: str | None = None
     alias: str = "policy"
@@ -140,6 +144,7 @@ class Config(Section):
     proxy: ProxyConfig = ProxyConfig()
     store: StoreConfig = StoreConfig()
     upstreams: list[UpstreamConfig] = [UpstreamConfig(name="policy", base_url="http://127.0.0.1:8100/v1")]
+    recording: RecordingConfig = RecordingConfig()
     policy: PolicyConfig = PolicyConfig()
     vllm: VllmConfig = VllmConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -27,9 +27,14 @@ from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, 
 log = logging.getLogger(__name__)
 OnEnd = Callable[[CallEnd], None]
 
+_REFUSALS = frozenset({400, 422})
+
 
 class Exchange:
-    """Runs once. However it ends, a call whose start became durable gets an end: ok, error or cancelled."""
+    """Runs once. However it ends, a call whose start became durable gets an end: ok, error or cancelled.
+
+    `request` holds what is asked for on top; `plain`, without it, is sent where the upstream refuses that.
+    """
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class Exchange:
         start: CallStart,
         upstream: UpstreamConfig,
         request: Request,
+        plain: Request,
         dialect: Dialect,
         injection: Injection,
         on_end: OnEnd | None = None,
@@ -49,6 +55,7 @@ class Exchange:
         self._start = start
         self._upstream = upstream
         self._request = request
+        self._plain = plain
         self._dialect = dialect
         self._injection = injection
         self._on_end = on_end
@@ -61,9 +68,6 @@ class Exchange:
 
     async def run(self) -> None:
         """Relay until the answer is complete; where the agent leaves early or we are cancelled, record that."""
-        await self._agent.run_while_connected(self._run())
-
-    async def _run(self) -> None:
         try:
             await self._recorder.start(self._start)
             async with asyncio.timeout(self._upstream.total_timeout_s) as self._limit:
@@ -81,12 +85,21 @@ class Exchange:
             await self._failed(LightningError("internal error of the proxy; its log says more"))
 
     async def _relay(self) -> None:
-        response = await open_upstream(self._session, self._upstream, self._request)
+        response = await self._open()
         try:
             self._http_status = response.status
             await (self._relay_stream(response) if _is_stream(response) else self._relay_whole(response))
         finally:
             response.release()
+
+    async def _open(self) -> aiohttp.ClientResponse:
+        response = await open_upstream(self._session, self._upstream, self._request)
+        if self._injection and response.status in _REFUSALS:
+            # Perhaps for what is asked for on top; if not, the agent is told of its own request.
+            response.close()
+            self._injection = Injection()
+            response = await open_upstream(self._session, self._upstream, self._plain)
+        return response
 
     async def _relay_whole(self, response: aiohttp.ClientResponse) -> None:
         raw = b"".join([data async for data in read_chunks(self._upstream, response)])
@@ -166,6 +179,8 @@ class Exchange:
 
     async def _end(self, status: CallStatus, response: Any, tokens: Tokens, error: str | None) -> None:
         """Return once the end is durable; the first end counts. Not undone by a cancellation."""
+        if self._agent.left and status == "ok":
+            status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
         if self._ending is None:
             end = CallEnd(
                 call_id=self._start.call_id,

@@ -55,6 +55,7 @@ class Relay:
         self._keys = keys
         self._conversations = Conversations()
         self._max_body_bytes = int(config.proxy.max_body_mb * 1_000_000)
+        self._finish = config.recording.on_disconnect == "finish"
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,6 +118,7 @@ class Relay:
         agent.extra += [(b"x-rollout-id", rollout.rollout_id.encode()), (b"x-call-id", start.call_id.encode())]
         if route.version is not None:
             agent.extra.append((b"x-policy-version", str(route.version).encode()))
+        plain = _with_body(request, body, _with_model(body, route))
         request = _with_body(request, body, sent)
 
         def on_end(end: CallEnd) -> None:
@@ -126,9 +128,9 @@ class Relay:
                 self._on_end(end)
 
         exchange = Exchange(
-            self._session, self._recorder, agent, start, route.upstream, request, dialect, injection, on_end
+            self._session, self._recorder, agent, start, route.upstream, request, plain, dialect, injection, on_end
         )
-        await exchange.run()
+        await agent.run_while_connected(exchange.run(), finish=self._finish)
 
     async def _list_models(self, agent: Agent, request: Request, rollout: RolloutName) -> None:
         """The upstream's list and the alias; an answer that is no list goes through as it is."""

@@ -49,18 +49,20 @@ def read_calls(
         tools.setdefault(row["call_id"], []).append(_read_tool_call(row))
     done: dict[str, ModelCall] = {}
     for row in calls:
-        done[row["call_id"]] = _read_call(row, done.get(row["parent_id"]), tools, rewards, log)
+        done[row["call_id"]] = _read_call(row, done, tools, rewards, log)
     return list(done.values())
 
 
 def _read_call(
     row: sqlite3.Row,
-    parent: ModelCall | None,
+    earlier: dict[str, ModelCall],
     tools: dict[str, list[ToolCall]],
     rewards: dict[str, float],
     log: Sequence[sqlite3.Row],
 ) -> ModelCall:
-    before = parent.prompt_token_ids + parent.response_token_ids if parent else ()
+    parent = earlier.get(row["parent_id"])
+    before = parent.row_token_ids if parent else ()
+    prompt = before[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
     call_id = row["call_id"]
     return ModelCall(
         call_id=call_id,
@@ -74,8 +76,9 @@ def _read_call(
         policy_versions=_versions(row, log),
         request=grow_request(loads_or_none(row["request"]), parent.request if parent else None),
         response=loads_or_none(row["response"]),
-        prompt_token_ids=before[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"]),
+        prompt_token_ids=prompt,
         choices=_read_choices(row),
+        extends=_extended(prompt, parent, earlier),
         usage=loads_or_none(row["usage"]),
         tool_calls=tuple(tools.get(call_id, ())),
         reward=rewards.get(call_id),
@@ -88,6 +91,15 @@ def _read_call(
         latency_ms=row["latency_ms"],
         superseded_by=row["superseded_by"],
     )
+
+
+def _extended(prompt: tuple[int, ...], parent: ModelCall | None, earlier: dict[str, ModelCall]) -> str | None:
+    """The call whose row of tokens the prompt begins with: mostly its parent, else the newest such call."""
+    for call in (*([parent] if parent else ()), *reversed(earlier.values())):
+        row = call.row_token_ids
+        if call.choices and prompt[: len(row)] == row:
+            return call.call_id
+    return None
 
 
 def _untrainable_reason(row: sqlite3.Row) -> str | None:

@@ -13,6 +13,11 @@ RolloutStatus = Literal["running", "completed", "failed", "discarded"]
 Mode = Literal["train", "eval"]
 PublishMode = Literal["lora", "merged"]
 
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "logit_bias",
+)  # fmt: skip
+
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
 
@@ -114,7 +119,8 @@ class ModelCall:
     """A call read back from the store. Contract, section 3.
 
     `policy_versions`: all that were live while it ran, in order; more than one only where weights are replaced in
-    place. `superseded_by`: the call that took its place, when the client sent the same request again.
+    place. `superseded_by`: the call that took its place, when the client sent the same request again. `extends`: the
+    earlier call whose tokens, prompt and answer, this one's prompt begins with.
     """
 
     call_id: str
@@ -141,10 +147,16 @@ class ModelCall:
     ttft_ms: float | None
     latency_ms: float | None
     superseded_by: str | None = None
+    extends: str | None = None
 
     @property
     def response_token_ids(self) -> tuple[int, ...]:
         return self.choices[0].token_ids if self.choices else ()
+
+    @property
+    def row_token_ids(self) -> tuple[int, ...]:
+        """Prompt and answer."""
+        return self.prompt_token_ids + self.response_token_ids
 
     @property
     def logprobs(self) -> tuple[float, ...]:
@@ -159,6 +171,11 @@ class ModelCall:
         """The sampling temperature of the request; 1.0 where it names none, as OpenAI's API says."""
         value = self.request.get("temperature")
         return 1.0 if value is None else float(value)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters of the request; None where it leaves one to the server's default."""
+        return {name: self.request.get(name) for name in SAMPLING}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ def call_view(call: ModelCall) -> dict[str, Any]:
         "response_token_ids": call.response_token_ids,
         "logprobs": call.logprobs,
         "finish_reason": call.finish_reason,
+        "sampling": call.sampling,
+        "extends": call.extends,
         "usage": call.usage,
         "tool_calls": [asdict(tool) for tool in call.tool_calls],
         "reward": call.reward,

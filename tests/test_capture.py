@@ -71,6 +71,8 @@ def test_a_completion_gives_its_tokens():
     values = {"token_logprobs": [-0.5, 0.0]}
     choice = {"index": 0, "text": "x", "logprobs": values, "token_ids": [7, 8], "prompt_token_ids": [1]}
     body = {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}
+    assert reason(body) == "the answer may be cut: its finish reason is None"
+    choice["finish_reason"] = "stop"
     assert reason(body) is None
 
 
