@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lightning_proxy.commands import policy, rollouts
+from lightning_proxy.commands import keys, policy, rollouts
 
 if TYPE_CHECKING:
     from lightning_proxy.commands.system import Launch
@@ -38,6 +38,7 @@ app = typer.Typer(
 
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(policy.app, name="policy")
+app.add_typer(keys.app, name="keys")
 # Without this setting a negative reward would be taken for an option.
 app.command(context_settings={"ignore_unknown_options": True})(rollouts.reward)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,6 +16,7 @@ from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.types import Mode
 
 NO_CONTENT = 204
+UNAUTHORIZED = 401
 AWAY = (None, 502, 503, 504)
 RETRY_S = 1.0
 
@@ -51,11 +53,12 @@ class ControlClient:
 
     @classmethod
     def of(cls, config: Config, *, patience_s: float = 0.0) -> ControlClient:
-        """For the proxy of this configuration."""
+        """For the proxy of this configuration, with the key in LIGHTNING_API_KEY, else one of the configuration."""
         proxy = config.proxy
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(proxy.host, proxy.host)
-        keys = proxy.admin_keys or proxy.api_keys
-        return cls(f"http://{host}:{proxy.port}", keys[0].get_secret_value() if keys else None, patience_s=patience_s)
+        configured = [key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys]
+        key = os.environ.get("LIGHTNING_API_KEY") or next(iter(configured), None)
+        return cls(f"http://{host}:{proxy.port}", key, patience_s=patience_s)
 
     async def __aenter__(self) -> ControlClient:
         timeout = aiohttp.ClientTimeout(total=60)
@@ -120,5 +123,6 @@ class ControlClient:
         if status >= 400:
             error_body = data.get("error") if isinstance(data, dict) else None
             message = error_body.get("message") if isinstance(error_body, dict) else str(data)[:300]
-            raise ControlError(f"{method} {path}: {message} (HTTP {status})", status)
+            hint = "; give it to this command in LIGHTNING_API_KEY" if status == UNAUTHORIZED else ""
+            raise ControlError(f"{method} {path}: {message}{hint} (HTTP {status})", status)
         return data

@@ -41,7 +41,7 @@ class ProcessRunner:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
-                    env={**os.environ, **env},
+                    env={**_inherited(), **env},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=asyncio.subprocess.STDOUT,
@@ -81,7 +81,7 @@ class PreloadRunner:
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._running[name] = ended
         script, argv = self._command[1], self._command[2:]
-        whole_env = {**os.environ, **env}
+        whole_env = {**_inherited(), **env}
         self._send(
             {"id": name, "script": script, "argv": argv, "cwd": str(Path.cwd()), "env": whole_env, "log": str(log)}
         )
@@ -136,3 +136,9 @@ def make_runner(command: Sequence[str], preload: Sequence[str] = ()) -> Runner:
     if shutil.which(command[0]) is None:
         raise ConfigError(f"run: no program {command[0]!r} that can be started")
     return PreloadRunner(command, preload) if preload else ProcessRunner(command)
+
+
+def _inherited() -> dict[str, str]:
+    """Our environment without the keys that configure the proxy or open it: an agent has its rollout's key alone."""
+    secret = ("KEY", "UPSTREAMS")
+    return {k: v for k, v in os.environ.items() if not (k.startswith("LIGHTNING_") and any(s in k for s in secret))}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from lightning_proxy.commands.processes import require_free_port
 from lightning_proxy.proxy.config import Config
 
 
 def serve(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM; LightningError if the port is taken."""
+    """Serve until SIGINT or SIGTERM; LightningError if the port is taken, or keys are needed and there is none."""
     import gc
 
     import uvicorn
 
     from lightning_proxy.proxy.app import create_app
+    from lightning_proxy.proxy.keyring import require_keys
 
+    asyncio.run(require_keys(config))
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     gc.freeze()  # what was imported stays; looking through it again and again cost a tenth of the throughput
     uvicorn.run(

@@ -15,6 +15,7 @@ from lightning_proxy.commands.processes import Child, ChildSpec, Supervisor, req
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.keyring import require_keys
 
 T = TypeVar("T")
 # Every part goes on where it was when it is started again; one that keeps dying ends the system.
@@ -47,6 +48,7 @@ class System:
         self.trainer: Child | None = None
 
     async def __aenter__(self) -> System:
+        await require_keys(self._config)
         check_addresses(self._config)
         program = vllm_program(self._config)
         async with AsyncExitStack() as stack:

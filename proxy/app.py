@@ -45,14 +45,13 @@ class _Dispatch:
     def __init__(self, control: FastAPI, config: ProxyConfig) -> None:
         self._control = control
         self._max_body = int(config.max_body_mb * 1_000_000)
-        self._only_local = not config.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._control(scope, receive, send)
             return
         try:
-            if self._only_local:
+            if not self._control.state.parts.keys.required:
                 require_local(scope["headers"])
         except Forbidden as error:
             await Agent(receive, send).error(error)

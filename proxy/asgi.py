@@ -55,7 +55,8 @@ class Agent:
         await self.answer(status, [(b"content-type", b"application/json")], orjson.dumps(body))
 
     async def error(self, error: LightningError) -> None:
-        await self.json(error.status, self._error_body(error))
+        headers = [(b"content-type", b"application/json"), *error.headers]
+        await self.answer(error.status, headers, orjson.dumps(self._error_body(error)))
 
     async def read(self, headers: dict[str, str], limit: int) -> bytes:
         """The request's body; raises TooLarge for more than `limit` bytes, ClientDisconnected."""

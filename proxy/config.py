@@ -16,14 +16,21 @@ from lightning_proxy.proxy.errors import ConfigError
 
 ENV_PREFIX = "LIGHTNING_"
 # Set for agent programs by `lightning-proxy run`; not configuration.
-ENV_NOT_CONFIG = {"LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL"}
+ENV_NOT_CONFIG = {"LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL"}
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
+Limit = Annotated[int, Field(ge=1)] | None
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LimitsConfig(Section):
+    requests_per_minute: Limit = None
+    tokens_per_minute: Limit = None
+    concurrent: Limit = None
 
 
 class ProxyConfig(Section):
@@ -32,7 +39,13 @@ class ProxyConfig(Section):
     workers: Annotated[int, Field(ge=1, le=1)] = 1
     api_keys: list[SecretStr] = []
     admin_keys: list[SecretStr] = []
+    limits: LimitsConfig = LimitsConfig()
     max_body_mb: Annotated[float, Field(gt=0)] = 32.0
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the proxy."""
+        return self.host in ("127.0.0.1", "::1", "localhost")
 
 
 class StoreConfig(Section):
@@ -150,14 +163,9 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
 
     @model_validator(mode="after")
-    def _closed_by_default(self) -> Config:
+    def _has_an_upstream(self) -> Config:
         if not self.upstreams:
             raise ValueError("upstreams: at least one is needed")
-        if self.proxy.host not in ("127.0.0.1", "::1", "localhost") and not self.proxy.api_keys:
-            raise ValueError(
-                f"proxy.host {self.proxy.host!r} is reachable from other machines: set proxy.api_keys, "
-                "or keep proxy.host on 127.0.0.1"
-            )
         return self
 
 

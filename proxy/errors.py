@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class LightningError(Exception):
     """Shown to the user as it is: says what was wrong, where, and what to do."""
@@ -9,6 +11,7 @@ class LightningError(Exception):
     status = 500
     type = "server_error"
     exit_code = 1
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -60,6 +63,19 @@ class TooLarge(LightningError):
 class Unprocessable(LightningError):
     status = 422
     type = "invalid_request_error"
+
+
+class RateLimited(LightningError):
+    """A key's limit is reached; `headers` say when to come again, as those of OpenAI's API do."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: float, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        seconds, ms = math.ceil(retry_after_s), math.ceil(retry_after_s * 1000)
+        again = ((b"retry-after", str(seconds).encode()), (b"retry-after-ms", str(ms).encode()))
+        self.headers = (*again, *headers)
 
 
 class UpstreamUnreachable(LightningError):

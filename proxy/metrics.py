@@ -19,6 +19,10 @@ class Metrics:
         r = self._registry
         calls = Counter("lightning_calls", "Recorded calls by how they ended", ["status"], registry=r)
         self._calls = {status: calls.labels(status) for status in get_args(CallStatus)}
+        unrecorded = Counter(
+            "lightning_unrecorded_calls", "Calls of which nothing is kept, by how they ended", ["status"], registry=r
+        )
+        self._unrecorded = {status: unrecorded.labels(status) for status in get_args(CallStatus)}
         self._untrainable = Counter("lightning_untrainable_calls", "Answered calls unfit for training", registry=r)
         tokens = Counter("lightning_tokens", "Tokens of recorded calls", ["kind"], registry=r)
         self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
@@ -31,7 +35,10 @@ class Metrics:
         self.live_version = Gauge("lightning_policy_version", "The live policy version", registry=r)
         self.rollouts = Gauge("lightning_rollouts", "Rollouts in the store", ["mode", "status"], registry=r)
 
-    def call_ended(self, end: CallEnd) -> None:
+    def call_ended(self, end: CallEnd, recorded: bool) -> None:
+        if not recorded:
+            self._unrecorded[end.status].inc()
+            return
         self._calls[end.status].inc()
         if end.status == "ok" and not end.trainable:
             self._untrainable.inc()

@@ -65,3 +65,11 @@ def _mode(value: str | None) -> Mode:
     if value not in (None, "train", "eval"):
         raise InvalidRequest(f"X-Rollout-Mode must be train or eval, got {value[:60]!r}", param="X-Rollout-Mode")
     return cast(Mode, value or "train")
+
+
+def wants_recording(headers: Mapping[str, str]) -> bool:
+    """Whether X-Recording leaves the call to be recorded; InvalidRequest if it says neither on nor off."""
+    value = headers.get("x-recording", "on").lower()
+    if value not in ("on", "off"):
+        raise InvalidRequest(f"X-Recording must be on or off, got {value[:60]!r}", param="X-Recording")
+    return value == "on"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lightning_proxy.proxy.auth import Keys
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import opened
+from lightning_proxy.proxy.keyring import Keyring
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.metrics import Metrics
 from lightning_proxy.proxy.policy import Policy, Swap
@@ -45,12 +46,14 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         store, ledger, metrics = Store(database), Ledger(database), Metrics()
         upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
         swap = Swap(ledger, Vllm(control, upstream.base_url), mode, config.policy.directory) if upstream else None
-        policy, keys = Policy(config, store, ledger, swap), Keys(config.proxy, store)
+        policy, keys = Policy(config, store, ledger, swap), Keys(config.proxy, store, Keyring(database))
+        await keys.refresh()
         async with Recorder(store, merged=mode == "merged") as recorder:
             relay = Relay(config, data, recorder, policy, keys, metrics.call_ended)
-            watch = asyncio.create_task(policy.watch())
+            watches = [asyncio.create_task(one.watch()) for one in (policy, keys)]
             try:
                 yield Parts(config, mode, store, ledger, recorder, policy, keys, metrics, relay)
             finally:
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
+                for watch in watches:
+                    watch.cancel()
+                await asyncio.gather(*watches, return_exceptions=True)

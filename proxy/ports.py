@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_proxy.proxy.config import UpstreamConfig
+from lightning_proxy.proxy.limits import Limiter
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 
 
@@ -21,10 +22,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: the rollout that the key was given out for; whether the key may go on to a keyless upstream."""
+    """Who calls: the rollout that the key was given out for; whether the key may go on to a keyless upstream.
+
+    `key_id`: the stored key that it comes down to, if one.
+    """
 
     rollout_id: str | None
     forward_authorization: bool
+    limiter: Limiter | None = None
+    recorded: bool = True
+    key_id: str | None = None
 
 
 class Recorder(Protocol):
@@ -33,6 +40,19 @@ class Recorder(Protocol):
 
     def end(self, end: CallEnd) -> Awaitable[None]:
         """What it returns is done once the call's end is durable, or raises StoreUnavailable."""
+
+
+class _NoRecorder:
+    """For calls that are not recorded."""
+
+    async def start(self, start: CallStart) -> None:
+        return
+
+    async def end(self, end: CallEnd) -> None:
+        return
+
+
+NO_RECORDER = _NoRecorder()
 
 
 class Policy(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from secrets import token_hex
 from typing import Any
@@ -17,11 +18,12 @@ from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.continuation import Conversations, scope_of
 from lightning_proxy.proxy.dialects import DIALECTS, Dialect
 from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, NotFound
-from lightning_proxy.proxy.exchange import Exchange, OnEnd
+from lightning_proxy.proxy.exchange import Exchange
 from lightning_proxy.proxy.inject import Injection
 from lightning_proxy.proxy.json_text import dumps, loads
-from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path
-from lightning_proxy.proxy.ports import Caller, Keys, Policy, Recorder, Route
+from lightning_proxy.proxy.limits import Limiter
+from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path, wants_recording
+from lightning_proxy.proxy.ports import NO_RECORDER, Caller, Keys, Policy, Recorder, Route
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, response_headers
 
@@ -47,8 +49,9 @@ class Relay:
         recorder: Recorder,
         policy: Policy,
         keys: Keys,
-        on_end: OnEnd | None = None,
+        on_end: Callable[[CallEnd, bool], None] | None = None,
     ) -> None:
+        """`on_end` hears of every call that has ended, and whether it was recorded."""
         self._session = session
         self._recorder = recorder
         self._policy = policy
@@ -80,11 +83,24 @@ class Relay:
         rollout = name_rollout(path, headers, caller.rollout_id)
         if caller.rollout_id not in (None, rollout.rollout_id):
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
+        if caller.limiter is None:
+            await self._forward(scope, path, agent, headers, caller, rollout)
+            return
+        caller.limiter.enter()
+        try:
+            await self._forward(scope, path, agent, headers, caller, rollout)
+        finally:
+            caller.limiter.leave()
+
+    async def _forward(
+        self, scope: Scope, path: DataPath, agent: Agent, headers: dict[str, str], caller: Caller, rollout: RolloutName
+    ) -> None:
         body = await agent.read(headers, self._max_body_bytes)
         dialect = DIALECTS.get(path.rest) if scope["method"] == "POST" else None
         if dialect is not None:
             request = _request(scope, path.rest, body, caller, identity=True)
-            await self._record(agent, request, dialect, rollout, scope_of(headers), is_retry=_is_retry(headers))
+            recorder = self._recorder if wants_recording(headers) and caller.recorded else None
+            await self._call(agent, request, dialect, rollout, headers, caller.limiter, recorder)
         elif scope["method"] == "GET" and path.rest == "/v1/models":
             await self._list_models(agent, _request(scope, path.rest, body, caller, identity=True), rollout)
         elif scope["method"] == "GET" and path.rest == f"/v1/models/{self._policy.alias}":
@@ -92,11 +108,20 @@ class Relay:
         else:
             await self._pass(agent, _request(scope, path.rest, body, caller), rollout)
 
-    async def _record(
-        self, agent: Agent, request: Request, dialect: Dialect, rollout: RolloutName, scope: str, *, is_retry: bool
+    async def _call(
+        self,
+        agent: Agent,
+        request: Request,
+        dialect: Dialect,
+        rollout: RolloutName,
+        headers: dict[str, str],
+        limiter: Limiter | None,
+        recorder: Recorder | None,
     ) -> None:
+        """A model call; without a recorder nothing of it is kept."""
         body, conversations = _parse_object(request.body), self._conversations
-        if not rollout.named:
+        scope, is_retry = scope_of(headers), _is_retry(headers)
+        if recorder is not None and not rollout.named:
             found = conversations.find(scope, body, is_retry=is_retry)
             rollout = rollout if found is None else replace(rollout, rollout_id=found)
             conversations.asked(scope, rollout.rollout_id, body)
@@ -115,22 +140,34 @@ class Relay:
             is_retry=is_retry,
             request_text=request.body.decode(),
         )
-        agent.extra += [(b"x-rollout-id", rollout.rollout_id.encode()), (b"x-call-id", start.call_id.encode())]
+        if recorder is not None:
+            agent.extra += [(b"x-rollout-id", rollout.rollout_id.encode()), (b"x-call-id", start.call_id.encode())]
         if route.version is not None:
             agent.extra.append((b"x-policy-version", str(route.version).encode()))
         plain = _with_body(request, body, _with_model(body, route))
         request = _with_body(request, body, sent)
 
         def on_end(end: CallEnd) -> None:
-            if not rollout.named and end.status == "ok":
+            if limiter is not None:
+                limiter.spend(end)
+            if recorder is not None and not rollout.named and end.status == "ok":
                 conversations.answered(scope, rollout.rollout_id, body, end.response)
             if self._on_end is not None:
-                self._on_end(end)
+                self._on_end(end, recorder is not None)
 
         exchange = Exchange(
-            self._session, self._recorder, agent, start, route.upstream, request, plain, dialect, injection, on_end
+            self._session,
+            recorder or NO_RECORDER,
+            agent,
+            start,
+            route.upstream,
+            request,
+            plain,
+            dialect,
+            injection,
+            on_end,
         )
-        await agent.run_while_connected(exchange.run(), finish=self._finish)
+        await agent.run_while_connected(exchange.run(), finish=self._finish and recorder is not None)
 
     async def _list_models(self, agent: Agent, request: Request, rollout: RolloutName) -> None:
         """The upstream's list and the alias; an answer that is no list goes through as it is."""

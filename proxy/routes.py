@@ -9,9 +9,9 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from lightning_proxy.proxy import views
-from lightning_proxy.proxy.auth import hash_key, new_rollout_key
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
 from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.keyring import hash_key, new_key
 from lightning_proxy.proxy.parts import Parts
 from lightning_proxy.proxy.schemas import EndBody, Id, PromoteBody, RewardBody, RolloutsBody
 from lightning_proxy.proxy.types import Reward, RolloutName, check_id
@@ -52,10 +52,11 @@ def _is_final(body: RewardBody) -> bool:
 async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, str]]:
     """Open n sibling rollouts, each with a base URL and a key of its own."""
     p = parts(request)
-    await p.keys.require_agent(request.headers)
+    caller = await p.keys.require_agent(request.headers)
     names = [RolloutName(uuid4().hex, body.task_id, None, body.mode) for _ in range(body.n)]
-    keys = [new_rollout_key() for _ in names]
-    await p.store.open_rollouts([(n, hash_key(key)) for n, key in zip(names, keys, strict=True)], body.metadata)
+    keys = [new_key("rollout") for _ in names]
+    hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
+    await p.store.open_rollouts(hashed, body.metadata, caller.key_id)
     root = str(request.base_url).rstrip("/")
     return [
         {"rollout_id": n.rollout_id, "base_url": f"{root}/rollouts/{n.rollout_id}/v1", "api_key": key}

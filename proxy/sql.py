@@ -18,11 +18,10 @@ ROLLOUT_OPEN = """
 INSERT INTO rollouts (rollout_id, task_id, mode, metadata, created_at)
 VALUES (:rollout_id, :task_id, :mode, :metadata, :at)
 """
-ROLLOUT_KEY = "INSERT INTO rollout_keys (key_hash, rollout_id) VALUES (:key_hash, :rollout_id)"
-ROLLOUT_OF_KEY = """
-SELECT rollouts.* FROM rollout_keys JOIN rollouts ON rollouts.rollout_id = rollout_keys.rollout_id
-WHERE key_hash = :key_hash
+ROLLOUT_KEY = """
+INSERT INTO rollout_keys (key_hash, rollout_id, key_id) VALUES (:key_hash, :rollout_id, :key_id)
 """
+ROLLOUT_OF_KEY = "SELECT rollout_id, key_id FROM rollout_keys WHERE key_hash = :key_hash"
 ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
 ROLLOUTS_PAGE = """
 SELECT * FROM rollouts
@@ -177,3 +176,16 @@ SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.s
 WHERE policy_versions.version = :version
 """
 STEPS = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step"
+
+# Keys -------------------------------------------------------------------------------------------------------------
+
+KEYS = "SELECT * FROM keys ORDER BY created_at, key_id"
+KEY_NEW = """
+INSERT INTO keys
+    (key_id, key_hash, name, role, requests_per_minute, tokens_per_minute, concurrent, recording, created_at)
+VALUES (
+    :key_id, :key_hash, :name, :role, :requests_per_minute, :tokens_per_minute, :concurrent, :recording, :created_at
+)
+"""
+KEY_REVOKE = "UPDATE keys SET revoked_at = :at WHERE name = :name AND revoked_at IS NULL RETURNING *"
+KEYS_PURGE = "DELETE FROM keys WHERE revoked_at IS NOT NULL RETURNING key_id"

@@ -62,14 +62,19 @@ class Store:
 
     # Rollouts ------------------------------------------------------------------------------------------------------
 
-    async def open_rollouts(self, names: Sequence[tuple[RolloutName, str]], metadata: dict[str, Any]) -> None:
-        """Open rollouts, each with the hash of the key that names it."""
+    async def open_rollouts(
+        self, names: Sequence[tuple[RolloutName, str]], metadata: dict[str, Any], key_id: str | None = None
+    ) -> None:
+        """Open rollouts, each with the hash of the key that names it; `key_id`: the stored key that asked for them."""
         at = time.time()
         batch: list[tuple[str, dict[str, Any]]] = []
         for name, _ in names:
             row = {"rollout_id": name.rollout_id, "task_id": name.task_id, "mode": name.mode, "at": at}
             batch.append((sql.ROLLOUT_OPEN, row | {"metadata": dumps(metadata)}))
-        batch += [(sql.ROLLOUT_KEY, {"rollout_id": n.rollout_id, "key_hash": key_hash}) for n, key_hash in names]
+        batch += [
+            (sql.ROLLOUT_KEY, {"rollout_id": n.rollout_id, "key_hash": key_hash, "key_id": key_id})
+            for n, key_hash in names
+        ]
         await self.write(batch)
 
     async def rollout(self, rollout_id: str) -> Rollout:
@@ -78,9 +83,10 @@ class Store:
             raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
         return rows.read_rollout(row)
 
-    async def rollout_of_key(self, key_hash: str) -> Rollout | None:
+    async def rollout_of_key(self, key_hash: str) -> tuple[str, str | None] | None:
+        """The rollout that a key was given out for, and the stored key (if one) that it was asked for with."""
         row = await self._db.one(sql.ROLLOUT_OF_KEY, {"key_hash": key_hash})
-        return None if row is None else rows.read_rollout(row)
+        return None if row is None else (row["rollout_id"], row["key_id"])
 
     async def rollouts(
         self, filters: dict[str, str], limit: int, cursor: int | None = None

@@ -30,7 +30,7 @@ _HOP_BY_HOP = frozenset(
     b" upgrade".split()
 )
 _OUR_REQUEST_HEADERS = frozenset(
-    b"host content-length expect x-rollout-id x-task-id x-agent-name x-rollout-mode".split()
+    b"host content-length expect x-rollout-id x-task-id x-agent-name x-rollout-mode x-recording".split()
 )
 _QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
 # Answers that say: not now.

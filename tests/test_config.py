@@ -56,7 +56,7 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
         ("proxi: {}", "proxi: unknown key"),
         ("proxy: {port: 70000}", "proxy.port"),
         ("proxy: {port: high}", "proxy.port"),
-        ("proxy: {host: 0.0.0.0}", "proxy.api_keys"),
+        ("proxy: {limits: {concurrent: 0}}", "proxy.limits.concurrent"),
         ("upstreams: []", "upstreams"),
         ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url must be"),
         ("store: {url: 'mysql://h'}", "only sqlite:///FILE"),

@@ -1,0 +1,120 @@
+"""`keys create|list|revoke|purge`: who may call. Works on the store; a running proxy notices within a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from lightning_proxy.proxy.config import load_config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lightning_proxy.proxy.keyring import Keyring, Role, StoredKey
+
+app = typer.Typer(no_args_is_help=True, help="Make and revoke the keys that agents and admins call the proxy with.")
+
+T = TypeVar("T")
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
+Name = Annotated[str, typer.Argument(metavar="NAME")]
+Number = Annotated[int | None, typer.Option(min=1, help="default: proxy.limits")]
+
+
+@app.command()
+def create(
+    context: typer.Context,
+    name: Name,
+    admin: Annotated[bool, typer.Option("--admin", help="for /policy and deletions, too")] = False,
+    requests_per_minute: Number = None,
+    tokens_per_minute: Number = None,
+    concurrent: Number = None,
+    recording: Annotated[bool, typer.Option("--recording/--no-recording", help="record its calls")] = True,
+    as_json: Json = False,
+) -> None:
+    """Make a key and print it, once: the store keeps only its hash."""
+    from lightning_proxy.commands.ask import print_json
+    from lightning_proxy.proxy.limits import Limits
+
+    limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
+    role: Role = "admin" if admin else "agent"
+    key, stored = _with_keyring(context, lambda ring: ring.create(name, role, limits, recording=recording))
+    if as_json:
+        print_json({"key": key} | _view(stored))
+        return
+    typer.echo(f"{role} key {name!r}; it is not shown again:", err=True)
+    typer.echo(key)
+
+
+@app.command("list")
+def list_keys(context: typer.Context, as_json: Json = False) -> None:
+    """List the keys, oldest first, the revoked ones too."""
+    from rich.console import Console
+
+    from lightning_proxy.commands.ask import print_json
+
+    keys = _with_keyring(context, lambda ring: ring.keys())
+    if as_json:
+        print_json({"data": [_view(key) for key in keys]})
+    else:
+        Console().print(_table(keys))
+
+
+@app.command()
+def revoke(context: typer.Context, name: Name) -> None:
+    """End a key, and the rollouts' keys that were asked for with it."""
+
+    async def work(ring: Keyring) -> list[StoredKey]:
+        await ring.revoke(name)
+        return await ring.keys()
+
+    left = any(key.live for key in _with_keyring(context, work))
+    typer.echo(f"revoked {name!r}")
+    if not left:
+        typer.echo("no key is left in the store, and one is still needed; `keys purge` undoes that for this machine")
+
+
+@app.command()
+def purge(context: typer.Context) -> None:
+    """Forget revoked keys. Where no key was made or configured at all, this machine is served without one."""
+    n = _with_keyring(context, lambda ring: ring.purge())
+    typer.echo(f"forgot {n} revoked key{'s' * (n != 1)}")
+
+
+def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]]) -> T:
+    from lightning_proxy.proxy.database import opened
+    from lightning_proxy.proxy.keyring import Keyring
+
+    async def run() -> T:
+        async with opened(load_config(context.obj).store) as database:
+            return await work(Keyring(database))
+
+    return asyncio.run(run())
+
+
+def _view(key: StoredKey) -> dict[str, Any]:
+    view = asdict(key)
+    del view["key_hash"]
+    return view | view.pop("limits")
+
+
+def _table(keys: list[StoredKey]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in ("name", "role", "requests/min", "tokens/min", "at once", "recorded", "made", "revoked"):
+        table.add_column(name, no_wrap=True)
+    for key in keys:
+        limits = (key.limits.requests_per_minute, key.limits.tokens_per_minute, key.limits.concurrent)
+        cells = [key.name, key.role, *("-" if limit is None else str(limit) for limit in limits)]
+        cells += ["yes" if key.recording else "no", _when(key.created_at), _when(key.revoked_at)]
+        table.add_row(*cells)
+    return table
+
+
+def _when(at: float | None) -> str:
+    return "-" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
