@@ -6,6 +6,7 @@ Defaults live here; `config.yaml` shows every one of them, and a test compares t
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +49,32 @@ class ProxyConfig(Section):
         return self.host in ("127.0.0.1", "::1", "localhost")
 
 
+class RedactConfig(Section):
+    secrets: bool = False
+    patterns: list[str] = []
+    fields: list[str] = []
+
+    @field_validator("patterns")
+    @classmethod
+    def _find_something(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                if re.compile(pattern).search("") is not None:
+                    raise ValueError(f"{pattern!r} matches the empty text")
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
+
+    @field_validator("fields")
+    @classmethod
+    def _begin_with_what_is_stored(cls, fields: list[str]) -> list[str]:
+        for path in fields:
+            root, *names = path.split(".")
+            if root not in ("request", "response", "metadata") or not names or "" in names:
+                raise ValueError(f"{path!r} is no path such as request.user, response.choices.*.text or metadata.email")
+        return fields
+
+
 class StoreConfig(Section):
     url: str = "sqlite:///lightning.db"
     synchronous: Literal["normal", "full"] = "normal"
@@ -87,6 +114,7 @@ class UpstreamConfig(Section):
 
 class RecordingConfig(Section):
     on_disconnect: Literal["abort", "finish"] = "abort"
+    redact: RedactConfig = RedactConfig()
 
 
 class PolicyConfig(Section):
@@ -168,6 +196,11 @@ class Config(Section):
             raise ValueError("upstreams: at least one is needed")
         return self
 
+    def keys(self) -> list[str]:
+        """Every key that the configuration holds: ours and the upstreams'."""
+        theirs = [upstream.api_key for upstream in self.upstreams if upstream.api_key is not None]
+        return [key.get_secret_value() for key in (*self.proxy.api_keys, *self.proxy.admin_keys, *theirs)]
+
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
     """Read `path` (all keys optional), then the environment, then `overrides` ({"proxy.port": 1}); the last one wins.
@@ -200,7 +233,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not valid YAML: {_problem(error)}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -213,7 +246,14 @@ def _parse(value: str, name: str) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name} is not valid YAML: {_problem(error)}") from None
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the text itself: it may hold a key."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return type(error).__name__
+    return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
 
 
 def _put(data: dict[str, Any], keys: list[str], value: Any, origin: str) -> None:

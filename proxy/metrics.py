@@ -24,6 +24,9 @@ class Metrics:
         )
         self._unrecorded = {status: unrecorded.labels(status) for status in get_args(CallStatus)}
         self._untrainable = Counter("lightning_untrainable_calls", "Answered calls unfit for training", registry=r)
+        self.redacted = Counter(
+            "lightning_redacted_calls", "Calls that could be trained on but for what was redacted", registry=r
+        )
         tokens = Counter("lightning_tokens", "Tokens of recorded calls", ["kind"], registry=r)
         self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
         self._latency = Histogram("lightning_call_seconds", "Whole calls", buckets=_SECONDS, registry=r)

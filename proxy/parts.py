@@ -16,6 +16,8 @@ from lightning_proxy.proxy.metrics import Metrics
 from lightning_proxy.proxy.policy import Policy, Swap
 from lightning_proxy.proxy.publish_mode import publish_mode
 from lightning_proxy.proxy.recorder import Recorder
+from lightning_proxy.proxy.redact import Redactor
+from lightning_proxy.proxy.redacting import RedactingRecorder
 from lightning_proxy.proxy.relay import Relay
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PublishMode
@@ -35,6 +37,7 @@ class Parts:
     policy: Policy
     keys: Keys
     metrics: Metrics
+    redactor: Redactor
     relay: Relay
 
 
@@ -49,10 +52,12 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         policy, keys = Policy(config, store, ledger, swap), Keys(config.proxy, store, Keyring(database))
         await keys.refresh()
         async with Recorder(store, merged=mode == "merged") as recorder:
-            relay = Relay(config, data, recorder, policy, keys, metrics.call_ended)
+            redactor = Redactor(config.recording.redact, config.keys())
+            kept = RedactingRecorder(recorder, redactor, metrics.redacted.inc) if redactor else recorder
+            relay = Relay(config, data, kept, policy, keys, metrics.call_ended)
             watches = [asyncio.create_task(one.watch()) for one in (policy, keys)]
             try:
-                yield Parts(config, mode, store, ledger, recorder, policy, keys, metrics, relay)
+                yield Parts(config, mode, store, ledger, recorder, policy, keys, metrics, redactor, relay)
             finally:
                 for watch in watches:
                     watch.cancel()

@@ -36,16 +36,20 @@ async def post_reward(
     bodies = body if isinstance(body, list) else [body]
     p = parts(request)
     await p.keys.require_agent(request.headers, {b.rollout_id for b in bodies})
-    rewards = [
-        Reward(b.rollout_id, b.reward, b.call_id, b.name, b.source, b.comment, _is_final(b), b.retrain) for b in bodies
-    ]
+    rewards = [_reward(p, b) for b in bodies]
     answer = await p.store.post_rewards(rewards, idempotency_key, await request.body())
     p.metrics.rewards.inc(len(answer))
     return answer if isinstance(body, list) else answer[0]
 
 
-def _is_final(body: RewardBody) -> bool:
-    return body.call_id is None if body.final is None else body.final
+def _reward(p: Parts, body: RewardBody) -> Reward:
+    final = body.call_id is None if body.final is None else body.final
+    source, comment = _redacted(p, body.source), _redacted(p, body.comment)
+    return Reward(body.rollout_id, body.reward, body.call_id, body.name, source, comment, final, body.retrain)
+
+
+def _redacted(p: Parts, text: str | None) -> str | None:
+    return None if text is None else p.redactor.text(text)
 
 
 @router.post("/rollouts", tags=["rollouts"])
@@ -56,7 +60,7 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     names = [RolloutName(uuid4().hex, body.task_id, None, body.mode) for _ in range(body.n)]
     keys = [new_key("rollout") for _ in names]
     hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
-    await p.store.open_rollouts(hashed, body.metadata, caller.key_id)
+    await p.store.open_rollouts(hashed, p.redactor.value(body.metadata, "metadata"), caller.key_id)
     root = str(request.base_url).rstrip("/")
     return [
         {"rollout_id": n.rollout_id, "base_url": f"{root}/rollouts/{n.rollout_id}/v1", "api_key": key}
@@ -114,7 +118,7 @@ def _json(value: Any) -> Response:
 async def end_rollout(request: Request, rollout_id: str, body: EndBody) -> dict[str, Any]:
     """End a rollout without a reward."""
     p = await _reader(request, rollout_id)
-    return views.rollout_view(await p.store.end_rollout(rollout_id, body.status, body.reason))
+    return views.rollout_view(await p.store.end_rollout(rollout_id, body.status, _redacted(p, body.reason)))
 
 
 @router.delete("/rollouts/{rollout_id}", tags=["rollouts"], status_code=204)

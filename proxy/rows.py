@@ -97,7 +97,7 @@ def _extended(prompt: tuple[int, ...], parent: ModelCall | None, earlier: dict[s
     """The call whose row of tokens the prompt begins with: mostly its parent, else the newest such call."""
     for call in (*([parent] if parent else ()), *reversed(earlier.values())):
         row = call.row_token_ids
-        if call.choices and prompt[: len(row)] == row:
+        if row and call.choices and prompt[: len(row)] == row:
             return call.call_id
     return None
 

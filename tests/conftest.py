@@ -19,7 +19,7 @@ import yaml
 from aiohttp import web
 
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config import Config, PolicyConfig, ProxyConfig, StoreConfig, UpstreamConfig
+from lightning_proxy.proxy.config import Config, PolicyConfig, ProxyConfig, RecordingConfig, StoreConfig, UpstreamConfig
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.publish_mode import has_gpu
@@ -177,7 +177,9 @@ class System:
 
 
 @asynccontextmanager
-async def _running(tmp_path: Path, *, publish: str = "merged", **proxy: Any) -> AsyncIterator[System]:
+async def _running(
+    tmp_path: Path, *, publish: str = "merged", recording: dict[str, Any] | None = None, **proxy: Any
+) -> AsyncIterator[System]:
     vllm = PolicyServer(tmp_path)
     runner = web.AppRunner(vllm.app)
     await runner.setup()
@@ -186,6 +188,7 @@ async def _running(tmp_path: Path, *, publish: str = "merged", **proxy: Any) -> 
     base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     config = Config(
         proxy=ProxyConfig(**proxy),
+        recording=RecordingConfig(**recording or {}),
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
         upstreams=[UpstreamConfig(name="policy", base_url=base_url)],
         policy=PolicyConfig(publish=publish, directory=tmp_path / "policy"),  # type: ignore[arg-type]
@@ -206,5 +209,5 @@ async def _running(tmp_path: Path, *, publish: str = "merged", **proxy: Any) -> 
 
 @pytest.fixture
 def running() -> Callable[..., AbstractAsyncContextManager[System]]:
-    """`async with running(tmp_path, publish="lora", …) as system:`; more arguments are keys of `proxy:`."""
+    """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`."""
     return _running
