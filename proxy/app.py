@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning_proxy.proxy.asgi import Agent, ClientDisconnected
+from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, read_headers
 from lightning_proxy.proxy.auth import require_local
 from lightning_proxy.proxy.config import Config, ProxyConfig
 from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
@@ -63,10 +63,9 @@ class _Dispatch:
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
         agent = Agent(receive, send)
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            body = await agent.read(headers, self._max_body)
-        except TooLarge as error:
+            body = await agent.read(read_headers(scope), self._max_body)
+        except (InvalidRequest, TooLarge) as error:
             await agent.error(error)
         except ClientDisconnected:
             pass

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from typing import Any
 
 import orjson
 
-from lightning_proxy.proxy.errors import LightningError, TooLarge
+from lightning_proxy.proxy.errors import InvalidRequest, LightningError, TooLarge
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -21,6 +22,23 @@ WATCH_AFTER_S = 0.02  # most answers are there by then; a task to watch for the 
 
 class ClientDisconnected(Exception):
     """The client left before its request was complete."""
+
+
+# Where a header decides something, two of them would be one for us and perhaps the other for somebody else.
+_ONCE = frozenset(
+    b"host authorization x-api-key api-key x-rollout-id x-task-id x-agent-name x-rollout-mode x-recording"
+    b" idempotency-key transfer-encoding".split()
+)
+
+
+def read_headers(scope: Scope) -> dict[str, str]:
+    """A request's headers by their lower-case names; InvalidRequest for two of a kind that may be there only once."""
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    if len(headers) < len(scope["headers"]):
+        for name, n in Counter(name for name, _ in scope["headers"]).items():
+            if n > 1 and name in _ONCE:
+                raise InvalidRequest(f"the header {name.decode()} is there {n} times", param=name.decode())
+    return headers
 
 
 class Agent:
@@ -59,7 +77,9 @@ class Agent:
         await self.answer(error.status, headers, orjson.dumps(self._error_body(error)))
 
     async def read(self, headers: dict[str, str], limit: int) -> bytes:
-        """The request's body; raises TooLarge for more than `limit` bytes, ClientDisconnected."""
+        """The request's body; raises TooLarge for more than `limit` bytes, InvalidRequest, ClientDisconnected."""
+        if headers.get("transfer-encoding", "chunked").lower() != "chunked":
+            raise InvalidRequest("the only Transfer-Encoding that is understood is chunked")
         length = headers.get("content-length", "")
         declared = int(length) if length.isdecimal() else 0
         body = bytearray()

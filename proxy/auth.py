@@ -51,9 +51,12 @@ def _is_app(origin: str) -> bool:
 
 @lru_cache(1024)
 def _is_loopback(authority: str) -> bool:
-    """Whether a Host header, or an Origin's URL, names the loopback interface."""
+    """Whether a Host header, or an Origin's URL, names the loopback interface, and nothing besides a port."""
     try:
-        host = urlsplit(authority if "://" in authority else f"//{authority}").hostname
+        parts = urlsplit(authority if "://" in authority else f"//{authority}")
+        host = parts.hostname
+        if parts.username is not None or parts.path or parts.query or parts.fragment or "\\" in authority:
+            return False
         return host == "localhost" or ip_address(host or "").is_loopback
     except ValueError:
         return False

@@ -109,6 +109,9 @@ class UpstreamConfig(Section):
     def _url(self) -> UpstreamConfig:
         if not self.base_url.startswith(("http://", "https://")) or not self.base_url.rstrip("/").endswith("/v1"):
             raise ValueError(f"base_url must be an http(s) URL that ends in /v1, got {self.base_url!r}")
+        key = "" if self.api_key is None else self.api_key.get_secret_value()
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ValueError("api_key cannot be sent: it may hold no spaces, line ends or other than ASCII characters")
         return self
 
 

@@ -50,6 +50,11 @@ class NotFound(LightningError):
     type = "not_found_error"
 
 
+class MethodNotAllowed(LightningError):
+    status = 405
+    type = "invalid_request_error"
+
+
 class Conflict(LightningError):
     status = 409
     type = "conflict_error"

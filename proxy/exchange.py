@@ -115,12 +115,12 @@ class Exchange:
                 raw = encode_as_vllm(body)
         self._has_answered()
         await self._end("error" if error else "ok", body, tokens, error)
-        await self._agent.answer(response.status, response_headers(response, keep_length=False), raw)
+        await self._agent.answer(response.status, response_headers(self._upstream, response, keep_length=False), raw)
 
     async def _relay_stream(self, response: aiohttp.ClientResponse) -> None:
         stream = self._dialect.stream(self._injection)
         transcript = self._transcript = Transcript(stream, whole_frames=bool(self._injection))
-        await self._agent.start(response.status, response_headers(response, keep_length=False))
+        await self._agent.start(response.status, response_headers(self._upstream, response, keep_length=False))
         async for data in read_chunks(self._upstream, response):
             if self._ttft_ms is None:
                 self._ttft_ms = self._elapsed_ms()

@@ -9,15 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from secrets import token_hex
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import orjson
 
-from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send
+from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send, read_headers
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.continuation import Conversations, scope_of
 from lightning_proxy.proxy.dialects import DIALECTS, Dialect
-from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, NotFound
+from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from lightning_proxy.proxy.exchange import Exchange
 from lightning_proxy.proxy.inject import Injection
 from lightning_proxy.proxy.json_text import dumps, loads
@@ -29,7 +30,9 @@ from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, 
 
 log = logging.getLogger(__name__)
 
-_OPERATOR_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+# Not TRACE: its answer is the request, with what we add to it.
+_METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+_OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
 _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
 
@@ -78,7 +81,9 @@ class Relay:
     async def _handle(self, scope: Scope, path: DataPath, agent: Agent) -> None:
         if not path.rest or not _is_allowed(path.rest):
             raise NotFound(f"no such route: {scope['method']} {scope['path']}")
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["method"] not in _METHODS:
+            raise MethodNotAllowed(f"{scope['method']} is not passed on")
+        headers = read_headers(scope)
         caller = await self._keys.authenticate(headers)
         rollout = name_rollout(path, headers, caller.rollout_id)
         if caller.rollout_id not in (None, rollout.rollout_id):
@@ -179,7 +184,7 @@ class Relay:
             response.release()
         if response.status == 200:
             raw = self._with_alias(raw)
-        await agent.answer(response.status, response_headers(response, keep_length=False), raw)
+        await agent.answer(response.status, response_headers(route.upstream, response, keep_length=False), raw)
 
     def _with_alias(self, raw: bytes) -> bytes:
         try:
@@ -199,7 +204,7 @@ class Relay:
     async def _stream_through(self, agent: Agent, request: Request, route: Route) -> None:
         response = await open_upstream(self._session, route.upstream, request)
         try:
-            await agent.start(response.status, response_headers(response, keep_length=True))
+            await agent.start(response.status, response_headers(route.upstream, response, keep_length=True))
             async for data in read_chunks(route.upstream, response):
                 await agent.body(data)
             await agent.body(b"", more=False)
@@ -216,7 +221,20 @@ async def _show(agent: Agent, error: LightningError) -> None:
 
 
 def _is_allowed(path: str) -> bool:
-    return not _AMBIGUOUS.search(path) and path.rstrip("/").lower() not in _OPERATOR_ROUTES
+    """Not for operator routes, however a server behind us may come to read them: decoding again, without `;…`."""
+    if path in DIALECTS:
+        return True
+    for _ in range(3):
+        if _AMBIGUOUS.search(path) or not _OPERATOR_ROUTES.isdisjoint(_names(path)):
+            return False
+        path, before = unquote(path), path
+        if path == before:
+            return True
+    return False
+
+
+def _names(path: str) -> list[str]:
+    return [part.strip() for part in re.split("[/;]", path.lower())]
 
 
 def _request(scope: Scope, path: str, body: bytes, caller: Caller, *, identity: bool = False) -> Request:

@@ -23,6 +23,7 @@ from yarl import URL
 from lightning_proxy.proxy.asgi import Header
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.errors import UpstreamTimeout, UpstreamUnreachable
+from lightning_proxy.proxy.key_mask import SHORTEST_KEY, KeyMask
 
 # RFC 9110, section 7.6.1, and what is only about the connection to us.
 _HOP_BY_HOP = frozenset(
@@ -134,7 +135,7 @@ async def _open(session: aiohttp.ClientSession, upstream: UpstreamConfig, reques
         reason = error.os_error.strerror or type(error.os_error).__name__
         raise NoConnection(f"upstream {upstream.name} cannot be reached: {reason}") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(error)}") from None
+        raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(upstream, error)}") from None
     if response.connection is not None and (protocol := response.connection.protocol) is not None:
         protocol.read_timeout = upstream.idle_timeout_s
         protocol.start_timeout()
@@ -150,35 +151,41 @@ def _timeout(upstream: UpstreamConfig) -> aiohttp.ClientTimeout:
 
 async def read_chunks(upstream: UpstreamConfig, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The answer's body as it arrives. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
+    mask = _key_mask(upstream)
     while True:
         try:
             data = await response.content.readany()
         except TimeoutError:
             raise UpstreamTimeout(f"upstream {upstream.name}: nothing for {upstream.idle_timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(error)}") from None
+            raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(upstream, error)}") from None
         if not data:
-            return
-        yield data
+            break
+        yield data if mask is None else mask.feed(data)
+    if mask is not None:
+        yield mask.end()
 
 
-def response_headers(response: aiohttp.ClientResponse, *, keep_length: bool) -> list[Header]:
+def response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse, *, keep_length: bool) -> list[Header]:
     """The upstream's headers without those of the connection, and without Content-Length where the body may change."""
     dropped = _HOP_BY_HOP | _named_by_connection(response.raw_headers)
     dropped |= frozenset() if keep_length else {b"content-length"}
-    return [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in dropped]
+    kept = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in dropped]
+    mask = _key_mask(upstream)
+    return kept if mask is None else [(name, mask.once(value)) for name, value in kept]
 
 
 def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[str, str]]:
     dropped = _HOP_BY_HOP | _OUR_REQUEST_HEADERS | _named_by_connection(request.headers)
     if upstream.api_key or not request.forward_authorization:
         dropped |= _CREDENTIALS
-    if request.identity:
+    identity = request.identity or upstream.api_key is not None  # compressed, the key could not be found
+    if identity:
         dropped |= {b"accept-encoding"}
     kept = [(_text(name), _text(value)) for name, value in request.headers if name.lower() not in dropped]
     if upstream.api_key:
         kept.append(("authorization", f"Bearer {upstream.api_key.get_secret_value()}"))
-    if request.identity:
+    if identity:
         kept.append(("accept-encoding", "identity"))
     return kept
 
@@ -202,6 +209,13 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
-def _describe(error: Exception) -> str:
+def _describe(upstream: UpstreamConfig, error: Exception) -> str:
     """aiohttp's errors may be empty, or quote what was received."""
-    return str(error)[:200] or type(error).__name__
+    text, mask = str(error), _key_mask(upstream)
+    text = text if mask is None else mask.once(text.encode()).decode()
+    return text[:200] or type(error).__name__
+
+
+def _key_mask(upstream: UpstreamConfig) -> KeyMask | None:
+    key = "" if upstream.api_key is None else upstream.api_key.get_secret_value()
+    return KeyMask(key) if len(key) >= SHORTEST_KEY else None
