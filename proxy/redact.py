@@ -61,7 +61,11 @@ class Redactor:
             return MASK
 
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
-        """The call's beginning, and whether something is missing in it that the model was shown."""
+        """The call's beginning, and whether something is missing in it that the model was shown.
+
+        Never the agent's own words: of a name that stands there twice, they hold a value that was not looked at.
+        """
+        start = replace(start, request_text=None)
         request = self.value(start.request, "request")
         model = start.model and self.text(start.model)
         if request is start.request and model is start.model:

@@ -320,9 +320,9 @@ async def test_a_running_proxy_redacts_every_door_and_changes_nothing_for_the_ag
         async with system.session.get(f"{system.url}/metrics") as answer_of_metrics:
             assert "lightning_redacted_calls_total 3.0" in await answer_of_metrics.text()
 
-        body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
         system.vllm.answer = None
-        await system.call("POST", "/rollouts/clean/v1/chat/completions", body)
+        twice = b'{"model": "policy", "messages": "%s", "messages": [{"role": "user", "content": "hi"}]}'
+        await system.call("POST", "/rollouts/clean/v1/chat/completions", twice % OPENAI.encode())
         (clean,) = (await system.call("GET", "/rollouts/clean"))[1]["calls"]
         assert clean["prompt_token_ids"] == [1, 2, 3] and clean["untrainable_reason"] != "redacted"
         found = stored(tmp_path / "store.db")
