@@ -32,12 +32,19 @@ _ONCE = frozenset(
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
-    """A request's headers by their lower-case names; InvalidRequest for two of a kind that may be there only once."""
+    """A request's headers by their lower-case names.
+
+    Raises InvalidRequest for two of a kind that may be there only once, and for a body in an encoding that we, or a
+    client of HTTP/1.0, do not know.
+    """
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     if len(headers) < len(scope["headers"]):
         for name, n in Counter(name for name, _ in scope["headers"]).items():
             if n > 1 and name in _ONCE:
                 raise InvalidRequest(f"the header {name.decode()} is there {n} times", param=name.decode())
+    encoding = headers.get("transfer-encoding")
+    if encoding is not None and (encoding.lower() != "chunked" or scope["http_version"] == "1.0"):
+        raise InvalidRequest("the only Transfer-Encoding that is understood is chunked, in HTTP/1.1")
     return headers
 
 
@@ -77,9 +84,7 @@ class Agent:
         await self.answer(error.status, headers, orjson.dumps(self._error_body(error)))
 
     async def read(self, headers: dict[str, str], limit: int) -> bytes:
-        """The request's body; raises TooLarge for more than `limit` bytes, InvalidRequest, ClientDisconnected."""
-        if headers.get("transfer-encoding", "chunked").lower() != "chunked":
-            raise InvalidRequest("the only Transfer-Encoding that is understood is chunked")
+        """The request's body; raises TooLarge for more than `limit` bytes, ClientDisconnected."""
         length = headers.get("content-length", "")
         declared = int(length) if length.isdecimal() else 0
         body = bytearray()

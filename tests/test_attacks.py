@@ -180,6 +180,11 @@ async def test_what_could_be_read_in_two_ways_is_refused(proxy: Proxy, name: str
     assert proxy.upstream.seen == []
 
 
+async def test_nothing_is_chunked_in_http_1_0(proxy: Proxy) -> None:
+    data = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED
+    assert statuses(await proxy.send(data)) == [400] and proxy.upstream.seen == []
+
+
 @pytest.mark.parametrize("line_end", [b"\n", b"\r"])
 async def test_lines_end_with_both_characters(proxy: Proxy, line_end: bytes) -> None:
     answers = await proxy.send((POST + LENGTH + b"\r\n").replace(b"\r\n", line_end) + BODY)

@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 
+from lightning_proxy.commands.programs import make_runner
 from lightning_proxy.proxy.config import StoreConfig
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import Conflict, NotFound
@@ -248,3 +249,12 @@ async def test_a_call_with_recording_off_leaves_nothing_behind(running: Running,
         assert (status, body["error"]["param"]) == (400, "X-Recording")
         assert (await chat_unrecorded(system, **bearer(off)))[2]["x-call-id"]
     assert b"between us" in b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
+
+
+async def test_agent_programs_do_not_inherit_our_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LIGHTNING_API_KEY", "LIGHTNING_PROXY__ADMIN_KEYS", "LIGHTNING_UPSTREAMS"):
+        monkeypatch.setenv(name, "our-secret")
+    monkeypatch.setenv("LIGHTNING_NOTE", "theirs")
+    assert await make_runner(["env"]).run({"OPENAI_API_KEY": "of-the-rollout"}, tmp_path / "log") == 0
+    env = (tmp_path / "log").read_text()
+    assert "our-secret" not in env and "OPENAI_API_KEY=of-the-rollout" in env and "LIGHTNING_NOTE=theirs" in env
