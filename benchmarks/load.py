@@ -1,82 +1,149 @@
 """Load on one URL for a while from a bare asyncio client: `python load.py '{"port": …, "connections": …, …}'`.
 
-Prints one JSON object: answers, errors, seconds, and the quantiles of latency and of the time to the first byte in ms.
+Prints one JSON object: answers, the failed ones, seconds, the client's own processor time, and the quantiles of latency
+and of the time to the first byte in ms. An answer counts if it is whole: its length, or all its chunks and its end.
 """
 
 import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from statistics import quantiles
+from typing import Any
+
+import uvloop
+from upstream import CHUNKS
+
+PATIENCE_S = 30.0
+MESSAGE_BYTES = 2_000
+TEXT = 'The tool said:\n  {"rows": 3}\nSo the next step is to look at the other table, and then to answer.\n'
+Request = tuple[bytes, bytes]  # head and body
+Result = tuple[float, float]  # seconds to the last byte, and to the first of the body
 
 
 class Client(asyncio.Protocol):
     """One connection that asks again as soon as the last answer is whole."""
 
-    def __init__(
-        self, requests: Iterator[bytes], results: list[tuple[float, float]], until: float, failed: list[str]
-    ) -> None:
-        self.requests, self.results, self.until, self.failed = requests, results, until, failed
+    def __init__(self, requests: Iterator[Request], stream: bool) -> None:
+        self.requests, self.stream = requests, stream
+        self.results: list[Result] = []
+        self.failed: list[str] = []
+        self.until = 0.0
         self.done = asyncio.get_running_loop().create_future()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        self.ask()
 
-    def ask(self) -> None:
-        self.buffer, self.first, self.need = b"", 0.0, -1
+    def ask(self, until: float) -> None:
+        self.until = until
+        self.buffer, self.first, self.body, self.length = bytearray(), 0.0, 0, -1
         self.began = time.perf_counter()
-        self.transport.write(next(self.requests))
+        head, body = next(self.requests)
+        self.transport.write(head)  # both leave in one call
+        self.transport.write(body)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         self.buffer += data
-        if self.need < 0:
-            end = self.buffer.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            head = self.buffer[:end].lower()
-            if b" 200 " not in head[:16]:
-                self.failed.append(self.buffer[:200].decode(errors="replace"))
-            at = head.find(b"content-length:")
-            self.need = end + 4 + int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        if not self.first and (self.need or len(self.buffer) > self.buffer.find(b"\r\n\r\n") + 4):
+        if not self.body and not self.read_head():
+            return
+        if not self.first and len(self.buffer) > self.body:
             self.first = now
-        whole = len(self.buffer) >= self.need if self.need else self.buffer.endswith(b"0\r\n\r\n")
-        if whole:
+        if self.is_whole():
+            self.answered(now)
+
+    def is_whole(self) -> bool:
+        if self.length >= 0:
+            return len(self.buffer) >= self.body + self.length
+        return self.buffer.endswith(b"0\r\n\r\n")
+
+    def read_head(self) -> bool:
+        end = self.buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        head = bytes(self.buffer[:end]).lower()
+        at = head.find(b"\ncontent-length:")
+        self.body, self.length = end + 4, int(head[at + 16 :].split(b"\r\n", 1)[0]) if at >= 0 else -1
+        return True
+
+    def answered(self, now: float) -> None:
+        if self.is_right():
             self.results.append((now - self.began, self.first - self.began))
-            if now < self.until:
-                self.ask()
-            else:
-                self.transport.close()
+        else:
+            self.failed.append(self.buffer[:300].decode(errors="replace"))
+        if now < self.until:
+            self.ask(self.until)
+        else:
+            self.transport.close()
+
+    def is_right(self) -> bool:
+        if b" 200 " not in self.buffer[:16]:
+            return False
+        if not self.stream:
+            return b'"finish_reason"' in self.buffer and self.buffer.rstrip(b"\r\n0").endswith(b"}")
+        return b"data: [DONE]" in self.buffer and (self.events() >= CHUNKS)
+
+    def events(self) -> int:
+        """Of a stream. Where a chunk of HTTP begins within an event's first bytes, the framing is taken off first."""
+        found = self.buffer.count(b"data: {")
+        if found >= CHUNKS:
+            return found
+        left, body = bytes(self.buffer[self.body :]), b""
+        while left:
+            size, _, left = left.partition(b"\r\n")
+            body, left = body + left[: int(size, 16)], left[int(size, 16) + 2 :]
+        return body.count(b"data: {")
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.buffer and self.need != 0 and len(self.buffer) < self.need:
-            self.failed.append(f"connection lost: {error}")
         if not self.done.done():
+            if error or time.perf_counter() < self.until:
+                self.failed.append(f"connection lost: {error}")
             self.done.set_result(None)
 
 
-async def main(port: int, connections: int, seconds: float, prompt_bytes: int, stream: bool, path: str) -> None:
-    fields = {"model": "base", "messages": [{"role": "user", "content": "x" * prompt_bytes}], "stream": stream}
+def conversation(size: int) -> list[dict[str, str]]:
+    """As agents send them: many messages of up to 2 kB, with quotes and line breaks; `size` bytes in all."""
+    lengths = [MESSAGE_BYTES] * (size // MESSAGE_BYTES) + [size % MESSAGE_BYTES] * bool(size % MESSAGE_BYTES)
+    text = TEXT * (MESSAGE_BYTES // len(TEXT) + 1)
+    return [{"role": ("user", "assistant")[i % 2], "content": text[:n]} for i, n in enumerate(lengths)]
+
+
+def requests_of(path: str, ids: int | None, key: str, prompt: int, options: dict[str, bool]) -> Iterator[Request]:
+    """Heads and bodies; `{}` in the path is a number, counted up, or around the first `ids` of them."""
+    fields = {"model": "base", "messages": conversation(prompt), **options}
     body = json.dumps(fields, separators=(",", ":")).encode()
-    rest = f" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    tail = rest.encode() + b"authorization: Bearer sk-bench\r\n\r\n" + body
-    # Every call in a rollout of its own: nothing of it is stored already.
-    requests = (b"POST " + path.replace("{}", str(i)).encode() + tail for i in count())
-    results: list[tuple[float, float]] = []
-    failed: list[str] = []
-    began = time.perf_counter()
+    rest = (
+        f" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nauthorization: Bearer {key}\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    for i in count():
+        yield f"POST {path.replace('{}', str(i % ids if ids else i))}{rest}".encode(), body
+
+
+async def main(
+    port: int,
+    connections: int,
+    seconds: float,
+    prompt: int,
+    options: dict[str, bool],
+    path: str = "/v1/chat/completions",
+    ids: int | None = None,
+    key: str = "sk-bench",
+) -> None:
+    """`prompt`: bytes; `options`: what else the body says, such as `stream`; `path`, `ids`: see `requests_of`."""
+    requests = requests_of(path, ids, key, prompt, options)
     loop = asyncio.get_running_loop()
-    made = [
-        (await loop.create_connection(lambda: Client(requests, results, began + seconds, failed), "127.0.0.1", port))[1]
-        for _ in range(connections)
-    ]
-    await asyncio.wait([client.done for client in made], timeout=seconds + 30)
+    make: Callable[[], Client] = lambda: Client(requests, bool(options.get("stream")))  # noqa: E731
+    clients = [(await loop.create_connection(make, "127.0.0.1", port))[1] for _ in range(connections)]
+    began, cpu = time.perf_counter(), time.process_time()
+    for client in clients:
+        client.ask(began + seconds)
+    _, waiting = await asyncio.wait([client.done for client in clients], timeout=seconds + PATIENCE_S)
     took = time.perf_counter() - began
+    results = [result for client in clients for result in client.results]
+    failed = [text for client in clients for text in client.failed] + [f"no answer in {PATIENCE_S} s"] * len(waiting)
     latency, first = ([1000 * r[i] for r in results] for i in (0, 1))
     print(
         json.dumps(
@@ -85,6 +152,7 @@ async def main(port: int, connections: int, seconds: float, prompt_bytes: int, s
                 "failed": len(failed),
                 "example": failed[:1],
                 "seconds": took,
+                "client_cpu_s": time.process_time() - cpu,
                 "latency_ms": quantiles(latency, n=100)[49::49] if len(latency) > 1 else latency,
                 "first_ms": quantiles(first, n=100)[49::49] if len(first) > 1 else first,
             }
@@ -93,4 +161,4 @@ async def main(port: int, connections: int, seconds: float, prompt_bytes: int, s
 
 
 if __name__ == "__main__":
-    asyncio.run(main(**json.loads(sys.argv[1])))
+    uvloop.run(main(**json.loads(sys.argv[1])))

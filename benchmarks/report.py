@@ -1,0 +1,104 @@
+"""The benchmark's figures as the README's Markdown: `python report.py FILE`, with what `proxy.py --json FILE` wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, Any]
+Case = tuple[str, int, int]
+
+
+def machine() -> str:
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "")
+    return f"{os.cpu_count()} cores{f' ({model})' if model else ''}, Python {platform.python_version()}"
+
+
+def markdown(figures: Figures) -> str:
+    rows = {((r["kind"], r["prompt"], r["connections"]), r["target"]): r for r in figures["rows"]}
+    cases = list(dict.fromkeys(sorted((case for case, _ in rows), key=lambda c: (c[0] != "JSON", c))))
+    names = list(figures["memory_mib"])
+    variants = [name for name in names if name.startswith("ours, ")]
+    peers = [name for name in names if name not in ("direct", "forwarder", "ours", *variants)]
+    parts = [f"`{figures['command']}` on {figures['machine']}; client and model server share the cores.", ""]
+    parts += [*_floor(rows, cases), ""]
+    parts += [*_beside(rows, cases, peers, "times"), ""] if peers else []
+    parts += [*_beside(rows, cases, variants, "of"), ""] if variants else []
+    parts += _memory(figures)
+    parts += [f"Left out: {reason}" for reason in figures["left_out"]]
+    parts += [f"FAILED: {reason}" for reason in figures["failed"]]
+    return "\n".join(parts)
+
+
+def _floor(rows: dict[tuple[Case, str], Figures], cases: list[Case]) -> Iterable[str]:
+    yield from _head(
+        "answers", "prompt", "connections", "direct", "forwarder", "lightning-proxy", "ratio",
+        "CPU a call, forwarder → ours", "ratio", "added to the median", "added to the first byte",
+    )  # fmt: skip
+    for case in cases:
+        direct, floor, ours = (rows.get((case, name)) for name in ("direct", "forwarder", "ours"))
+        if not (direct and floor and ours):
+            continue
+        yield _line(
+            *_case(case), *(f"{_number(r['per_s'])}/s" for r in (direct, floor, ours)),
+            f"**{ours['per_s'] / floor['per_s']:.2f}**", f"{floor['cpu_ms']:.2f} → {ours['cpu_ms']:.2f} ms",
+            f"{floor['cpu_ms'] / max(ours['cpu_ms'], 1e-3):.2f}",
+            *(f"{ours[key] - floor[key]:+.2f} ms" for key in ("p50_ms", "first_ms")),
+        )  # fmt: skip
+
+
+def _beside(rows: dict[tuple[Case, str], Figures], cases: list[Case], names: list[str], how: str) -> Iterable[str]:
+    """`times`: how many times theirs ours is; `of`: theirs as a share of ours. CPU: their processor time by ours."""
+    yield from _head("answers", "prompt", "connections", "lightning-proxy", *names)
+    for case in cases:
+        ours, cells = rows.get((case, "ours")), []
+        for name in names:
+            theirs = rows.get((case, name))
+            if ours is None or theirs is None:
+                cells.append("–")
+                continue
+            speed, work = ours["per_s"] / theirs["per_s"], theirs["cpu_ms"] / max(ours["cpu_ms"], 1e-3)
+            told = f"**{speed:.1f} ×**, CPU {work:.1f} ×" if how == "times" else f"**{1 / speed:.2f}**, CPU {work:.2f}"
+            cells.append(f"{_number(theirs['per_s'])}/s, {told}")
+        if ours and set(cells) != {"–"}:
+            yield _line(*_case(case), f"{_number(ours['per_s'])}/s", *cells)
+
+
+def _memory(figures: Figures) -> Iterable[str]:
+    if streams := figures["streams"]:
+        yield (
+            f"{streams['n']:,} streams open at once: {streams['mib']:.0f} MiB ({streams['mib_before']:.0f} before), "
+            f"opened in {streams['seconds']:.1f} s."
+        )
+    yield "Memory at first, after the load, and at its peak in MiB: " + "; ".join(
+        f"{name} {before:.0f}, {after:.0f}, {peak:.0f}"
+        for name, (before, after, peak) in figures["memory_mib"].items()
+        if name != "direct"
+    )
+
+
+def _case(case: Case) -> tuple[str, str, str]:
+    kind, prompt, connections = case
+    return kind, f"{prompt // 1000:,} KB", str(connections)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 20 else f"{value:.1f}"
+
+
+def _head(*names: str) -> Iterable[str]:
+    return [_line(*names), "|" + "---|" * len(names)]
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(Path(sys.argv[1]).read_text())))
