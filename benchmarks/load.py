@@ -30,14 +30,14 @@ class Client(asyncio.Protocol):
         self.requests, self.stream = requests, stream
         self.results: list[Result] = []
         self.failed: list[str] = []
-        self.until = 0.0
+        self.until, self.waits = 0.0, False
         self.done = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 
     def ask(self, until: float) -> None:
-        self.until = until
+        self.until, self.waits = until, True
         self.buffer, self.first, self.body, self.length = bytearray(), 0.0, 0, -1
         self.began = time.perf_counter()
         head, body = next(self.requests)
@@ -69,6 +69,7 @@ class Client(asyncio.Protocol):
         return True
 
     def answered(self, now: float) -> None:
+        self.waits = False
         if self.is_right():
             self.results.append((now - self.began, self.first - self.began))
         else:
@@ -98,7 +99,7 @@ class Client(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.done.done():
-            if error or time.perf_counter() < self.until:
+            if self.waits:
                 self.failed.append(f"connection lost: {error}")
             self.done.set_result(None)
 
