@@ -1,8 +1,8 @@
 """How fast the proxy is, with durable recording on: `make bench-proxy`, or `python benchmarks/proxy.py --help`.
 
 Compared in one run, in random order: the model server itself; a bare forwarder that records nothing (the floor); the
-proxy, also with two workers and under granian; and the peers that `make bench-peers` has installed. All on this
-machine's loopback, each a process of its own; every run ends by itself. Prints Markdown.
+proxy, also with two workers and under granian; and the peers that `make bench-peers` has installed. Small prompts come
+first. All on this machine's loopback, each a process of its own; every run ends by itself. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def measure(targets: list[Target], options: argparse.Namespace) -> tuple[list[di
         for _ in range(1 if target.is_peer else options.rounds)
     ]
     random.Random(options.seed).shuffle(jobs)
+    jobs.sort(key=lambda job: job[0].prompt)  # or small calls would pay for writing what large ones have left behind
     found, failed = defaultdict(list), []
     for n, (case, target) in enumerate(track(jobs, "measuring", console=Console(stderr=True))):
         seconds = max(2 * options.seconds, 2.0) if target.is_peer else options.seconds
