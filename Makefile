@@ -46,7 +46,7 @@ check: lint test  ## what CI runs: lint, types, tests
 demo: setup  ## the whole loop on a small real model: record, reward, train, swap
 	$(BIN)/lightning-proxy demo $(ARGS)
 
-bench-proxy: setup  ## the proxy's speed beside a bare forwarder's and its peers': 12 minutes; ARGS=--quick: two
+bench-proxy: setup  ## the proxy's speed beside a bare forwarder's and its peers': 10 minutes; ARGS=--quick: two
 	$(BIN)/python benchmarks/proxy.py $(ARGS)
 
 bench-peers: setup  ## install the gateways that bench-proxy compares with, each in .venv-peers/NAME

@@ -195,7 +195,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, started(Path(directory), options.only) as (targets, left_out):
         for reason in left_out:
             print(f"left out: {reason}", file=sys.stderr)
-        if {target.name for target in targets} < set(MAIN):
+        if not {target.name for target in targets}.issuperset(MAIN):
             raise SystemExit("without these there is nothing to compare")
         before = {target.name: target.server.rss_mib() for target in targets}
         streams = open_streams(targets[2].server, options.streams) if options.streams else None
