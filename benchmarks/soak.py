@@ -27,6 +27,7 @@ from servers import Server
 from targets import start_proxy, start_upstream
 from upstream import CHUNKS, IDS
 
+FILES = 8  # open more than at first: nothing to worry about
 PROMPT = "You are careful. " * 750  # 12 KB, the same for all agents, as a system prompt is
 WORDS = ["add", "subtract", "multiply", "divide", "the", "numbers", "of", "rows", "columns", "in", "this", "table"]
 
@@ -201,8 +202,16 @@ async def soak(proxy: Server, store: Path, options: argparse.Namespace) -> tuple
         watching = asyncio.create_task(watch(proxy, store, agents.seen, until, options.every))
         await asyncio.gather(*(agents.run(until) for _ in range(options.agents)))
         samples = await watching
-    await asyncio.sleep(6)  # the proxy closes idle connections to its upstream after 4 s
-    return samples, agents.seen, proxy.open_files() - files
+    return samples, agents.seen, await still_open(proxy, files)
+
+
+async def still_open(proxy: Server, at_first: int, patience_s: float = 30.0) -> int:
+    """How many files more than at first, once the connections to the upstream, idle now, had time to be closed."""
+    for _ in range(int(patience_s)):
+        if proxy.open_files() - at_first <= FILES:
+            break
+        await asyncio.sleep(1)
+    return proxy.open_files() - at_first
 
 
 def main() -> None:
@@ -231,7 +240,7 @@ def main() -> None:
     print(f"lost: {lost} answers, {lost_rewards} rewards; {files:+} open files; {len(seen.wrong)} wrong answers")
     for text in seen.wrong[:5]:
         print(f"  {text}")
-    if lost or lost_rewards or seen.wrong or files > 8:
+    if lost or lost_rewards or seen.wrong or files > FILES:
         raise SystemExit(1)
 
 
