@@ -2,59 +2,23 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
-import uvicorn
 
-from lightning_proxy.proxy.config import Config, ProxyConfig, UpstreamConfig
-from lightning_proxy.proxy.errors import StoreUnavailable, Unauthorized
-from lightning_proxy.proxy.ports import Caller, Route
+from lightning_proxy.proxy.config import Config, UpstreamConfig
+from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.relay import Relay
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstream import make_session
+from support.relaying import Handler, MemoryRecorder, OneUpstream, OpenDoor, relaying, speaking
 
 CHAT = {"model": "policy", "messages": []}
 STREAM = CHAT | {"stream": True}
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-class MemoryRecorder:
-    def __init__(self) -> None:
-        self.starts: list[CallStart] = []
-        self.ends: list[CallEnd] = []
-        self.ended = asyncio.Event()
-
-    async def start(self, start: CallStart) -> None:
-        self.starts.append(start)
-
-    async def end(self, end: CallEnd) -> None:
-        self.ends.append(end)
-        self.ended.set()
-
-
-class OneUpstream:
-    alias = "policy"
-
-    def __init__(self, upstream: UpstreamConfig) -> None:
-        self._upstream = upstream
-
-    async def route(self, rollout: Any, model: str | None) -> Route:
-        return Route(self._upstream, "base" if model == "policy" else None, 3 if model == "policy" else None)
-
-    def alias_entry(self) -> dict[str, Any]:
-        return {"id": "policy", "object": "model"}
-
-
-class OpenDoor:
-    async def authenticate(self, headers: Any) -> Caller:
-        if headers.get("authorization") == "Bearer wrong":
-            raise Unauthorized("wrong key")
-        return Caller("of-key" if headers.get("authorization") == "Bearer rollout-key" else None, True)
 
 
 class FullAtStart(MemoryRecorder):
@@ -114,38 +78,6 @@ class HangingUpstream:
         while await reader.read(65536):
             pass
         self.left.set()
-
-
-@asynccontextmanager
-async def speaking(handler: Handler) -> AsyncIterator[str]:
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        try:
-            await handler(reader, writer)
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
-
-
-@asynccontextmanager
-async def relaying(base: str, recorder: Any, **upstream: Any) -> AsyncIterator[str]:
-    """A proxy in front of `base`; yields its root URL."""
-    config = Config(proxy=ProxyConfig(max_body_mb=0.01))
-    target = UpstreamConfig(name="up", base_url=f"{base}/v1", **upstream)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        async with make_session() as session:
-            relay = Relay(config, session, recorder, OneUpstream(target), OpenDoor())
-            server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", log_level="critical", ws="none"))
-            task = asyncio.create_task(server.serve([listener]))
-            while not server.started:
-                await asyncio.sleep(0.001)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-            server.should_exit = True
-            await task
 
 
 @asynccontextmanager

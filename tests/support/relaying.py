@@ -1,0 +1,90 @@
+"""The relay under a real uvicorn, in front of any upstream, with a recorder that tells what it was given."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+from lightning_proxy.proxy.config import Config, ProxyConfig, UpstreamConfig
+from lightning_proxy.proxy.errors import Unauthorized
+from lightning_proxy.proxy.ports import Caller, Route
+from lightning_proxy.proxy.relay import Relay
+from lightning_proxy.proxy.types import CallEnd, CallStart
+from lightning_proxy.proxy.upstream import make_session
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class MemoryRecorder:
+    def __init__(self) -> None:
+        self.starts: list[CallStart] = []
+        self.ends: list[CallEnd] = []
+        self.ended = asyncio.Event()
+
+    async def start(self, start: CallStart) -> None:
+        self.starts.append(start)
+
+    async def end(self, end: CallEnd) -> None:
+        self.ends.append(end)
+        self.ended.set()
+
+
+class OneUpstream:
+    """Sends every model there; the alias is version 3 of `base`."""
+
+    alias = "policy"
+
+    def __init__(self, upstream: UpstreamConfig) -> None:
+        self._upstream = upstream
+
+    async def route(self, rollout: Any, model: str | None) -> Route:
+        return Route(self._upstream, "base" if model == "policy" else None, 3 if model == "policy" else None)
+
+    def alias_entry(self) -> dict[str, Any]:
+        return {"id": "policy", "object": "model"}
+
+
+class OpenDoor:
+    async def authenticate(self, headers: Any) -> Caller:
+        if headers.get("authorization") == "Bearer wrong":
+            raise Unauthorized("wrong key")
+        return Caller("of-key" if headers.get("authorization") == "Bearer rollout-key" else None, True)
+
+
+@asynccontextmanager
+async def relaying(base: str, recorder: Any, *, max_body_mb: float = 0.01, **upstream: Any) -> AsyncIterator[str]:
+    """A proxy in front of `base`; yields its root URL."""
+    config = Config(proxy=ProxyConfig(max_body_mb=max_body_mb))
+    target = UpstreamConfig(name="up", base_url=f"{base}/v1", **upstream)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        async with make_session() as session:
+            relay = Relay(config, session, recorder, OneUpstream(target), OpenDoor())
+            server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", log_level="critical", ws="none"))
+            task = asyncio.create_task(server.serve([listener]))
+            while not server.started:
+                await asyncio.sleep(0.001)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            server.should_exit = True
+            await task
+
+
+@asynccontextmanager
+async def speaking(handler: Handler) -> AsyncIterator[str]:
+    """A server that reads a request's head and leaves the rest of the connection to `handler`; yields its root URL."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            await handler(reader, writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
