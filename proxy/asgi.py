@@ -73,7 +73,8 @@ class Agent:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def answer(self, status: int, headers: Iterable[Header], body: bytes) -> None:
-        await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        length = [] if status == 204 else [(b"content-length", str(len(body)).encode())]  # RFC 9110, section 8.6
+        await self.start(status, [*headers, *length])
         await self.body(body, more=False)
 
     async def json(self, status: int, body: Any) -> None:

@@ -19,8 +19,8 @@ class ChatApi:
     def inject(self, body: Json) -> tuple[Json, Injection]:
         return inject(body, self._endpoint)
 
-    def clean(self, body: Json, injection: Injection) -> None:
-        clean(body, injection)
+    def clean(self, body: Json, injection: Injection) -> bool:
+        return clean(body, injection)
 
     def tokens(self, body: Json) -> Tokens:
         tokens = Tokens()

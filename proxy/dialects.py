@@ -42,8 +42,8 @@ class Dialect(Protocol):
     def inject(self, body: Json) -> tuple[Json, Injection]:
         """The request for a vLLM upstream, and what was added to it."""
 
-    def clean(self, body: Json, injection: Injection) -> None:
-        """Take out of a whole answer, in place, what only the proxy asked for."""
+    def clean(self, body: Json, injection: Injection) -> bool:
+        """Take out of a whole answer, in place, what only the proxy asked for; whether there was any of it."""
 
     def tokens(self, body: Json) -> Tokens:
         """What a whole answer says of its tokens, before it is cleaned."""

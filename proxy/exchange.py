@@ -110,8 +110,7 @@ class Exchange:
             error = "the upstream's answer is no JSON object"
         else:
             tokens = self._dialect.tokens(body)
-            if self._injection:
-                self._dialect.clean(body, self._injection)
+            if self._injection and self._dialect.clean(body, self._injection):
                 raw = encode_as_vllm(body)
         self._has_answered()
         await self._end("error" if error else "ok", body, tokens, error)
@@ -132,9 +131,9 @@ class Exchange:
                 await self._end_stream(transcript, transcript.done)
         if self._ending is None:
             await self._agent.body(transcript.end())
-            if transcript.done is None:
+            if transcript.done is None and not transcript.failed:
                 raise UpstreamUnreachable(f"upstream {self._upstream.name}: the stream ended before its last event")
-            await self._end_stream(transcript, transcript.done)
+            await self._end_stream(transcript, transcript.done or b"")
         await self._agent.body(b"", more=False)
 
     async def _end_stream(self, transcript: Transcript, done: bytes) -> None:

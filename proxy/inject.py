@@ -68,18 +68,20 @@ def _wants_usage(body: Json, options: Any) -> bool:
     return (options or {}).get("include_usage") in (None, False)
 
 
-def clean(body: Json, injection: Injection) -> None:
-    """Take out of an answer, in place, what only the proxy asked for."""
-    _take_out(body, injection.fields)
+def clean(body: Json, injection: Injection) -> bool:
+    """Take out of an answer, in place, what only the proxy asked for; whether there was any of it."""
+    return _take_out(body, injection.fields)
 
 
-def _take_out(body: Json, fields: tuple[str, ...]) -> None:
+def _take_out(body: Json, fields: tuple[str, ...]) -> bool:
+    changed = False
     choices = body.get("choices")
     for part in (body, *choices) if isinstance(choices, list) else (body,):
         if isinstance(part, dict):
             for name in fields:
-                if name in part:
-                    part[name] = None
+                if part.get(name) is not None:
+                    part[name], changed = None, True
+    return changed
 
 
 class StreamCleaner:
@@ -88,22 +90,22 @@ class StreamCleaner:
     def __init__(self, injection: Injection) -> None:
         self._injection = injection
         self._fields = injection.fields
-        self._held: Json | None = None
+        self._held: tuple[bytes, Json, bool] | None = None  # its bytes, the chunk, whether it was changed
 
     def clean(self, raw: bytes, chunk: Json) -> bytes:
         """The bytes to send now for a chunk, which is cleaned in place."""
         if not self._injection:
             return raw
-        _take_out(chunk, self._fields)
+        changed = _take_out(chunk, self._fields)
         if self._is_injected_usage(chunk):
             return self._release(chunk.get("system_fingerprint"))
         if self._exists_for_token_ids_only(chunk):
             return b""
         before = b"" if self._held is None else self.flush()
         if self._injection.usage and _finishes(chunk):
-            self._held = chunk
+            self._held = raw, chunk, changed
             return before
-        return before + _encode(chunk)
+        return before + (_encode(chunk) if changed else raw)
 
     def flush(self) -> bytes:
         """What is held back, for a stream that goes on or ends without the usage chunk."""
@@ -114,9 +116,10 @@ class StreamCleaner:
         held, self._held = self._held, None
         if held is None:
             return b""
+        raw, chunk, changed = held
         if fingerprint is not None:
-            held["system_fingerprint"] = fingerprint
-        return _encode(held)
+            chunk["system_fingerprint"], changed = fingerprint, True
+        return _encode(chunk) if changed else raw
 
     def _is_injected_usage(self, chunk: Json) -> bool:
         return self._injection.usage and chunk.get("choices") == [] and "usage" in chunk

@@ -24,8 +24,8 @@ class MessagesApi:
     def inject(self, body: Json) -> tuple[Json, Injection]:
         return body, Injection()
 
-    def clean(self, body: Json, injection: Injection) -> None:
-        return
+    def clean(self, body: Json, injection: Injection) -> bool:
+        return False
 
     def tokens(self, body: Json) -> Tokens:
         tokens = Tokens()

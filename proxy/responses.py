@@ -33,15 +33,15 @@ class ResponsesApi:
             added["include"] = [*(include or ()), LOGPROBS]
         return body | added, Injection(token_ids, logprobs)
 
-    def clean(self, body: Json, injection: Injection) -> None:
-        if injection.token_ids:
-            for name in ("input_messages", "output_messages"):
-                if name in body:
-                    body[name] = None
+    def clean(self, body: Json, injection: Injection) -> bool:
+        names = [n for n in ("input_messages", "output_messages") if injection.token_ids]
+        places = [(body, name) for name in names + ["top_logprobs"] * injection.logprobs]
         if injection.logprobs:
-            body.update({"top_logprobs": None} if "top_logprobs" in body else {})
-            for part in _text_parts(body.get("output")):
-                part["logprobs"] = None
+            places += [(part, "logprobs") for part in _text_parts(body.get("output"))]
+        found = [(part, name) for part, name in places if part.get(name) is not None]
+        for part, name in found:
+            part[name] = None
+        return bool(found)
 
     def tokens(self, body: Json) -> Tokens:
         tokens = Tokens()
@@ -101,8 +101,7 @@ class ResponsesStream:
         """Take out what was injected, in place; whether there was a place for any of it."""
         changed = False
         if isinstance(response := event.get("response"), dict):
-            self._api.clean(response, self._injection)
-            changed = True
+            changed = self._api.clean(response, self._injection)
         if self._injection.logprobs:
             if event.get("logprobs"):
                 event["logprobs"], changed = [], True

@@ -9,6 +9,8 @@ DONE = b"[DONE]"
 
 # Atomic groups: the two bytes of a CRLF never count as two line ends.
 _BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?>\r\n|\r|\n)")
+# A frame that grows beyond this is not looked through again with each piece of it.
+_LARGE = 64 * 1024
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
@@ -28,30 +30,38 @@ class SSEDecoder:
     """Cuts a byte stream, split anywhere, into frames. Their raw bytes and `rest`, joined, are the bytes fed."""
 
     def __init__(self) -> None:
-        self._buffer = b""
+        self._buffer = bytearray()
 
     @property
     def rest(self) -> bytes:
         """Bytes of a frame that has not ended yet."""
-        return self._buffer
+        return bytes(self._buffer)
+
+    @property
+    def pending(self) -> int:
+        """How many bytes `rest` has."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:
-        search_from = max(0, len(self._buffer) - 3)
-        buffer = self._buffer + data
-        if b"\r" not in buffer:
-            *whole, self._buffer = buffer.split(b"\n\n")
+        if len(self._buffer) < _LARGE and b"\r" not in (text := bytes(self._buffer) + data):
+            *whole, rest = text.split(b"\n\n")
+            self._buffer = bytearray(rest)
             return [_frame(raw + b"\n\n") for raw in whole]
+        search_from = max(0, len(self._buffer) - 3)
+        buffer = self._buffer
+        buffer += data
         frames = []
         start = 0
         while match := _BLANK_LINE.search(buffer, max(start, search_from)):
-            frames.append(_frame(buffer[start : match.end()]))
+            frames.append(_frame(bytes(buffer[start : match.end()])))
             start = match.end()
-        self._buffer = buffer[start:]
+        del buffer[:start]
         return frames
 
     def close(self) -> Frame:
         """The bytes of the frame that has not ended, when the stream has; they are given out once."""
-        last, self._buffer = _frame(self._buffer), b""
+        last = _frame(bytes(self._buffer))
+        self._buffer.clear()
         return last
 
 

@@ -8,7 +8,11 @@ import orjson
 
 from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.dialects import Stream
+from lightning_proxy.proxy.errors import UpstreamUnreachable
 from lightning_proxy.proxy.sse import Frame, SSEDecoder
+
+# One event may hold a whole response with its log-probabilities; what is larger is not kept in memory.
+MAX_EVENT_BYTES = 64 * 1024 * 1024
 
 
 class Transcript:
@@ -29,11 +33,19 @@ class Transcript:
         return self._stream.tokens
 
     @property
+    def failed(self) -> bool:
+        """Whether the upstream said that it failed: an error may be a stream's last event."""
+        return self._stream.error is not None
+
+    @property
     def error(self) -> str | None:
         return self._garbage or self._stream.error
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes to send now; from the terminal event on they are kept back in `done`. Not to be fed after that."""
+        """The bytes to send now; from the terminal event on they are kept back in `done`. Not to be fed after that.
+
+        Raises UpstreamUnreachable for an event that is longer than any that can be meant.
+        """
         out = b""
         for frame in self._decoder.feed(data):
             if self.done is not None:
@@ -49,6 +61,8 @@ class Transcript:
                     out += sent
         if self.done is not None:
             self.done += self._decoder.rest
+        elif self._decoder.pending > MAX_EVENT_BYTES:
+            raise UpstreamUnreachable(f"the upstream sent {self._decoder.pending} bytes without the end of an event")
         return out
 
     def end(self) -> bytes:

@@ -36,6 +36,11 @@ _OUR_REQUEST_HEADERS = frozenset(
 _QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
 # Answers that say: not now.
 _RETRIED = frozenset({429, 502, 503, 504})
+# Of one answer's headers; more are a fault.
+MAX_HEADER_BYTES = 256 * 1024
+MAX_HEADERS = 1000
+# What aiohttp decodes.
+_DECODED = frozenset(b"gzip deflate br".split())
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
 
 
@@ -63,6 +68,9 @@ def make_session() -> aiohttp.ClientSession:
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
     )
 
@@ -123,6 +131,7 @@ async def _open(session: aiohttp.ClientSession, upstream: UpstreamConfig, reques
             headers=_request_headers(upstream, request),
             data=request.body or None,
             allow_redirects=False,
+            auto_decompress=request.identity,
             timeout=_timeout(upstream),
         )
     except aiohttp.ConnectionTimeoutError:
@@ -167,12 +176,20 @@ async def read_chunks(upstream: UpstreamConfig, response: aiohttp.ClientResponse
 
 
 def response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse, *, keep_length: bool) -> list[Header]:
-    """The upstream's headers without those of the connection, and without Content-Length where the body may change."""
+    """The upstream's headers without those of the connection.
+
+    Without `keep_length` also without those of a body that may change: its length, and an encoding that was undone.
+    """
     dropped = _HOP_BY_HOP | _named_by_connection(response.raw_headers)
-    dropped |= frozenset() if keep_length else {b"content-length"}
+    if not keep_length:
+        dropped |= {b"content-length"} | ({b"content-encoding"} if _is_decoded(response) else frozenset())
     kept = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in dropped]
     mask = _key_mask(upstream)
     return kept if mask is None else [(name, mask.once(value)) for name, value in kept]
+
+
+def _is_decoded(response: aiohttp.ClientResponse) -> bool:
+    return response.headers.get("Content-Encoding", "").lower().encode() in _DECODED
 
 
 def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ import pytest
 from lightning_proxy.proxy.config import Config, UpstreamConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.relay import Relay
+from lightning_proxy.proxy.transcript import MAX_EVENT_BYTES
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstream import make_session
 from support.relaying import Handler, MemoryRecorder, OneUpstream, OpenDoor, relaying, speaking
@@ -287,3 +288,19 @@ async def test_a_call_that_is_stopped_with_the_server_is_recorded():
     assert call.cancelled()
     assert recorder.ends[0].status == "cancelled"
     assert recorder.ends[0].response["choices"][0]["message"]["content"] == "a"
+
+
+async def test_an_event_without_end_is_not_kept_in_memory_for_ever():
+    piece = http_chunk(b"x" * 2**20)
+    handler = sending(STREAM_HEAD, http_chunk(event("a") + b"data: "), *[piece] * (MAX_EVENT_BYTES // 2**20 + 1))
+    async with between(handler) as (url, recorder):
+        status, got, complete = await post(url, STREAM)
+    assert (status, got, complete) == (200, event("a"), False)
+    assert "without the end of an event" in recorder.ends[0].error
+
+
+async def test_a_stream_may_end_with_an_error():
+    failure = b'data: {"error": {"message": "boom"}}\n\n'
+    async with between(sending(STREAM_HEAD, http_chunk(event("a") + failure), b"0\r\n\r\n")) as (url, recorder):
+        assert await post(url, STREAM) == (200, event("a") + failure, True)
+    assert (recorder.ends[0].status, "boom" in recorder.ends[0].error) == ("error", True)
