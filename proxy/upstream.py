@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
+from functools import partial
 from urllib.parse import quote
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
@@ -60,10 +63,21 @@ class Request:
         return replace(self, body=body)
 
 
+class _Protocol(ResponseHandler):
+    """Wakes whoever reads a body when its connection ends; after a chunk that is none aiohttp lets them wait."""
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        payload = self._payload
+        super().connection_lost(exc)
+        if payload is not None and not payload.is_eof() and payload.exception() is None:
+            payload.set_exception(aiohttp.ClientPayloadError("its answer is malformed"))
+
+
 def make_session() -> aiohttp.ClientSession:
     """A session for passthrough: no limit on connections, no cookies, no headers of its own, bodies as they are."""
     # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4, ttl_dns_cache=60)
+    connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
     return aiohttp.ClientSession(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),

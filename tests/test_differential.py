@@ -46,7 +46,7 @@ async def differences(
     patience = 0.5 if case.settings else 10.0  # an upstream that stalls is left by an agent, and by the proxy
     expected = await ask(direct, case.request, played.seen, patience)
     got = await ask(proxied, case.request, played.seen)
-    found = _in_answers(expected, got)
+    found = _in_answers(expected, got) + ["the agent waits for ever"] * got.waits
     if len(played.asked) == 2:
         found += _in_requests(*played.asked, recorded=bool(recorder.starts), injects=kind == "vllm")
     elif not (len(played.asked) == 3 and expected.status is None):

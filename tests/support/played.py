@@ -43,12 +43,13 @@ Script = Callable[[Asked], Sequence[Step]]
 
 @dataclass
 class Got:
-    """An answer as the agent saw it. `complete`: it ended as HTTP says that an answer ends."""
+    """An answer as the agent saw it. `complete`: it ended as HTTP says that an answer ends; `waits`: it did not end."""
 
     status: int | None = None
     headers: Headers = field(default_factory=list)
     body: bytes = b""
     complete: bool = False
+    waits: bool = False
     interim: list[int] = field(default_factory=list)
 
 
@@ -107,7 +108,9 @@ async def ask(url: str, request: bytes, seen: asyncio.Event, patience_s: float =
     try:
         async with asyncio.timeout(patience_s):
             await _read_answer(reader, request.split(b" ", 1)[0], got, seen)
-    except (TimeoutError, ConnectionError, h11.RemoteProtocolError):
+    except TimeoutError:
+        got.waits = True
+    except (ConnectionError, h11.RemoteProtocolError):
         pass
     writer.close()
     return got

@@ -13,6 +13,7 @@ from support.corpus.case import (
     DONE,
     ERROR,
     HELLO,
+    LAST,
     SSE_HEAD,
     STREAM,
     Case,
@@ -64,6 +65,10 @@ def broken() -> Iterable[Case]:
         yield Case(f"{how.name} before the head of a download", get("files/x"), says(how))
     yield Case("a stream with its length, cut", STREAM, says(whole(HELLO, kind="text/event-stream")[:-20], Do.CLOSE))
     yield Case("garbage in place of a head", CHAT, says(b"SSH-2.0-x\r\n", Do.CLOSE))
+    garbage = [SSE_HEAD, chunk(first), Do.UNTIL_SEEN, b"zz\r\n"]
+    yield Case("garbage in place of a chunk's size", STREAM, says(*garbage, Do.CLOSE))
+    yield Case("garbage in place of a chunk's size, and silence", STREAM, says(*garbage, Do.HANG))
+    yield Case("a chunk longer than its size", STREAM, says(SSE_HEAD, b"3\r\n" + first + b"\r\n", LAST, Do.HANG))
     yield Case("a negative length", CHAT, says(head(200, "Content-Length: -1"), b"{}", Do.CLOSE))
     yield Case("two lengths", CHAT, says(head(200, "Content-Length: 2", "Content-Length: 3"), b"{}", Do.CLOSE))
 
@@ -95,8 +100,6 @@ def stalls() -> Iterable[Case]:
         Case("between events", STREAM, says(SSE_HEAD, chunk(first), Do.HANG)),
         Case("in an event", STREAM, says(SSE_HEAD, chunk(first), chunk(first)[:-9], Do.HANG)),
         Case("in [DONE]", STREAM, says(SSE_HEAD, chunk(HELLO)[:-9], Do.HANG)),
-        # Which no one waits for longer: aiohttp lets its reader wait after a chunk that is none.
-        Case("after garbage in place of a chunk's size", STREAM, says(SSE_HEAD, chunk(first), b"zz\r\n", Do.CLOSE)),
         Case("after [DONE]", STREAM, says(SSE_HEAD, chunk(HELLO), Do.HANG)),
         Case("in a download", get("files/x"), says(whole(b"x" * 99)[:-9], Do.HANG)),
     ]
