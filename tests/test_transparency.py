@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 import yaml
 
 from lightning_proxy.commands.demo_model import cache_directory, prepare_model
+from support.clients import CLIENTS, Client
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -178,24 +177,17 @@ def test_what_was_sampled_is_recorded_with_its_tokens(served: Served) -> None:
     assert calls[5]["response"]["content"][0]["type"] == "text"
 
 
-def test_anthropics_client_works_unchanged(served: Served) -> None:
-    client = anthropic.Anthropic(base_url=served.proxied.replace("/rollouts/r", "/rollouts/a"), api_key="unused")
-    asked: dict[str, Any] = {"model": "policy", "max_tokens": 8, "messages": SAY, "extra_body": {"temperature": 0}}
-    whole = client.messages.create(**asked)
-    with client.messages.stream(**asked) as stream:
-        streamed = stream.get_final_message()
-    assert [block.model_dump() for block in streamed.content] == [block.model_dump() for block in whole.content]
-    assert client.messages.count_tokens(model="policy", messages=SAY).input_tokens > 0  # type: ignore[arg-type]
-    with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(**asked | {"model": "nobody"})
-
-
-def test_openais_responses_work_unchanged(served: Served) -> None:
-    client = openai.OpenAI(base_url=f"{served.proxied.replace('/rollouts/r', '/rollouts/o')}/v1", api_key="unused")
-    whole = client.responses.create(model="policy", input="Say hello.", temperature=0, max_output_tokens=8)
-    with client.responses.stream(model="policy", input="Say hello.", temperature=0, max_output_tokens=8) as stream:
-        streamed = stream.get_final_response()
-    assert streamed.output_text == whole.output_text != ""
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+async def test_an_official_client_sees_no_difference(served: Served, client: Client) -> None:
+    if client.missing:
+        pytest.skip(client.missing)
+    await client.run(served.direct, NAME)  # fills vLLM's prefix cache
+    expected = await client.run(served.direct, NAME)
+    got = await client.run(served.proxied.replace("/rollouts/r", "/rollouts/clients"), "policy")
+    assert got.keys() == expected.keys()
+    for step in got:
+        shown, wanted = (_without_ids(json.dumps(s[step], separators=(",", ":"))) for s in (got, expected))
+        assert shown == wanted, step
 
 
 def post(url: str, body: dict[str, Any]) -> Answer:

@@ -95,8 +95,10 @@ class Played:
 async def playing(played: Played) -> AsyncIterator[str]:
     """Serve; yields the root URL."""
     server = await asyncio.start_server(played.serve, "127.0.0.1", 0, limit=2**20)
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
 
 
 async def ask(url: str, request: bytes, seen: asyncio.Event, patience_s: float = 10) -> Got:

@@ -70,9 +70,11 @@ async def relaying(base: str, recorder: Any, *, max_body_mb: float = 0.01, **ups
             task = asyncio.create_task(server.serve([listener]))
             while not server.started:
                 await asyncio.sleep(0.001)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-            server.should_exit = True
-            await task
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                server.should_exit = True
+                await task
 
 
 @asynccontextmanager
@@ -87,5 +89,7 @@ async def speaking(handler: Handler) -> AsyncIterator[str]:
             writer.close()
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()

@@ -113,15 +113,17 @@ def responses_stream(body: Json) -> list[bytes]:
     whole = responses(body)
     asked = "message.output_text.logprobs" in (body.get("include") or [])
     part = whole["output"][0]["content"][0]
+    at = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
     events: list[Json] = [
         {"response": whole | {"output": [], "status": "in_progress"}, "type": "response.created"},
         {"item": whole["output"][0] | {"content": []}, "output_index": 0, "type": "response.output_item.added"},
-        {"part": part | {"text": "", "logprobs": []}, "type": "response.content_part.added"},
+        at | {"part": part | {"text": "", "logprobs": []}, "type": "response.content_part.added"},
     ]
     for piece in TEXT:
         logprobs = [{"token": piece, "logprob": -0.5}] if asked else []
-        events.append({"delta": piece, "logprobs": logprobs, "type": "response.output_text.delta"})
-    events.append({"part": part, "type": "response.content_part.done"})
+        events.append(at | {"delta": piece, "logprobs": logprobs, "type": "response.output_text.delta"})
+    events.append(at | {"text": "".join(TEXT), "logprobs": part["logprobs"] or [], "type": "response.output_text.done"})
+    events.append(at | {"part": part, "type": "response.content_part.done"})
     events.append({"item": whole["output"][0], "output_index": 0, "type": "response.output_item.done"})
     events.append({"response": whole, "type": "response.completed"})
     return [

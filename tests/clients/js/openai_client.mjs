@@ -1,0 +1,69 @@
+// What an agent does with OpenAI's client for JavaScript, printed as JSON, one line a step.
+//
+//     node openai_client.mjs BASE_URL MODEL [played]
+import { readFileSync } from "node:fs";
+import OpenAI from "openai";
+
+const [baseURL, model, how] = process.argv.slice(2);
+const client = new OpenAI({ baseURL, apiKey: "unused", maxRetries: 2 });
+const messages = [{ role: "user", content: "Say hello to Zoë." }];
+const asked = { model, messages, temperature: 0, max_tokens: 8 };
+const parameters = { type: "object", properties: { a: { type: "integer", maximum: 9 } }, required: ["a"], additionalProperties: false };
+const tool = (name) => ({ type: "function", function: { name, parameters } });
+const forced = { tools: [tool("add")], tool_choice: { type: "function", function: { name: "add" } }, max_tokens: 40 };
+const ours = ["x-rollout-id", "x-call-id", "x-policy-version", "date", "content-length", "transfer-encoding", "connection", "keep-alive"];
+
+const said = (step, value) => console.log(JSON.stringify({ [step]: value }));
+const all = async (stream) => {
+  const parts = [];
+  for await (const part of await stream) parts.push(part);
+  return parts;
+};
+const failure = async (call) => {
+  try {
+    return await call();
+  } catch (error) {
+    return [error.constructor.name, error.message, error.status, error.code, error.type, error.param, error.error];
+  }
+};
+
+async function everywhere() {
+  const chat = client.chat.completions;
+  said("chat", await chat.create(asked));
+  said("stream", await all(chat.create({ ...asked, stream: true })));
+  said("usage", await all(chat.create({ ...asked, stream: true, stream_options: { include_usage: true } })));
+  said("logprobs", await chat.create({ ...asked, logprobs: true, top_logprobs: 2 }));
+  said("tool", await chat.create({ ...asked, ...forced }));
+  said("tool, streamed", await all(chat.create({ ...asked, ...forced, stream: true })));
+  said("final", await chat.stream(asked).finalChatCompletion());
+  const { data, response } = await chat.create(asked).withResponse();
+  said("raw", [response.status, [...response.headers].filter(([name]) => !ours.includes(name)), data]);
+  const request = { model, input: "Say hello.", temperature: 0, max_output_tokens: 8 };
+  said("response", await client.responses.create(request));
+  said("response, streamed", (await all(client.responses.create({ ...request, stream: true }))).map((event) => event.type));
+  said("at once", await Promise.all([1, 2, 3].map(() => chat.create(asked))));
+  said("no such model", await failure(() => chat.create({ ...asked, model: "nobody" })));
+}
+
+async function played() {
+  const chat = client.chat.completions;
+  said("parallel tools", await all(chat.create({ ...asked, tools: [tool("add"), tool("subtract")], stream: true })));
+  said("embeddings", await client.embeddings.create({ model, input: ["a", "é"], encoding_format: "float" }));
+  said("models", (await all(client.models.list())).map((entry) => entry.id).filter((id) => id !== "policy"));
+  for (const status of [400, 401, 403, 404, 409, 422, 429, 500, 503])
+    said(`${status}`, await failure(() => chat.create({ ...asked, user: `status ${status}` }, { maxRetries: 0 })));
+  said("busy twice", await chat.create({ ...asked, user: "busy 2" }));
+  said("silence", await failure(() => chat.create({ ...asked, user: "silence" }, { maxRetries: 0, timeout: 300 })));
+  said("broken", (await failure(() => all(chat.create({ ...asked, user: "broken", stream: true }))))[0]);
+  said("error event", await failure(() => all(chat.create({ ...asked, user: "error event", stream: true }))));
+  const left = await chat.create({ ...asked, stream: true });
+  for await (const part of left) {
+    said("left", part);
+    break;
+  }
+}
+
+const installed = new URL("./node_modules/openai/package.json", import.meta.url);
+said("version", JSON.parse(readFileSync(installed)).version);
+await everywhere();
+if (how === "played") await played();

@@ -1,0 +1,124 @@
+"""What an agent does with openai-python 2 or 3, printed as JSON, one line a step.
+
+    python openai_client.py BASE_URL MODEL [played]
+
+`played`: also the steps that need an upstream that fails as it is asked to (`tests/test_official_clients.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import openai
+
+SAY: Any = [{"role": "user", "content": "Say hello to Zoë."}]
+PARTS: Any = [
+    {"type": "text", "text": "What is this?"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
+    {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+    {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}},
+]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+SUBTRACT: Any = {"type": "function", "function": {"name": "subtract", "parameters": PARAMETERS}}
+FORCED: Any = {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 40}
+SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+OURS = ("x-rollout-id", "x-call-id", "x-policy-version", "date", "content-length", "transfer-encoding", "connection")
+
+
+def said(step: str, value: Any) -> None:
+    print(json.dumps({step: value}, default=lambda model: model.model_dump(warnings=False)), flush=True)
+
+
+def failure(call: Callable[[], Any]) -> Any:
+    """The class of the exception and what it says."""
+    try:
+        return call()
+    except Exception as error:
+        own = [getattr(error, name, None) for name in ("status_code", "code", "type", "param", "request_id", "body")]
+        return [type(error).__name__, str(error), *own]
+
+
+def everywhere(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "messages": SAY, "temperature": 0, "max_tokens": 8}
+    chat = client.chat.completions
+    said("chat", chat.create(**asked))
+    said("stream", list(chat.create(**asked, stream=True)))
+    said("usage", list(chat.create(**asked, stream=True, stream_options={"include_usage": True})))
+    said("logprobs", chat.create(**asked, logprobs=True, top_logprobs=2))
+    said("n", chat.create(**asked | {"n": 2, "temperature": 1, "seed": 7}))
+    said("tool", chat.create(**asked | FORCED))
+    said("tool, streamed", list(chat.create(**asked | FORCED, stream=True)))
+    said("structured", chat.create(**asked | {"response_format": SCHEMA, "max_tokens": 30}))
+    with chat.stream(**asked) as stream:
+        said("events", [event.type for event in stream])
+        said("final", stream.get_final_completion())
+    raw = chat.with_raw_response.create(**asked)
+    said("raw", [raw.status_code, {n: v for n, v in raw.headers.items() if n not in OURS}, raw.parse()])
+    with chat.with_streaming_response.create(**asked, stream=True) as lines:
+        said("lines", list(lines.iter_lines()))
+    said("completion", client.completions.create(model=model, prompt="One, two,", temperature=0, max_tokens=8))
+    response: Any = {"model": model, "input": "Say hello.", "temperature": 0, "max_output_tokens": 8}
+    said("response", client.responses.create(**response))
+    said("response, streamed", [event.type for event in client.responses.create(**response, stream=True)])
+    with client.responses.stream(**response) as events:
+        said("response, final", events.get_final_response().output)
+    said("no such model", failure(lambda: chat.create(**asked | {"model": "nobody"})))
+    said("wrong type", failure(lambda: chat.create(**asked | {"temperature": "hot"})))
+    said("wrong type, streamed", failure(lambda: chat.create(**asked | {"temperature": "hot"}, stream=True)))
+
+
+def played(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "messages": SAY}
+    chat = client.chat.completions
+    said("parallel tools", list(chat.create(**asked, tools=[ADD, SUBTRACT], stream=True)))
+    said("parts", chat.create(model=model, messages=[{"role": "user", "content": PARTS}]))
+    said("unknown fields", chat.create(**asked, extra_body={"unknown": {"a": [1, None]}}).model_extra)
+    said("embeddings", client.embeddings.create(model=model, input=["a", "é"], encoding_format="float"))
+    said("models", [entry.id for entry in client.models.list() if entry.id != "policy"])
+    said("upload", client.files.create(file=("a.jsonl", b"{}\n"), purpose="batch"))
+    for status in (400, 401, 403, 404, 409, 413, 422, 429, 500, 502, 503, 504, 529):
+        once = client.with_options(max_retries=0)
+        said(str(status), failure(lambda: once.chat.completions.create(**asked, user=f"status {status}")))  # noqa: B023
+    said("busy twice", chat.create(**asked, user="busy 2"))
+    hurried = client.with_options(timeout=0.3, max_retries=0)
+    said("silence", failure(lambda: hurried.chat.completions.create(**asked, user="silence")))
+    said(
+        "silence, streamed", failure(lambda: list(hurried.chat.completions.create(**asked, user="stall", stream=True)))
+    )
+    said("broken", failure(lambda: list(chat.create(**asked, user="broken", stream=True))))
+    said("error event", failure(lambda: list(chat.create(**asked, user="error event", stream=True))))
+
+
+async def at_once(base_url: str, model: str) -> None:
+    """The client for asyncio: several calls at the same time, and a stream that is left."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="unused", max_retries=0) as client:
+        chat, asked = client.chat.completions, {"model": model, "messages": SAY, "temperature": 0, "max_tokens": 8}
+        said("async", await asyncio.gather(*(chat.create(**asked) for _ in range(4))))  # type: ignore[call-overload]
+        said("async, streamed", [part async for part in await chat.create(**asked, stream=True)])  # type: ignore[call-overload]
+        async with await chat.create(**asked, stream=True) as stream:  # type: ignore[call-overload]
+            said("left", await anext(aiter(stream)))
+
+
+def main(base_url: str, model: str, *how: str) -> None:
+    warnings.simplefilter("ignore")
+    said("version", openai.__version__)
+    with openai.OpenAI(base_url=base_url, api_key="unused", max_retries=2) as client:
+        everywhere(client, model)
+        if "played" in how:
+            played(client, model)
+    asyncio.run(at_once(base_url, model))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

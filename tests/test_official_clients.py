@@ -1,0 +1,80 @@
+"""The official clients, unchanged, directly and through the proxy: the same answers, events, exceptions and headers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from support import voice
+from support.clients import CLIENTS, Client
+from support.corpus.case import SSE_HEAD, chunk, head, streamed, whole
+from support.played import Asked, Do, Played, Step, playing
+from support.relaying import MemoryRecorder, relaying
+
+FOUND = {
+    "/v1/models": {"object": "list", "data": [{"id": "base", "object": "model", "created": 1, "owned_by": "us"}]},
+    "/v1/embeddings": {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [0.5, -1e-05]}]},
+    "/v1/files": {"id": "file-1", "object": "file", "bytes": 3, "created_at": 1, "filename": "a", "purpose": "batch"},
+    "/v1/messages/count_tokens": {"input_tokens": 12},
+}
+
+
+class Upstream:
+    """Answers as vLLM does, and fails as the `user` of a request asks it to."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def __call__(self, asked: Asked) -> list[Step]:
+        path = asked.target.decode()
+        if path in FOUND:
+            return [whole(voice.dumps(FOUND[path]), "x-request-id: req_1")]
+        body = json.loads(asked.body)
+        user = body.get("user") or (body.get("metadata") or {}).get("user_id") or ""
+        frames = voice.STREAM[path.removeprefix("/v1/")](body)
+        match user.split(" "):
+            case ["status", status]:
+                return [self.error(path, int(status))]
+            case ["busy", times] if self.tries < int(times):
+                self.tries += 1
+                return [head(503, "retry-after-ms: 1", "Content-Length: 0")]
+            case ["silence"]:
+                return [Do.HANG]
+            case ["stall"]:
+                return [SSE_HEAD, chunk(frames[0]), Do.HANG]
+            case ["broken"]:
+                return [SSE_HEAD, *map(chunk, frames[:2]), Do.CLOSE]
+            case ["error", "event"]:
+                return streamed(frames[0], b'data: {"error": {"message": "boom", "code": 500}}\n\n', frames[-1])
+        self.tries = 0
+        if body["model"] == "nobody":
+            return [self.error(path, 404)]
+        if body.get("temperature") == "hot":
+            return [self.error(path, 400)]
+        if body.get("stream"):
+            return streamed(*frames)
+        return [whole(voice.dumps(voice.WHOLE[path.removeprefix("/v1/")](body)), "x-request-id: req_2", "x-own: 1")]
+
+    def error(self, path: str, status: int) -> bytes:
+        error: dict[str, Any] = {"message": f"because {status}", "type": "own_error", "param": "user", "code": "c"}
+        shaped = {"type": "error", "error": error} if path.startswith("/v1/messages") else {"error": error}
+        return whole(voice.dumps(shaped), "Retry-After: 0", "x-request-id: req_3", status=status)
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+async def test_an_official_client_sees_no_difference(client: Client) -> None:
+    if client.missing:
+        pytest.skip(client.missing)
+    played, recorder = Played(), MemoryRecorder()
+    played.script = Upstream()
+    async with playing(played) as direct, relaying(direct, recorder, max_body_mb=1) as proxied:
+        expected = await client.run(direct, "base", "played")
+        got = await client.run(proxied, "policy", "played")
+    assert got == expected
+    assert expected["429"][0] == "RateLimitError"
+    assert expected["no such model"][0] == "NotFoundError"
+    assert Counter(start.is_retry for start in recorder.starts)[True] == 2, "busy twice"
+    assert Counter(end.status for end in recorder.ends)["ok"] >= 4
