@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, read_headers
@@ -102,5 +103,14 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return await _lightning_error(request, NotFound(f"no route {request.method} {request.url.path}"))
+    headers = error.headers
+    if error.status_code == 405:
+        headers = {"Allow": ", ".join(sorted(_methods(request)))}
     body = {"error": {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}}
-    return JSONResponse(body, error.status_code, error.headers)
+    return JSONResponse(body, error.status_code, headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """All that this path answers to; Starlette names those of the first route only."""
+    found = (r.methods for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
+    return {method for methods in found for method in methods or ()}

@@ -6,17 +6,29 @@ from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from lightning_proxy.proxy import views
+from lightning_proxy.proxy.answers import (
+    ERRORS,
+    Opened,
+    Policy,
+    Ready,
+    Rewarded,
+    RolloutDetail,
+    RolloutPage,
+    Transitions,
+    Versions,
+    answers,
+)
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.keyring import hash_key, new_key
 from lightning_proxy.proxy.parts import Parts
-from lightning_proxy.proxy.schemas import EndBody, Id, PromoteBody, RewardBody, RolloutsBody
-from lightning_proxy.proxy.types import Reward, RolloutName, check_id
+from lightning_proxy.proxy.schemas import Cursor, EndBody, Id, PathId, PromoteBody, RewardBody, RolloutsBody
+from lightning_proxy.proxy.types import PolicyVersion, Reward, Rollout, RolloutName, check_id
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -26,7 +38,7 @@ def parts(request: Request) -> Parts:
     return found
 
 
-@router.post("/reward", tags=["rewards"])
+@router.post("/reward", tags=["rewards"], response_model=None, responses=answers(Rewarded | list[Rewarded]))
 async def post_reward(
     request: Request,
     body: RewardBody | list[RewardBody],
@@ -52,7 +64,7 @@ def _redacted(p: Parts, text: str | None) -> str | None:
     return None if text is None else p.redactor.text(text)
 
 
-@router.post("/rollouts", tags=["rollouts"])
+@router.post("/rollouts", tags=["rollouts"], response_model=None, responses=answers(list[Opened]))
 async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, str]]:
     """Open n sibling rollouts, each with a base URL and a key of its own."""
     p = parts(request)
@@ -68,7 +80,7 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     ]
 
 
-@router.get("/rollouts", tags=["rollouts"])
+@router.get("/rollouts", tags=["rollouts"], response_model=None, responses=answers(RolloutPage))
 async def list_rollouts(
     request: Request,
     status: Literal["running", "completed", "failed", "discarded"] | None = None,
@@ -76,7 +88,7 @@ async def list_rollouts(
     agent: Id | None = None,
     mode: Literal["train", "eval"] | None = None,
     limit: Limit = 100,
-    cursor: str | None = None,
+    cursor: Cursor = None,
 ) -> dict[str, Any]:
     """Rollouts, newest first, a page at a time."""
     p = parts(request)
@@ -92,8 +104,8 @@ async def list_rollouts(
     }
 
 
-@router.get("/rollouts/{rollout_id}", tags=["rollouts"])
-async def get_rollout(request: Request, rollout_id: str) -> Response:
+@router.get("/rollouts/{rollout_id}", tags=["rollouts"], response_model=None, responses=answers(RolloutDetail))
+async def get_rollout(request: Request, rollout_id: PathId) -> Response:
     """A rollout with its calls in order and its rewards."""
     p = await _reader(request, rollout_id)
     rollout = await p.store.rollout(rollout_id)
@@ -101,8 +113,10 @@ async def get_rollout(request: Request, rollout_id: str) -> Response:
     return _json(views.rollout_detail(rollout, calls, rewards))
 
 
-@router.get("/rollouts/{rollout_id}/transitions", tags=["rollouts"])
-async def get_transitions(request: Request, rollout_id: str) -> Response:
+@router.get(
+    "/rollouts/{rollout_id}/transitions", tags=["rollouts"], response_model=None, responses=answers(Transitions)
+)
+async def get_transitions(request: Request, rollout_id: PathId) -> Response:
     """The rollout as transitions of a Markov decision process."""
     p = await _reader(request, rollout_id)
     found = views.transitions(await p.store.rollout(rollout_id), await p.store.calls(rollout_id))
@@ -114,15 +128,15 @@ def _json(value: Any) -> Response:
     return Response(dumps(value), media_type="application/json")
 
 
-@router.post("/rollouts/{rollout_id}/end", tags=["rollouts"])
-async def end_rollout(request: Request, rollout_id: str, body: EndBody) -> dict[str, Any]:
+@router.post("/rollouts/{rollout_id}/end", tags=["rollouts"], response_model=None, responses=answers(Rollout))
+async def end_rollout(request: Request, rollout_id: PathId, body: EndBody) -> dict[str, Any]:
     """End a rollout without a reward."""
     p = await _reader(request, rollout_id)
     return views.rollout_view(await p.store.end_rollout(rollout_id, body.status, _redacted(p, body.reason)))
 
 
 @router.delete("/rollouts/{rollout_id}", tags=["rollouts"], status_code=204)
-async def delete_rollout(request: Request, rollout_id: str) -> None:
+async def delete_rollout(request: Request, rollout_id: PathId) -> None:
     """Delete an ended rollout with its calls, tokens and rewards, for good."""
     p = parts(request)
     p.keys.require_admin(request.headers)
@@ -137,7 +151,7 @@ async def _reader(request: Request, rollout_id: str) -> Parts:
     return p
 
 
-@router.get("/policy", tags=["policy"])
+@router.get("/policy", tags=["policy"], response_model=None, responses=answers(Policy))
 async def get_policy(request: Request) -> dict[str, Any]:
     """The live version, how it is served, and the last training step."""
     p = parts(request)
@@ -154,7 +168,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/policy/versions", tags=["policy"])
+@router.get("/policy/versions", tags=["policy"], response_model=None, responses=answers(Versions))
 async def get_versions(request: Request) -> dict[str, Any]:
     """Every policy version, oldest first, with the metrics of the step that made it."""
     p = parts(request)
@@ -163,7 +177,7 @@ async def get_versions(request: Request) -> dict[str, Any]:
     return {"data": [views.version_view(version, live) for version in await p.ledger.versions()]}
 
 
-@router.post("/policy/promote", tags=["policy"])
+@router.post("/policy/promote", tags=["policy"], response_model=None, responses=answers(PolicyVersion))
 async def promote(request: Request, body: PromoteBody) -> dict[str, Any]:
     """Make a version live; the trainer goes on from it."""
     p = parts(request)
@@ -171,7 +185,7 @@ async def promote(request: Request, body: PromoteBody) -> dict[str, Any]:
     return views.version_view(await p.policy.promote(body.version), body.version)
 
 
-@router.post("/policy/rollback", tags=["policy"])
+@router.post("/policy/rollback", tags=["policy"], response_model=None, responses=answers(PolicyVersion))
 async def rollback(request: Request) -> dict[str, Any]:
     """Make the version before the live one live again; the trainer goes on from it."""
     p = parts(request)
@@ -186,7 +200,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz", tags=["health"])
+@router.get("/readyz", tags=["health"], responses=answers(Ready) | answers(Ready, 503))
 async def readyz(request: Request) -> Response:
     """Store and upstream can be reached: 200, or 503 and which of them cannot."""
     p = parts(request)
@@ -201,7 +215,7 @@ async def readyz(request: Request) -> Response:
     return JSONResponse({"status": "ready" if ready else "not ready", **checks}, 200 if ready else 503)
 
 
-@router.get("/metrics", tags=["health"])
+@router.get("/metrics", tags=["health"], response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     p = parts(request)

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Path, Query
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,200}$")]
+ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,200}$"
+Id = Annotated[str, Field(pattern=ID_PATTERN)]
+# In paths and queries they are checked with more to say than 422: their patterns are only for the document.
+PathId = Annotated[str, Path(json_schema_extra={"pattern": ID_PATTERN})]
+Cursor = Annotated[str | None, Query(json_schema_extra={"pattern": "^[0-9]{1,18}$"})]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows one kind of number: 3.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
 
 
 class Body(BaseModel):
@@ -33,7 +46,7 @@ class RolloutsBody(Body):
     task_id: Id | None = None
     mode: Literal["train", "eval"] = "train"
     metadata: dict[str, Any] = {}
-    n: Annotated[int, Field(strict=True, ge=1, le=1000)] = 1
+    n: Annotated[int, Field(strict=True, ge=1, le=1000), WHOLE] = 1
 
 
 class EndBody(Body):
@@ -42,4 +55,4 @@ class EndBody(Body):
 
 
 class PromoteBody(Body):
-    version: Annotated[int, Field(strict=True, ge=0)]
+    version: Annotated[int, Field(strict=True, ge=0, lt=2**31), WHOLE]

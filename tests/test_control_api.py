@@ -339,3 +339,18 @@ async def test_a_body_over_the_limit_is_refused(running: Running, tmp_path: Path
             "POST", "/reward", {"rollout_id": "r1", "reward": 1, "comment": "x" * 20_000}
         )
         assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+
+
+async def test_a_method_that_a_path_does_not_have_is_answered_with_those_that_it_has(running, tmp_path):
+    async with (
+        running(tmp_path) as system,
+        system.session.put(system.url + "/rollouts") as answer,
+    ):
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, POST")
+
+
+async def test_an_integer_may_be_written_with_a_point(running, tmp_path):
+    async with running(tmp_path) as system:
+        assert len((await system.call("POST", "/rollouts", {"n": 3.0}))[1]) == 3
+        assert (await system.call("POST", "/rollouts", {"n": 3.5}))[0] == 422
+        assert (await system.call("POST", "/rollouts", {"n": True}))[0] == 422

@@ -62,7 +62,7 @@ def everywhere(client: openai.OpenAI, model: str) -> None:
     said("structured", chat.create(**asked | {"response_format": SCHEMA, "max_tokens": 30}))
     with chat.stream(**asked) as stream:
         said("events", [event.type for event in stream])
-        said("final", stream.get_final_completion())
+        said("final", failure(stream.get_final_completion))
     raw = chat.with_raw_response.create(**asked)
     said("raw", [raw.status_code, {n: v for n, v in raw.headers.items() if n not in OURS}, raw.parse()])
     with chat.with_streaming_response.create(**asked, stream=True) as lines:
