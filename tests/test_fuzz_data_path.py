@@ -21,23 +21,8 @@ from yarl import URL
 from lightning_proxy.proxy.dialects import DIALECTS
 
 EXAMPLES = max(15, int(os.environ.get("LIGHTNING_FUZZ_SECONDS", "0")) * 2)
-NAMES = st.sampled_from(
-    [
-        "model",
-        "messages",
-        "stream",
-        "n",
-        "prompt",
-        "input",
-        "tools",
-        "logprobs",
-        "stream_options",
-        "return_token_ids",
-        "include",
-        "temperature",
-        "x",
-    ]
-)
+NAMES_TEXT = "model messages stream n prompt input tools logprobs stream_options return_token_ids include temperature x"
+NAMES = st.sampled_from(NAMES_TEXT.split())
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8) | st.just("policy"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
@@ -50,32 +35,18 @@ BODIES = st.one_of(
     st.sampled_from([b'{"model": "policy", "messages": "\\ud800"}', b"{" * 3000, b"[]", b"x" * 20_000]),
 )
 VALUES = st.text(st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f"), max_size=12)
+HEADERS_TEXT = """
+X-Rollout-Id X-Task-Id X-Agent-Name X-Rollout-Mode X-Stainless-Retry-Count Content-Type Authorization Accept
+Content-Encoding Idempotency-Key Connection Range X-Own
+"""
 HEADERS = st.dictionaries(
-    st.sampled_from(
-        [
-            "X-Rollout-Id",
-            "X-Task-Id",
-            "X-Agent-Name",
-            "X-Rollout-Mode",
-            "X-Stainless-Retry-Count",
-            "Content-Type",
-            "Authorization",
-            "Accept",
-            "Content-Encoding",
-            "Idempotency-Key",
-            "Connection",
-            "Range",
-            "X-Own",
-        ]
-    ),
+    st.sampled_from(HEADERS_TEXT.split()),
     st.sampled_from(["r1", "r2", "train", "1", "application/json", "gzip", "X-Own", "bytes=0-"]) | VALUES,
     max_size=4,
 )
-PATHS = st.sampled_from([*sorted(DIALECTS), *["/v1/chat/completions"] * 4, "/v1/models", "/v1/embeddings", "/v1/"]) | (
-    st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="#?"), max_size=10).map(
-        "/v1/".__add__
-    )
-)
+ODD = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="#?"), max_size=10)
+KNOWN = [*sorted(DIALECTS), *["/v1/chat/completions"] * 4, "/v1/models", "/v1/embeddings", "/v1/"]
+PATHS = st.sampled_from(KNOWN) | ODD.map("/v1/".__add__)
 PREFIXES = st.sampled_from(["", "", "/rollouts/u1", "/rollouts/u2/tasks/t/agents/a", "/rollouts/%00", "/rollouts/é"])
 METHODS = st.sampled_from(["POST"] * 6 + ["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"])
 REQUESTS = st.tuples(METHODS, st.tuples(PREFIXES, PATHS).map("".join), HEADERS, BODIES)
