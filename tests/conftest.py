@@ -18,6 +18,7 @@ import uvicorn
 import yaml
 from aiohttp import web
 
+from lightning_proxy.commands.serve import UVICORN
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config import Config, PolicyConfig, ProxyConfig, RecordingConfig, StoreConfig, UpstreamConfig
 from lightning_proxy.proxy.database import Database
@@ -193,7 +194,7 @@ async def _running(
         upstreams=[UpstreamConfig(name="policy", base_url=base_url)],
         policy=PolicyConfig(publish=publish, directory=tmp_path / "policy"),  # type: ignore[arg-type]
     )
-    server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, log_level="warning", access_log=False))
+    server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, **UVICORN))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

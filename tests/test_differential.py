@@ -47,10 +47,16 @@ async def differences(
     expected = await ask(direct, case.request, played.seen, patience)
     got = await ask(proxied, case.request, played.seen)
     found = _in_answers(expected, got) + ["the agent waits for ever"] * got.waits
-    if len(played.asked) == 2:
-        found += _in_requests(*played.asked, recorded=bool(recorder.starts), injects=kind == "vllm")
-    elif not (len(played.asked) == 3 and expected.status is None):
-        found.append(f"the upstream was asked {len(played.asked)} times")
+    direct_asked, *asked = played.asked
+    recorded, injects = bool(recorder.starts), kind == "vllm"
+    if len(asked) == 2 and injects and expected.status in (400, 422):
+        found += _in_requests(direct_asked, asked[1], recorded=recorded, injects=False)  # again, without our additions
+    elif len(asked) == 2 and expected.status is None:
+        pass  # a GET that nothing came back for, on a connection that was used before, is sent once more
+    elif len(asked) != 1:
+        found.append(f"the upstream was asked {len(asked)} times")
+    else:
+        found += _in_requests(direct_asked, asked[0], recorded=recorded, injects=injects)
     return found + await _in_record(case, got, recorder)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from lightning_proxy.commands.serve import UVICORN
 from lightning_proxy.proxy.config import Config, ProxyConfig, UpstreamConfig
 from lightning_proxy.proxy.errors import Unauthorized
 from lightning_proxy.proxy.ports import Caller, Route
@@ -17,7 +18,6 @@ from lightning_proxy.proxy.relay import Relay
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstream import make_session
 
-PLAIN: Any = {"server_header": False, "date_header": False}  # as `serve` starts it
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -66,7 +66,7 @@ async def relaying(base: str, recorder: Any, *, max_body_mb: float = 0.01, **ups
         listener.bind(("127.0.0.1", 0))
         async with make_session() as session:
             relay = Relay(config, session, recorder, OneUpstream(target), OpenDoor())
-            server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", log_level="critical", ws="none", **PLAIN))
+            server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", **UVICORN | {"log_level": "critical"}))
             task = asyncio.create_task(server.serve([listener]))
             while not server.started:
                 await asyncio.sleep(0.001)
