@@ -9,6 +9,7 @@ import aiohttp
 
 from lightning_proxy.commands.checks import Check, failed, ok, warning
 from lightning_proxy.proxy.config import Config, UpstreamConfig
+from lightning_proxy.proxy.continuity import RENDER
 from lightning_proxy.proxy.types import PublishMode
 
 RESTART = "start the server with `lightning-proxy vllm`"
@@ -45,7 +46,9 @@ class VllmChecks:
         self._model = base["id"]
         yield self._context(base.get("max_model_len"))
         checks = (("tokens", self._tokens), ("logprobs", self._logprobs), ("template", self._template))
-        for name, check in (*checks, ("publishing", self._publishing)):
+        exact = self._config.policy.token_continuity == "exact"
+        continuity = (("continuity", self._continuity),) if exact else ()
+        for name, check in (*checks, *continuity, ("publishing", self._publishing)):
             try:
                 yield await check(name)
             except (Refused, KeyError, IndexError, TypeError) as error:
@@ -100,6 +103,19 @@ class VllmChecks:
         found = f"a second turn changes token {same + 1} of the {len(whole)} before it: a row for each call"
         fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
         return warning(name, found, fix)
+
+    async def _continuity(self, name: str) -> Check:
+        """The two routes that `policy.token_continuity: exact` needs: messages to tokens, and tokens as a prompt."""
+        status, rendered = await self._send("POST", RENDER, {"model": self._model, "messages": QUESTION})
+        if status in (403, 404, 405):
+            return failed(name, f"{RENDER} answers HTTP {status}", f"{RESTART}, or add --enable-scale-out")
+        if status >= 400:
+            raise Refused(f"{RENDER} answers HTTP {status}: {str(rendered)[:200]}")
+        prompt = rendered["token_ids"][:-1]  # not what the messages become
+        answer = await self._chat(max_tokens=1, kv_transfer_params={"prompt_token_ids": prompt})
+        if answer.get("prompt_token_ids") != prompt:
+            return failed(name, "prompts are not taken as tokens", "use vLLM 0.32 or newer")
+        return ok(name, "exact: a next turn can be sent as the last one's tokens")
 
     async def _publishing(self, name: str) -> Check:
         if self._publish == "lora":

@@ -73,6 +73,8 @@ def vllm_program(config: Config) -> Program:
     if publish_mode(config) == "lora":
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
         argv += ["--max-loras", str(options.max_loras)]
+    if config.policy.token_continuity == "exact":
+        argv += ["--enable-scale-out"]  # the render route
     return Program((*argv, *options.extra_args), _environment(config, model, gpu))
 
 

@@ -126,6 +126,7 @@ class PolicyConfig(Section):
     publish: Literal["lora", "merged", "auto"] = "auto"
     pin_rollouts: bool = True
     pin_timeout_s: Seconds = 3600.0
+    token_continuity: Literal["text", "exact"] = "text"
     keep_versions: Annotated[int, Field(ge=2)] = 3
     directory: Path = Path("lightning-policy")
     verify_samples: Annotated[int, Field(ge=1)] = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -22,10 +22,11 @@ from lightning_proxy.proxy.ports import Recorder
 from lightning_proxy.proxy.tools import tool_calls
 from lightning_proxy.proxy.transcript import Transcript
 from lightning_proxy.proxy.types import CallEnd, CallStart, CallStatus
-from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, response_headers
+from lightning_proxy.proxy.upstream import Request, read_chunks, response_headers
 
 log = logging.getLogger(__name__)
 OnEnd = Callable[[CallEnd], None]
+OpenUpstream = Callable[[Request], Awaitable[aiohttp.ClientResponse]]
 
 _REFUSALS = frozenset({400, 422})
 
@@ -38,7 +39,7 @@ class Exchange:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        open_upstream: OpenUpstream,
         recorder: Recorder,
         agent: Agent,
         start: CallStart,
@@ -49,7 +50,7 @@ class Exchange:
         injection: Injection,
         on_end: OnEnd | None = None,
     ) -> None:
-        self._session = session
+        self._open_upstream = open_upstream
         self._recorder = recorder
         self._agent = agent
         self._start = start
@@ -93,12 +94,12 @@ class Exchange:
             response.release()
 
     async def _open(self) -> aiohttp.ClientResponse:
-        response = await open_upstream(self._session, self._upstream, self._request)
+        response = await self._open_upstream(self._request)
         if self._injection and response.status in _REFUSALS:
             # Perhaps for what is asked for on top; if not, the agent is told of its own request.
             response.close()
             self._injection = Injection()
-            response = await open_upstream(self._session, self._upstream, self._plain)
+            response = await self._open_upstream(self._plain)
         return response
 
     async def _relay_whole(self, response: aiohttp.ClientResponse) -> None:

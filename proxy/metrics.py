@@ -33,6 +33,9 @@ class Metrics:
         self._ttft = Histogram(
             "lightning_first_byte_seconds", "Until the answer's first byte", buckets=_SECONDS, registry=r
         )
+        self._continuity = Counter(
+            "lightning_token_continuity", "Policy chats by how their prompt was made", ["outcome"], registry=r
+        )
         self.rewards = Counter("lightning_rewards", "Recorded rewards", registry=r)
         self.queue = Gauge("lightning_recorder_queue", "Records that wait for their commit", registry=r)
         self.live_version = Gauge("lightning_policy_version", "The live policy version", registry=r)
@@ -50,6 +53,9 @@ class Metrics:
         self._latency.observe(end.latency_ms / 1000)
         if end.ttft_ms is not None:
             self._ttft.observe(end.ttft_ms / 1000)
+
+    def continued(self, outcome: str) -> None:
+        self._continuity.labels(outcome).inc()
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lightning_proxy.proxy.auth import Keys
 from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.continuity import Continuity
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.keyring import Keyring
 from lightning_proxy.proxy.ledger import Ledger
@@ -54,7 +55,9 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         async with Recorder(store, merged=mode == "merged") as recorder:
             redactor = Redactor(config.recording.redact, config.keys())
             kept = RedactingRecorder(recorder, redactor, metrics.redacted.inc) if redactor else recorder
-            relay = Relay(config, data, kept, policy, keys, metrics.call_ended)
+            exact = config.policy.token_continuity == "exact"
+            continuity = Continuity(data, store, metrics.continued) if exact else None
+            relay = Relay(config, data, kept, policy, keys, metrics.call_ended, continuity)
             watches = [asyncio.create_task(one.watch()) for one in (policy, keys)]
             try:
                 yield Parts(config, mode, store, ledger, recorder, policy, keys, metrics, redactor, relay)

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from secrets import token_hex
 from typing import Any
 from urllib.parse import unquote
@@ -17,6 +18,7 @@ import orjson
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send, read_headers
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.continuation import Conversations, scope_of
+from lightning_proxy.proxy.continuity import Continuity
 from lightning_proxy.proxy.dialects import DIALECTS, Dialect
 from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from lightning_proxy.proxy.exchange import Exchange
@@ -53,6 +55,7 @@ class Relay:
         policy: Policy,
         keys: Keys,
         on_end: Callable[[CallEnd, bool], None] | None = None,
+        continuity: Continuity | None = None,
     ) -> None:
         """`on_end` hears of every call that has ended, and whether it was recorded."""
         self._session = session
@@ -63,6 +66,7 @@ class Relay:
         self._max_body_bytes = int(config.proxy.max_body_mb * 1_000_000)
         self._finish = config.recording.on_disconnect == "finish"
         self._on_end = on_end
+        self._continuity = continuity
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = parse_path(scope["path"]) or DataPath("")
@@ -151,17 +155,22 @@ class Relay:
             agent.extra.append((b"x-policy-version", str(route.version).encode()))
         plain = _with_body(request, body, _with_model(body, route))
         request = _with_body(request, body, sent)
+        continuity = self._continuity if recorder is not None else None
+        continued = continuity and continuity.call(route.upstream, start, sent)
 
         def on_end(end: CallEnd) -> None:
             if limiter is not None:
                 limiter.spend(end)
             if recorder is not None and not rollout.named and end.status == "ok":
                 conversations.answered(scope, rollout.rollout_id, body, end.response)
+            if continued:
+                continued.ended(end)
             if self._on_end is not None:
                 self._on_end(end, recorder is not None)
 
+        opened = continued.open if continued else partial(open_upstream, self._session, route.upstream)
         exchange = Exchange(
-            self._session,
+            opened,
             recorder or NO_RECORDER,
             agent,
             start,
@@ -173,6 +182,11 @@ class Relay:
             on_end,
         )
         await agent.run_while_connected(exchange.run(), finish=self._finish and recorder is not None)
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout was deleted."""
+        if self._continuity is not None:
+            self._continuity.forget(rollout_id)
 
     async def _list_models(self, agent: Agent, request: Request, rollout: RolloutName) -> None:
         """The upstream's list and the alias; an answer that is no list goes through as it is."""

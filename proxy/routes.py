@@ -143,6 +143,7 @@ async def delete_rollout(request: Request, rollout_id: PathId) -> None:
     await p.store.delete_rollout(check_id(rollout_id, "rollout_id"))
     p.recorder.forget(rollout_id)
     p.policy.forget(rollout_id)
+    p.relay.forget(rollout_id)
 
 
 async def _reader(request: Request, rollout_id: str) -> Parts:

@@ -50,6 +50,7 @@ class PolicyServer:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.processed_logprobs, self.stable_template, self.returns_token_ids = True, True, True
+        self.renders, self.takes_tokens = True, True
         self.delays: list[float] = []  # of the next answers, in seconds
         self.headers: list[dict[str, str]] = []
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # the message, from the request
@@ -59,6 +60,7 @@ class PolicyServer:
         self.app.router.add_get("/weight_info", self.weight_info)
         self.app.router.add_get("/is_paused", self.is_paused)
         self.app.router.add_post("/v1/chat/completions", self.chat)
+        self.app.router.add_post("/v1/chat/completions/render", self.render)
         self.app.router.add_post("/tokenize", self.tokenize)
         for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
             self.app.router.add_post(f"/{path}", self.operate)
@@ -114,7 +116,11 @@ class PolicyServer:
             del choice["token_ids"]
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         answer = {"id": "x", "object": "chat.completion", "model": body["model"], "choices": [choice], "usage": usage}
-        return web.json_response(answer | {"prompt_token_ids": [1, 2, 3]})
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_tokens else None
+        return web.json_response(answer | {"prompt_token_ids": given or [1, 2, 3]})
+
+    async def render(self, _: web.Request) -> web.Response:
+        return web.json_response({"token_ids": [1, 2, 3]} if self.renders else {}, status=200 if self.renders else 403)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """A byte is a token; a turn is its text and an end."""
@@ -179,7 +185,12 @@ class System:
 
 @asynccontextmanager
 async def _running(
-    tmp_path: Path, *, publish: str = "merged", recording: dict[str, Any] | None = None, **proxy: Any
+    tmp_path: Path,
+    *,
+    publish: str = "merged",
+    continuity: str = "text",
+    recording: dict[str, Any] | None = None,
+    **proxy: Any,
 ) -> AsyncIterator[System]:
     vllm = PolicyServer(tmp_path)
     runner = web.AppRunner(vllm.app)
@@ -192,7 +203,11 @@ async def _running(
         recording=RecordingConfig(**recording or {}),
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
         upstreams=[UpstreamConfig(name="policy", base_url=base_url)],
-        policy=PolicyConfig(publish=publish, directory=tmp_path / "policy"),  # type: ignore[arg-type]
+        policy=PolicyConfig(
+            publish=publish,  # type: ignore[arg-type]
+            directory=tmp_path / "policy",
+            token_continuity=continuity,  # type: ignore[arg-type]
+        ),
     )
     server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, **UVICORN))
     task = asyncio.create_task(server.serve())

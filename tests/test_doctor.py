@@ -50,6 +50,17 @@ async def test_a_fault_of_the_policy_server_is_named(
         assert code == (1 if outcome == "failed" else 0)
 
 
+async def test_token_continuity_is_checked_where_it_is_wanted(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, continuity="exact") as system:
+        assert (await outcomes(system))[1]["continuity"] == "ok"
+        system.vllm.takes_tokens = False
+        assert (await outcomes(system))[1]["continuity"] == "failed"
+        system.vllm.renders = False
+        code, out, _ = await system.lightning("doctor")
+        assert code == 1
+        assert "add --enable-scale-out" in " ".join(out.split())
+
+
 async def test_rollouts_that_end_without_a_reward_are_noticed(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1", X_Task_Id="t")

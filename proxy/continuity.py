@@ -1,0 +1,253 @@
+"""Token continuity: a call that goes on with an earlier one goes to vLLM as that call's exact tokens and what is new.
+
+Two routes of vLLM: `/v1/chat/completions/render` says which tokens messages become, and the ordinary
+`/v1/chat/completions` takes a prompt as tokens in `kv_transfer_params.prompt_token_ids`, skipping its own rendering.
+So the answer is vLLM's own in every respect, and nothing has to be put together here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import orjson
+
+from lightning_proxy.proxy.config import UpstreamConfig
+from lightning_proxy.proxy.delta import common_prefix
+from lightning_proxy.proxy.errors import LightningError, NotFound
+from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.turns import (
+    AsText,
+    Outcome,
+    Turn,
+    closing,
+    earlier_turn,
+    exact_prompt,
+    has_answers,
+    is_supported,
+    turns,
+)
+from lightning_proxy.proxy.types import CallEnd, CallStart
+from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks
+
+log = logging.getLogger(__name__)
+Json = dict[str, Any]
+
+ENDPOINT = "chat/completions"
+CLOSINGS = 1000  # ways to render, at most
+RENDER = "/v1/chat/completions/render"
+NO_ROUTE = (
+    "upstream %s has no %s: start it with `lightning-proxy vllm`, or add --enable-scale-out; until then calls go as "
+    "text, and a rollout may become several training rows"
+)
+IGNORED = (
+    "upstream %s does not take prompts as tokens: vLLM 0.32 or newer does; use it, or policy.token_continuity: text"
+)
+
+
+class Continuity:
+    """Remembers the recent turns of each rollout that has several; what it does not remember, the store does."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        store: Store,
+        count: Callable[[Outcome], None],
+        *,
+        recent: int = 8,
+        rollouts: int = 20_000,
+        tokens: int = 2**24,
+    ) -> None:
+        self._session = session
+        self._store = store
+        self._count = count
+        self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
+        self._tokens = 0
+        self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
+        self._closings: dict[str, list[int]] = {}
+        self._warned: set[str] = set()
+
+    def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json) -> ContinuedCall | None:
+        """A call that may go on with an earlier one; None for one that is no chat, or not with the policy."""
+        if start.policy_version is None or upstream.kind != "vllm":
+            return None
+        if start.endpoint != ENDPOINT:
+            self._count("unsupported")
+            return None
+        return ContinuedCall(self, upstream, start, sent)
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout was deleted."""
+        for turn in self._turns.pop(rollout_id, ()):
+            self._tokens -= len(turn.ids)
+
+    # For ContinuedCall ---------------------------------------------------------------------------------------------
+
+    async def open(self, upstream: UpstreamConfig, request: Request) -> aiohttp.ClientResponse:
+        return await open_upstream(self._session, upstream, request)
+
+    async def earlier_turn(self, start: CallStart) -> Turn:
+        """The turn that a supported call goes on with, kept as the newest: others may branch off. Raises AsText."""
+        known = await self.known(start)
+        turn = earlier_turn(known, start.request)
+        known[:] = [*(other for other in known if other is not turn), turn]
+        return turn
+
+    async def known(self, start: CallStart) -> list[Turn]:
+        """The rollout's recent turns, newest last. Read from the store at its second turn: most have one only."""
+        rollout_id = start.rollout.rollout_id
+        if rollout_id not in self._turns and has_answers(start.request):
+            stored = await self._stored(rollout_id)
+            if rollout_id not in self._turns:
+                self._turns[rollout_id] = []
+                self._remember(rollout_id, stored)
+        return self._turns.get(rollout_id, [])
+
+    def ended(self, start: CallStart, end: CallEnd, outcome: Outcome) -> None:
+        self._count(outcome)
+        if end.status == "ok" and start.rollout.rollout_id in self._turns:
+            found = turns(start.request, end.response, end.prompt_token_ids, end.choices)
+            self._remember(start.rollout.rollout_id, found)
+
+    async def prompt(self, upstream: UpstreamConfig, request: Request, sent: Json, turn: Turn) -> list[int]:
+        """The exact tokens of a request that goes on with the turn; raises AsText."""
+        told = sent["messages"][: len(turn.messages) + 1]
+        history, whole, end = await asyncio.gather(
+            self._render(upstream, request, dumps(sent | {"messages": told, "add_generation_prompt": False}).encode()),
+            self._render(upstream, request, request.body),
+            self._closing(upstream, request, sent),
+        )
+        return exact_prompt(turn, history, whole, end)
+
+    def warn(self, message: str, *arguments: str) -> None:
+        """Once in the life of the proxy: every call would say it."""
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *arguments)
+
+    # -------------------------------------------------------------------------------------------------------------
+
+    async def _stored(self, rollout_id: str) -> list[Turn]:
+        try:
+            calls = await self._store.calls(rollout_id)
+        except NotFound:
+            return []
+        answered = (c for c in calls if c.endpoint == ENDPOINT and c.status == "ok" and c.policy_version is not None)
+        return [t for c in answered for t in turns(c.request, c.response, c.prompt_token_ids, c.choices)]
+
+    def _remember(self, rollout_id: str, more: Iterable[Turn]) -> None:
+        known = self._turns[rollout_id]
+        self._turns.move_to_end(rollout_id)
+        for turn in more:
+            known.append(_sharing(turn, known))
+            self._tokens += len(turn.ids)
+        while len(known) > self._recent:
+            self._tokens -= len(known.pop(0).ids)
+        while len(self._turns) > self._max_rollouts or (self._tokens > self._max_tokens and len(self._turns) > 1):
+            self.forget(next(iter(self._turns)))
+
+    async def _closing(self, upstream: UpstreamConfig, request: Request, sent: Json) -> list[int]:
+        """Asked for once for each way to render: two short conversations, and what they have in common at their end."""
+        told = {"chat_template_kwargs": sent.get("chat_template_kwargs")}
+        key = f"{upstream.name} {dumps(told)}"
+        if key not in self._closings:
+            if len(self._closings) >= CLOSINGS:
+                self._closings.clear()
+            bodies = (dumps(told | {"model": sent.get("model")} | _answered(text)).encode() for text in ("0", "1"))
+            self._closings[key] = closing(*await asyncio.gather(*(self._render(upstream, request, b) for b in bodies)))
+        return self._closings[key]
+
+    async def _render(self, upstream: UpstreamConfig, request: Request, body: bytes) -> list[int]:
+        """The tokens that vLLM makes of a request's messages; raises AsText."""
+        asked = replace(request, path=RENDER, query=b"", body=body)
+        try:
+            response = await self.open(upstream, asked)
+            try:
+                raw = b"".join([data async for data in read_chunks(upstream, response)])
+            finally:
+                response.release()
+        except LightningError:
+            raise AsText("refused") from None  # the call itself will meet it too, and say so
+        if response.status in (403, 404, 405, 501):
+            self.warn(NO_ROUTE, upstream.name, RENDER)
+            raise AsText("unavailable")
+        return _token_ids(raw)
+
+
+class ContinuedCall:
+    """One call: `open` sends it, exactly if that is possible; `ended` is told how it went."""
+
+    def __init__(self, continuity: Continuity, upstream: UpstreamConfig, start: CallStart, sent: Json) -> None:
+        self._continuity = continuity
+        self._upstream = upstream
+        self._start = start
+        self._sent = sent
+        self._prompt: tuple[int, ...] = ()
+        self._outcome: Outcome | None = None
+
+    async def open(self, request: Request) -> aiohttp.ClientResponse:
+        """The upstream's answer to `sent`, as `open_upstream` gives it; a second try goes as text."""
+        if self._outcome is not None:
+            return await self._continuity.open(self._upstream, request)
+        try:
+            prompt = await self._exact_prompt(request)
+            response = await self._continuity.open(self._upstream, _with_prompt(request, prompt))
+            if response.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
+                response.close()
+                raise AsText("refused")
+            self._outcome, self._prompt = "exact", tuple(prompt)
+            return response
+        except AsText as reason:
+            self._outcome = reason.outcome
+        if self._outcome != "first":
+            log.info("call %s goes as text: %s", self._start.call_id, self._outcome)
+        return await self._continuity.open(self._upstream, request)
+
+    def ended(self, end: CallEnd) -> None:
+        """The call's record is committed."""
+        if self._outcome is None:  # it never got as far as the upstream
+            return
+        if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
+            self._outcome = "ignored"
+            self._continuity.warn(IGNORED, self._upstream.name)
+        self._continuity.ended(self._start, end, self._outcome)
+
+    async def _exact_prompt(self, request: Request) -> list[int]:
+        if not is_supported(self._start.request):
+            raise AsText("unsupported")
+        turn = await self._continuity.earlier_turn(self._start)
+        return await self._continuity.prompt(self._upstream, request, self._sent, turn)
+
+
+def _sharing(turn: Turn, known: Sequence[Turn]) -> Turn:
+    """The turn with the messages that it repeats taken from an earlier one: kept in memory once."""
+    before = max((t.messages for t in known), key=lambda m: common_prefix(turn.messages, m), default=[])
+    same = common_prefix(turn.messages, before)
+    return replace(turn, messages=before[:same] + turn.messages[same:])
+
+
+def _answered(text: str) -> Json:
+    messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": text}]
+    return {"messages": messages, "add_generation_prompt": False}
+
+
+def _with_prompt(request: Request, prompt: list[int]) -> Request:
+    """The same bytes with the tokens added: what they say of the messages is then not rendered."""
+    added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": prompt}})
+    return request.with_body(request.body.rstrip()[:-1] + b"," + added[1:])
+
+
+def _token_ids(raw: bytes) -> list[int]:
+    try:
+        ids = orjson.loads(raw)["token_ids"]
+    except (orjson.JSONDecodeError, TypeError, KeyError):
+        raise AsText("refused") from None
+    if not ids or not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise AsText("refused")
+    return ids

@@ -1,0 +1,259 @@
+"""Conversations with a real vLLM, through a proxy that sends turns as exact tokens and through one that sends text.
+
+The model may say one sentence only, but in which tokens is sampled: seldom those that its text is tokenised as again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+
+from lightning_proxy.commands.demo_model import cache_directory, prepare_model
+from lightning_proxy.proxy.config import StoreConfig
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.trainer.samples import rollout_samples
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Json = dict[str, Any]
+SENTENCE = "The astonishingly quick fox jumps over 1234 lazy dogs, doesn't it?"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Reykjavik"}}\n</tool_call>'
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "the weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\n<tools>' }}{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}
+{{- '\n</tools><|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}' }}
+{{- '\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+
+@dataclass
+class Served:
+    """The same vLLM behind both proxies, by `policy.token_continuity`."""
+
+    url: dict[str, str]
+    store: dict[str, Path]
+
+    def client(self, way: str, rollout: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url[way]}/rollouts/{rollout}/v1", api_key="unused")
+
+    def calls(self, way: str, rollout: str) -> list[ModelCall]:
+        async def read() -> list[ModelCall]:
+            database = await Database.open(StoreConfig(url=f"sqlite:///{self.store[way]}"))
+            try:
+                return await Store(database).calls(rollout)
+            finally:
+                await database.close()
+
+        return asyncio.run(read())
+
+    def rows(self, way: str, rollout: str) -> int:
+        calls = self.calls(way, rollout)
+        assert all(call.trainable for call in calls), [call.untrainable_reason for call in calls]
+        return len(rollout_samples(calls, [1.0] * len(calls), task_id=None, max_tokens=10_000).samples)
+
+    def outcomes(self, way: str) -> dict[str, int]:
+        text = urllib.request.urlopen(f"{self.url[way]}/metrics").read().decode()
+        lines = (line for line in text.splitlines() if line.startswith("lightning_token_continuity_total{"))
+        return {line.split('"')[1]: int(float(line.split()[1])) for line in lines}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("continuity")
+    (directory / "template.jinja").write_text(TEMPLATE.strip())
+    vllm_port = free_port()
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    settings = {
+        "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
+        "policy": {"model": str(prepare_model(cache_directory())), "publish": "merged", "token_continuity": "exact"},
+        "vllm": {
+            "port": vllm_port, "max_model_len": 1024, "kv_cache_gib": 1,
+            "extra_args": [*tools, "--chat-template", str(directory / "template.jinja")],
+        },
+    }  # fmt: skip
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+    found = Served({}, {})
+    parts: list[subprocess.Popen[bytes]] = []
+
+    def start(part: str, **environment: str) -> None:
+        with (directory / "log").open("ab") as log:
+            command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(directory / "config.yaml"), part]
+            env = os.environ | {"LIGHTNING_POLICY__DIRECTORY": str(directory / "policy"), **environment}
+            parts.append(subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True))
+
+    try:
+        start("vllm")
+        for way in ("exact", "text"):
+            port, found.store[way] = free_port(), directory / f"{way}.db"
+            found.url[way] = f"http://127.0.0.1:{port}"
+            start(
+                "serve",
+                LIGHTNING_PROXY__PORT=str(port),
+                LIGHTNING_STORE__URL=f"sqlite:///{found.store[way]}",
+                LIGHTNING_POLICY__TOKEN_CONTINUITY=way,
+            )
+        for url in found.url.values():
+            wait_until_ready(f"{url}/readyz", directory / "log")
+        yield found
+    finally:
+        for started in parts:
+            started.send_signal(signal.SIGINT)
+        for started in parts:
+            started.wait(60)
+
+
+def say(client: openai.OpenAI, messages: list[Any], text: str, *, stream: bool, **more: Any) -> Any:
+    """The answer's choice; a streamed one as the client assembles it. `text`: what the model is to say."""
+    asked: Json = {"model": "policy", "messages": messages, "temperature": 1.0, "max_tokens": 200} | more
+    asked["extra_body"] = {"structured_outputs": {"choice": [text]}}
+    if not stream:
+        return client.chat.completions.create(**asked).choices[0]
+    state = openai.lib.streaming.chat.ChatCompletionStreamState(input_tools=more.get("tools", openai.NOT_GIVEN))
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot.choices[0]
+
+
+def converse(client: openai.OpenAI, *, stream: bool) -> list[str | None]:
+    """Four turns, one of them cut short and one stopped by a string; what the agent was told."""
+    messages: list[Any] = [{"role": "system", "content": "You are brief."}]
+    told = []
+    for turn, more in enumerate(({}, {"max_tokens": 6}, {"stop": ["lazy"], "logprobs": True}, {"top_p": 0.9})):
+        messages.append({"role": "user", "content": f"Say it again, {turn} times."})
+        choice = say(client, messages, SENTENCE, stream=stream, **more)
+        assert choice.finish_reason == ("length" if turn == 1 else "stop")
+        assert (choice.logprobs is not None) == ("logprobs" in more)
+        messages.append(choice.message.model_dump(exclude_none=True))
+        told.append(choice.message.content)
+    return told
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_is_one_row_only_as_exact_tokens(served: Served, stream: bool) -> None:
+    name = f"talk-{stream}"
+    told = {way: converse(served.client(way, name), stream=stream) for way in served.url}
+    for texts in told.values():
+        assert [texts[0], texts[2], texts[3]] == [SENTENCE, SENTENCE[: SENTENCE.index("lazy")], SENTENCE]
+        assert SENTENCE.startswith(texts[1] or "-")
+    assert served.rows("exact", name) == 1
+    assert served.rows("text", name) > 1
+    for call in served.calls("exact", name):
+        assert call.usage and call.usage["prompt_tokens"] == len(call.prompt_token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_and_their_results_stay_in_the_row(served: Served, stream: bool) -> None:
+    name = f"tools-{stream}"
+    for way in served.url:
+        client, messages = served.client(way, name), [{"role": "user", "content": "How is it in Reykjavik?"}]
+        for _ in range(2):
+            choice = say(client, messages, CALL, stream=stream, tools=[WEATHER])
+            (call,) = choice.message.tool_calls
+            assert (call.function.name, choice.finish_reason) == ("get_weather", "tool_calls")
+            assert call.function.arguments.replace(" ", "") == '{"city":"Reykjavik"}'
+            messages.append(choice.message.model_dump(exclude_none=True))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "Rain."})
+        assert say(client, messages, SENTENCE, stream=stream, tools=[WEATHER]).message.content == SENTENCE
+    assert served.rows("exact", name) == 1
+    assert served.rows("text", name) > 1
+
+
+def test_the_end_of_a_turn_is_there_once(served: Served) -> None:
+    client, messages = served.client("exact", "ends"), []
+    for more in ({}, {"max_tokens": 3}, {}):
+        messages.append({"role": "user", "content": "Again."})
+        messages.append(say(client, messages, SENTENCE, stream=False, **more).message.model_dump(exclude_none=True))
+    last = served.calls("exact", "ends")[-1]
+    start, end = last.prompt_token_ids[0], last.response_token_ids[-1]
+    marks = [token for token in last.prompt_token_ids if token in (start, end)]
+    assert marks == [start, end] * 5 + [start]
+
+
+def test_answers_have_the_shape_that_they_have_as_text(served: Served) -> None:
+    answers = {}
+    for way in served.url:
+        client, messages = served.client(way, "shape"), [{"role": "user", "content": "Hello."}]
+        messages.append(say(client, messages, SENTENCE, stream=False).message.model_dump(exclude_none=True))
+        messages.append({"role": "user", "content": "Again."})
+        asked: Json = {"model": "policy", "messages": messages, "temperature": 0, "max_tokens": 5, "logprobs": True}
+        whole = client.chat.completions.create(**asked)
+        streamed = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        answers[way] = [keys(whole.model_dump()), *(keys(chunk.model_dump()) for chunk in streamed)]
+    assert answers["exact"] == answers["text"]
+
+
+def test_an_edited_history_goes_as_text_and_errors_are_vllms_own(served: Served) -> None:
+    before = served.outcomes("exact")
+    client, messages = served.client("exact", "edits"), [{"role": "user", "content": "Hello."}]
+    say(client, messages, SENTENCE, stream=False)
+    messages += [{"role": "assistant", "content": "Something else."}, {"role": "user", "content": "Again."}]
+    say(client, messages, SENTENCE, stream=False)
+    after = served.outcomes("exact")
+    assert {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k)} == {"first": 1, "edited": 1}
+    messages = [{"role": "user", "content": "Hello."}]
+    messages.append(say(client, messages, SENTENCE, stream=False).message.model_dump(exclude_none=True))
+    messages.append({"role": "user", "content": "no " * 2000})
+    errors = []
+    for way in served.url:
+        with pytest.raises(openai.BadRequestError) as caught:
+            served.client(way, "edits").chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+        errors.append(caught.value.body)
+    assert errors[0] == errors[1]
+    assert "maximum context length" in str(errors[0])
+
+
+def keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: keys(item) for name, item in value.items()}
+    return [keys(item) for item in value[:1]] if isinstance(value, list) else type(value).__name__
+
+
+def wait_until_ready(url: str, log: Path) -> None:
+    for _ in range(480):
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(f"not ready: {log.read_text()[-3000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
