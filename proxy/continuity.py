@@ -32,6 +32,7 @@ from lightning_proxy.proxy.turns import (
     has_answers,
     is_supported,
     turns,
+    undrifted_prompt,
 )
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks
@@ -85,7 +86,7 @@ class Continuity:
     def forget(self, rollout_id: str) -> None:
         """The rollout was deleted."""
         for turn in self._turns.pop(rollout_id, ()):
-            self._tokens -= len(turn.ids)
+            self._tokens -= _size(turn)
 
     # For ContinuedCall ---------------------------------------------------------------------------------------------
 
@@ -109,20 +110,25 @@ class Continuity:
                 self._remember(rollout_id, stored)
         return self._turns.get(rollout_id, [])
 
-    def ended(self, start: CallStart, end: CallEnd, outcome: Outcome) -> None:
+    def ended(self, start: CallStart, end: CallEnd, outcome: Outcome, rendered: Sequence[int]) -> None:
         self._count(outcome)
         if end.status == "ok" and start.rollout.rollout_id in self._turns:
-            found = turns(start.request, end.response, end.prompt_token_ids, end.choices)
+            found = turns(start.request, end.response, end.prompt_token_ids, end.choices, rendered)
             self._remember(start.rollout.rollout_id, found)
 
-    async def prompt(self, upstream: UpstreamConfig, request: Request, sent: Json, turn: Turn) -> list[int]:
+    async def whole(self, upstream: UpstreamConfig, request: Request) -> list[int]:
+        """The request, rendered; raises AsText."""
+        return await self._render(upstream, request, request.body)
+
+    async def prompt(
+        self, upstream: UpstreamConfig, request: Request, sent: Json, turn: Turn, whole: list[int]
+    ) -> list[int]:
         """The exact tokens of a request that goes on with the turn; raises AsText."""
-        told = sent["messages"][: len(turn.messages) + 1]
-        history, whole, end = await asyncio.gather(
-            self._render(upstream, request, dumps(sent | {"messages": told, "add_generation_prompt": False}).encode()),
-            self._render(upstream, request, request.body),
-            self._closing(upstream, request, sent),
-        )
+        end = await self._closing(upstream, request, sent)
+        if (prompt := undrifted_prompt(turn, whole, end)) is not None:
+            return prompt
+        told = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
+        history = await self._render(upstream, request, dumps(told).encode())
         return exact_prompt(turn, history, whole, end)
 
     def warn(self, message: str, *arguments: str) -> None:
@@ -146,9 +152,9 @@ class Continuity:
         self._turns.move_to_end(rollout_id)
         for turn in more:
             known.append(_sharing(turn, known))
-            self._tokens += len(turn.ids)
+            self._tokens += _size(turn)
         while len(known) > self._recent:
-            self._tokens -= len(known.pop(0).ids)
+            self._tokens -= _size(known.pop(0))
         while len(self._turns) > self._max_rollouts or (self._tokens > self._max_tokens and len(self._turns) > 1):
             self.forget(next(iter(self._turns)))
 
@@ -189,6 +195,7 @@ class ContinuedCall:
         self._start = start
         self._sent = sent
         self._prompt: tuple[int, ...] = ()
+        self._whole: list[int] = []
         self._outcome: Outcome | None = None
 
     async def open(self, request: Request) -> aiohttp.ClientResponse:
@@ -216,13 +223,18 @@ class ContinuedCall:
         if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
             self._outcome = "ignored"
             self._continuity.warn(IGNORED, self._upstream.name)
-        self._continuity.ended(self._start, end, self._outcome)
+        self._continuity.ended(self._start, end, self._outcome, self._whole if self._prompt else ())
 
     async def _exact_prompt(self, request: Request) -> list[int]:
         if not is_supported(self._start.request):
             raise AsText("unsupported")
         turn = await self._continuity.earlier_turn(self._start)
-        return await self._continuity.prompt(self._upstream, request, self._sent, turn)
+        self._whole = await self._continuity.whole(self._upstream, request)
+        return await self._continuity.prompt(self._upstream, request, self._sent, turn, self._whole)
+
+
+def _size(turn: Turn) -> int:
+    return len(turn.ids) + len(turn.rendered)
 
 
 def _sharing(turn: Turn, known: Sequence[Turn]) -> Turn:

@@ -57,7 +57,8 @@ class AsText(Exception):
 @dataclass(frozen=True, slots=True)
 class Turn:
     """An answered call. `ids`: its prompt and, the last `sampled` of them, its answer, the end of turn included if it
-    was sampled; `shape`: what of its request a template reads besides the messages."""
+    was sampled; `rendered`: its messages with the generation prompt, which are the prompt unless that was made here;
+    `shape`: what of its request a template reads besides the messages."""
 
     messages: list[Any]
     shape: Json
@@ -65,17 +66,30 @@ class Turn:
     ids: array[int]
     sampled: int
     finish_reason: str | None
+    rendered: array[int]
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        return self.ids[len(self.ids) - self.sampled :].tolist()
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether its answer may end in the end of turn."""
+        return self.finish_reason != "length"
 
 
-def turns(request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice]) -> Iterator[Turn]:
-    """One for each answer of a call whose tokens are known."""
+def turns(
+    request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
+) -> Iterator[Turn]:
+    """One for each answer of a call whose tokens are known. `rendered`: see Turn, if it is not the prompt."""
     messages = request.get("messages")
     by_index = {choice.index: choice for choice in choices}
     for answered in dicts(response.get("choices")) if isinstance(response, dict) else ():
         choice, message = by_index.get(answered.get("index", 0)), answered.get("message")
         if prompt and choice and choice.token_ids and isinstance(message, dict) and isinstance(messages, list):
             ids = array("i", [*prompt, *choice.token_ids])
-            yield Turn(messages, shape(request), message, ids, len(choice.token_ids), choice.finish_reason)
+            whole = array("i", rendered or prompt)
+            yield Turn(messages, shape(request), message, ids, len(choice.token_ids), choice.finish_reason, whole)
 
 
 def shape(request: Json) -> Json:
@@ -116,25 +130,37 @@ def closing(one: Sequence[int], other: Sequence[int]) -> list[int]:
     return [*one][len(one) - common_prefix(one[::-1], other[::-1]) :]
 
 
+def undrifted_prompt(turn: Turn, whole: Sequence[int], closing: Sequence[int]) -> list[int] | None:
+    """The tokens to send where the answer is rendered as the very tokens that were sampled: what follows is new.
+
+    `whole`: the request's messages with the generation prompt, rendered. None where they differ.
+    """
+    answer = turn.sampled_ids
+    told = [*turn.rendered, *answer]
+    ends = [*closing[_overlap(answer, closing) if turn.ends_by_itself else 0 :]]
+    if [*whole[: len(told) + len(ends)]] != told + ends:
+        return None
+    return [*turn.ids, *whole[len(told) :]]
+
+
 def exact_prompt(turn: Turn, history: Sequence[int], whole: Sequence[int], closing: Sequence[int]) -> list[int]:
     """The tokens to send; raises AsText if the template does not let the new part be told from the old one.
 
-    `history`: the turn's messages and its answer, rendered; `whole`: the request's messages with the generation prompt.
+    `history`: the turn's messages and its answer, rendered; `whole`: the request's with the generation prompt.
     """
     end = len(history) - len(closing)
     if [*whole[: len(history)]] != [*history] or [*history[end:]] != [*closing]:
         raise AsText("template")
     follows = [*whole[end:]]
-    if turn.finish_reason != "length":
-        answer = turn.ids[len(turn.ids) - turn.sampled :].tolist()
-        follows = follows[_overlap(answer, follows[: max(len(closing), 1)]) :]
+    if turn.ends_by_itself:
+        follows = follows[_overlap(turn.sampled_ids, follows[: max(len(closing), 1)]) :]
     return [*turn.ids, *follows]
 
 
-def _overlap(answer: list[int], follows: list[int]) -> int:
+def _overlap(answer: Sequence[int], follows: Sequence[int]) -> int:
     """How many of the tokens that are to follow the answer ends in already: its end of turn, if that was sampled."""
     longest = min(len(answer), len(follows))
-    return next((n for n in range(longest, 0, -1) if answer[-n:] == follows[:n]), 0)
+    return next((n for n in range(longest, 0, -1) if [*answer[-n:]] == [*follows[:n]]), 0)
 
 
 def _goes_on(messages: list[Any], turn: Turn) -> bool:

@@ -44,7 +44,7 @@ class DriftingServer:
     def __init__(self) -> None:
         self.bodies: list[Json] = []
         self.render_status, self.refuses_tokens, self.ignores_tokens = 200, False, False
-        self.renders = 0
+        self.renders, self.says = 0, "hello"
         self.app = web.Application()
         self.app.router.add_get("/v1/models", self.models)
         self.app.router.add_get("/weight_info", self.weight_info)
@@ -74,7 +74,7 @@ class DriftingServer:
         if given and self.refuses_tokens:
             return web.json_response({"error": {"message": "no tokens, please"}}, status=400)
         prompt = render(body) if given is None or self.ignores_tokens else given
-        text = f"{len(self.bodies)} hello"
+        text = f"{len(self.bodies)} {self.says}"
         ids = [*text.encode(), END]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
         logprobs = [{"token": "", "logprob": -0.5} for _ in ids]
@@ -255,14 +255,14 @@ async def test_other_apis_are_counted_as_they_are(tmp_path: Path) -> None:
 async def test_the_rollouts_that_were_quiet_the_longest_are_forgotten(tmp_path: Path) -> None:
     database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     async with aiohttp.ClientSession() as session:
-        continuity = Continuity(session, Store(database), lambda _: None, recent=2, tokens=10)
+        continuity = Continuity(session, Store(database), lambda _: None, recent=2, tokens=13)
         for name, kept in (("a", 1), ("b", 1), ("b", 2), ("b", 2), ("a", 2), ("c", 1)):
             messages = [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]
             start = CallStart("x", RolloutName(name), "chat/completions", "policy", 0, {"messages": messages}, 0.0)
             response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
             end = CallEnd("x", name, "ok", response, 200, (1, 2), (Choice(0, (3,), (-1.0,), "stop"),))
             await continuity.known(start)
-            continuity.ended(start, end, "exact")
+            continuity.ended(start, end, "exact", (1,))
             assert len(await continuity.known(start)) == kept
         assert [len(await continuity.known(replace(start, rollout=RolloutName(name)))) for name in "bac"] == [0, 2, 1]
     await database.close()

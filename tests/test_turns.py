@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.turns import AsText, Turn, closing, earlier_turn, exact_prompt, is_supported, turns
+from lightning_proxy.proxy.turns import (
+    AsText,
+    Turn,
+    closing,
+    earlier_turn,
+    exact_prompt,
+    is_supported,
+    turns,
+    undrifted_prompt,
+)
 from lightning_proxy.proxy.types import Choice
 
 Json = dict[str, Any]
@@ -65,8 +74,10 @@ def sampled(text: str, cuts: Sequence[bool]) -> list[int]:
 
 def next_prompt(render: Render, turn: Turn, messages: Sequence[Json]) -> list[int]:
     end = closing(*(tokenize(render([user("0"), assistant(text)], False)) for text in ("0", "1")))
-    history = render(messages[: len(turn.messages) + 1], False)
-    return exact_prompt(turn, tokenize(history), tokenize(render(messages, True)), end)
+    history, whole = tokenize(render(messages[: len(turn.messages) + 1], False)), tokenize(render(messages, True))
+    found = exact_prompt(turn, history, whole, end)
+    assert undrifted_prompt(turn, whole, end) in (None, found)
+    return found
 
 
 def user(text: str) -> Json:
@@ -77,8 +88,10 @@ def assistant(text: str, **more: Any) -> Json:
     return {"role": "assistant", "content": text, **more}
 
 
-def turn_of(messages: list[Any], answer: Json, prompt: Sequence[int], ids: Sequence[int], why: str = "stop") -> Turn:
-    return Turn(messages, {}, answer, array("i", [*prompt, *ids]), len(ids), why)
+def turn_of(
+    messages: list[Any], answer: Json, prompt: Sequence[int], ids: Sequence[int], why: str = "stop", rendered: Any = ()
+) -> Turn:
+    return Turn(messages, {}, answer, array("i", [*prompt, *ids]), len(ids), why, array("i", rendered or prompt))
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -95,7 +108,7 @@ def test_a_conversation_stays_one_row_whatever_was_sampled(data: Any, said: list
         ids = sampled(answered, data.draw(st.lists(st.booleans(), min_size=1, max_size=8)))
         why = data.draw(st.sampled_from(["stop", "length"]))
         row = [*prompt, *ids, *[ord(END)] * (why == "stop")]
-        turn = turn_of(messages, assistant(answered), prompt, row[len(prompt) :], why)
+        turn = turn_of(messages, assistant(answered), prompt, row[len(prompt) :], why, tokenize(render(messages, True)))
         messages = [*messages, assistant(answered)]
 
 
@@ -113,6 +126,20 @@ def test_a_template_without_special_tokens_gives_the_right_text_or_none(answer: 
     else:
         assert found[: len(turn.ids)] == turn.ids.tolist()
         assert decode(found) == plain(messages, True)
+
+
+@pytest.mark.parametrize("why", ["stop", "length"])
+def test_an_answer_that_comes_back_as_it_was_sampled_tells_where_the_new_part_begins(why: str) -> None:
+    asked, answer = [user("a")], assistant("abc")
+    whole = chatml([*asked, answer, user("c")], True)
+    ids = tokenize("abc" + END * (why == "stop"))
+    turn = turn_of(asked, answer, [7], ids, why, tokenize(chatml(asked, True)))
+    found = undrifted_prompt(turn, tokenize(whole), tokenize(f"{END}\n"))
+    assert found is not None
+    assert found[: 1 + len(ids)] == [7, *ids]
+    assert chatml(asked, True) + decode(found[1:]) == whole
+    drifted = turn_of(asked, answer, [7], sampled("abc", [False]), why, tokenize(chatml(asked, True)))
+    assert undrifted_prompt(drifted, tokenize(whole), tokenize(f"{END}\n")) is None
 
 
 def test_what_was_cut_off_by_a_stop_string_stays_in_the_row() -> None:
