@@ -9,7 +9,7 @@ import aiohttp
 
 from lightning_proxy.commands.checks import Check, failed, ok, warning
 from lightning_proxy.proxy.config import Config, UpstreamConfig
-from lightning_proxy.proxy.continuity import RENDER
+from lightning_proxy.proxy.renderer import RENDER
 from lightning_proxy.proxy.types import PublishMode
 
 RESTART = "start the server with `lightning-proxy vllm`"

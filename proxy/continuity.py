@@ -7,7 +7,6 @@ So the answer is vLLM's own in every respect, and nothing has to be put together
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +18,14 @@ import orjson
 
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.delta import common_prefix
-from lightning_proxy.proxy.errors import LightningError, NotFound
+from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.renderer import Renderer
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.turns import (
     AsText,
     Outcome,
     Turn,
-    closing,
     earlier_turn,
     exact_prompt,
     has_answers,
@@ -35,18 +34,12 @@ from lightning_proxy.proxy.turns import (
     undrifted_prompt,
 )
 from lightning_proxy.proxy.types import CallEnd, CallStart
-from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks
+from lightning_proxy.proxy.upstream import Request, open_upstream
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 ENDPOINT = "chat/completions"
-CLOSINGS = 1000  # ways to render, at most
-RENDER = "/v1/chat/completions/render"
-NO_ROUTE = (
-    "upstream %s has no %s: start it with `lightning-proxy vllm`, or add --enable-scale-out; until then calls go as "
-    "text, and a rollout may become several training rows"
-)
 IGNORED = (
     "upstream %s does not take prompts as tokens: vLLM 0.32 or newer does; use it, or policy.token_continuity: text"
 )
@@ -71,8 +64,8 @@ class Continuity:
         self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
         self._tokens = 0
         self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
-        self._closings: dict[str, list[int]] = {}
-        self._warned: set[str] = set()
+        self._renderer = Renderer(session)
+        self._warned = False
 
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json) -> ContinuedCall | None:
         """A call that may go on with an earlier one; None for one that is no chat, or not with the policy."""
@@ -116,28 +109,24 @@ class Continuity:
             found = turns(start.request, end.response, end.prompt_token_ids, end.choices, rendered)
             self._remember(start.rollout.rollout_id, found)
 
-    async def whole(self, upstream: UpstreamConfig, request: Request) -> list[int]:
-        """The request, rendered; raises AsText."""
-        return await self._render(upstream, request, request.body)
-
     async def prompt(
-        self, upstream: UpstreamConfig, request: Request, sent: Json, turn: Turn, whole: list[int]
-    ) -> list[int]:
-        """The exact tokens of a request that goes on with the turn; raises AsText."""
-        end = await self._closing(upstream, request, sent)
-        if (prompt := undrifted_prompt(turn, whole, end)) is not None:
-            return prompt
-        told = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
-        history = await self._render(upstream, request, dumps(told).encode())
-        return exact_prompt(turn, history, whole, end)
+        self, upstream: UpstreamConfig, request: Request, sent: Json, turn: Turn
+    ) -> tuple[list[int], list[int]]:
+        """The exact tokens of a request that goes on with the turn, and those that it is rendered as; raises AsText."""
+        whole = await self._renderer.tokens(upstream, request, request.body)
+        end = await self._renderer.closing(upstream, request, sent)
+        prompt = undrifted_prompt(turn, whole, end)
+        if prompt is None:
+            told = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
+            history = await self._renderer.tokens(upstream, request, dumps(told).encode())
+            prompt = exact_prompt(turn, history, whole, end)
+        return prompt, whole
 
-    def warn(self, message: str, *arguments: str) -> None:
+    def warn_ignored(self, upstream: UpstreamConfig) -> None:
         """Once in the life of the proxy: every call would say it."""
-        if message not in self._warned:
-            self._warned.add(message)
-            log.warning(message, *arguments)
-
-    # -------------------------------------------------------------------------------------------------------------
+        if not self._warned:
+            self._warned = True
+            log.warning(IGNORED, upstream.name)
 
     async def _stored(self, rollout_id: str) -> list[Turn]:
         try:
@@ -158,33 +147,6 @@ class Continuity:
         while len(self._turns) > self._max_rollouts or (self._tokens > self._max_tokens and len(self._turns) > 1):
             self.forget(next(iter(self._turns)))
 
-    async def _closing(self, upstream: UpstreamConfig, request: Request, sent: Json) -> list[int]:
-        """Asked for once for each way to render: two short conversations, and what they have in common at their end."""
-        told = {"chat_template_kwargs": sent.get("chat_template_kwargs")}
-        key = f"{upstream.name} {dumps(told)}"
-        if key not in self._closings:
-            if len(self._closings) >= CLOSINGS:
-                self._closings.clear()
-            bodies = (dumps(told | {"model": sent.get("model")} | _answered(text)).encode() for text in ("0", "1"))
-            self._closings[key] = closing(*await asyncio.gather(*(self._render(upstream, request, b) for b in bodies)))
-        return self._closings[key]
-
-    async def _render(self, upstream: UpstreamConfig, request: Request, body: bytes) -> list[int]:
-        """The tokens that vLLM makes of a request's messages; raises AsText."""
-        asked = replace(request, path=RENDER, query=b"", body=body)
-        try:
-            response = await self.open(upstream, asked)
-            try:
-                raw = b"".join([data async for data in read_chunks(upstream, response)])
-            finally:
-                response.release()
-        except LightningError:
-            raise AsText("refused") from None  # the call itself will meet it too, and say so
-        if response.status in (403, 404, 405, 501):
-            self.warn(NO_ROUTE, upstream.name, RENDER)
-            raise AsText("unavailable")
-        return _token_ids(raw)
-
 
 class ContinuedCall:
     """One call: `open` sends it, exactly if that is possible; `ended` is told how it went."""
@@ -203,12 +165,12 @@ class ContinuedCall:
         if self._outcome is not None:
             return await self._continuity.open(self._upstream, request)
         try:
-            prompt = await self._exact_prompt(request)
+            prompt, whole = await self._exact_prompt(request)
             response = await self._continuity.open(self._upstream, _with_prompt(request, prompt))
             if response.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
                 response.close()
                 raise AsText("refused")
-            self._outcome, self._prompt = "exact", tuple(prompt)
+            self._outcome, self._prompt, self._whole = "exact", tuple(prompt), whole
             return response
         except AsText as reason:
             self._outcome = reason.outcome
@@ -222,15 +184,14 @@ class ContinuedCall:
             return
         if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
             self._outcome = "ignored"
-            self._continuity.warn(IGNORED, self._upstream.name)
-        self._continuity.ended(self._start, end, self._outcome, self._whole if self._prompt else ())
+            self._continuity.warn_ignored(self._upstream)
+        self._continuity.ended(self._start, end, self._outcome, self._whole)
 
-    async def _exact_prompt(self, request: Request) -> list[int]:
+    async def _exact_prompt(self, request: Request) -> tuple[list[int], list[int]]:
         if not is_supported(self._start.request):
             raise AsText("unsupported")
         turn = await self._continuity.earlier_turn(self._start)
-        self._whole = await self._continuity.whole(self._upstream, request)
-        return await self._continuity.prompt(self._upstream, request, self._sent, turn, self._whole)
+        return await self._continuity.prompt(self._upstream, request, self._sent, turn)
 
 
 def _size(turn: Turn) -> int:
@@ -244,22 +205,7 @@ def _sharing(turn: Turn, known: Sequence[Turn]) -> Turn:
     return replace(turn, messages=before[:same] + turn.messages[same:])
 
 
-def _answered(text: str) -> Json:
-    messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": text}]
-    return {"messages": messages, "add_generation_prompt": False}
-
-
 def _with_prompt(request: Request, prompt: list[int]) -> Request:
     """The same bytes with the tokens added: what they say of the messages is then not rendered."""
     added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": prompt}})
     return request.with_body(request.body.rstrip()[:-1] + b"," + added[1:])
-
-
-def _token_ids(raw: bytes) -> list[int]:
-    try:
-        ids = orjson.loads(raw)["token_ids"]
-    except (orjson.JSONDecodeError, TypeError, KeyError):
-        raise AsText("refused") from None
-    if not ids or not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise AsText("refused")
-    return ids
