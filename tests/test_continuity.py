@@ -245,6 +245,17 @@ async def test_a_deleted_rollout_is_forgotten(tmp_path: Path) -> None:
         assert await proxy.outcomes() == {"first": 2}
 
 
+async def test_calls_that_are_not_recorded_go_as_they_are(tmp_path: Path) -> None:
+    async with served(tmp_path, DriftingServer()) as proxy:
+        told = await talk(proxy, 2, [])
+        body = {"model": "policy", "messages": [*told, user("more")]}
+        url, headers = f"{proxy.url}/rollouts/r/v1/chat/completions", {"X-Recording": "off"}
+        async with proxy.session.post(url, json=body, headers=headers) as answer:
+            assert answer.status == 200
+        assert "kv_transfer_params" not in proxy.vllm.bodies[-1]
+        assert await proxy.outcomes() == {"first": 1, "exact": 1}
+
+
 async def test_other_apis_are_counted_as_they_are(tmp_path: Path) -> None:
     async with served(tmp_path, DriftingServer()) as proxy:
         async with proxy.session.post(f"{proxy.url}/v1/completions", json={"model": "policy", "prompt": "a"}) as answer:
