@@ -267,6 +267,45 @@ async def test_an_agent_that_leaves_stops_the_upstream_call_and_is_recorded(body
         assert recorder.ends[0].response["choices"][0]["message"]["content"] == "a"
 
 
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+async def test_the_upstream_may_finish_for_the_record_when_the_agent_leaves(kind):
+    goes_on = asyncio.Event()
+
+    async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + http_chunk(event("a")))
+        await goes_on.wait()
+        writer.write(http_chunk(event("b") + DONE) + b"0\r\n\r\n")
+
+    async with between(upstream, kind=kind, on_disconnect="finish") as (url, recorder), aiohttp.ClientSession() as http:
+        async with http.post(f"{url}/v1/chat/completions", json=STREAM) as response:
+            assert await response.content.readany()
+            response.close()
+        await asyncio.sleep(0.2)  # the proxy notices
+        assert recorder.ends == []
+        goes_on.set()
+        await recorder.ended.wait()
+    [end] = recorder.ends
+    assert end.response["choices"][0]["message"]["content"] == "ab"
+    assert (end.status, end.trainable, "finished for the record" in end.error) == ("cancelled", False, True)
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+async def test_what_the_upstream_refuses_is_asked_again_without_our_additions(body):
+    asked = []
+
+    async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(orjson.loads(await reader.read(65536)))
+        if "return_token_ids" in asked[-1]:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 8\r\n\r\nno such!")
+        else:
+            writer.write(JSON_HEAD + b'{"choices":[],"a":1}')
+
+    async with between(upstream) as (url, recorder):
+        assert await post(url, body) == (200, b'{"choices":[],"a":1}', True)
+    assert asked[-1] == body | {"model": "base"}
+    assert (recorder.ends[0].status, len(asked)) == ("ok", 2)
+
+
 async def test_a_call_that_is_stopped_with_the_server_is_recorded():
     upstream, recorder, messages = (
         HangingUpstream(STREAM_HEAD, http_chunk(event("a"))),

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from lightning_proxy.commands.serve import UVICORN
-from lightning_proxy.proxy.config import Config, ProxyConfig, UpstreamConfig
+from lightning_proxy.proxy.config import Config, ProxyConfig, RecordingConfig, UpstreamConfig
 from lightning_proxy.proxy.errors import Unauthorized
 from lightning_proxy.proxy.ports import Caller, Route
 from lightning_proxy.proxy.relay import Relay
@@ -58,9 +58,12 @@ class OpenDoor:
 
 
 @asynccontextmanager
-async def relaying(base: str, recorder: Any, *, max_body_mb: float = 0.01, **upstream: Any) -> AsyncIterator[str]:
+async def relaying(
+    base: str, recorder: Any, *, max_body_mb: float = 0.01, on_disconnect: Any = "abort", **upstream: Any
+) -> AsyncIterator[str]:
     """A proxy in front of `base`; yields its root URL."""
-    config = Config(proxy=ProxyConfig(max_body_mb=max_body_mb))
+    recording = RecordingConfig(on_disconnect=on_disconnect)
+    config = Config(proxy=ProxyConfig(max_body_mb=max_body_mb), recording=recording)
     target = UpstreamConfig(name="up", base_url=f"{base}/v1", **upstream)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
