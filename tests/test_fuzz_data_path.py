@@ -49,7 +49,15 @@ KNOWN = [*sorted(DIALECTS), *["/v1/chat/completions"] * 4, "/v1/models", "/v1/em
 PATHS = st.sampled_from(KNOWN) | ODD.map("/v1/".__add__)
 PREFIXES = st.sampled_from(["", "", "/rollouts/u1", "/rollouts/u2/tasks/t/agents/a", "/rollouts/%00", "/rollouts/é"])
 METHODS = st.sampled_from(["POST"] * 6 + ["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"])
-REQUESTS = st.tuples(METHODS, st.tuples(PREFIXES, PATHS).map("".join), HEADERS, BODIES)
+ANYTHING = st.tuples(METHODS, st.tuples(PREFIXES, PATHS).map("".join), HEADERS, BODIES)
+# As many again that can be answered.
+CHAT = st.tuples(
+    st.just("POST"),
+    st.sampled_from(["", "/rollouts/u1", "/rollouts/u2/tasks/t/agents/a"]).map(lambda p: p + "/v1/chat/completions"),
+    st.sampled_from([{}, {"X-Rollout-Id": "r1"}, {"X-Rollout-Id": "r1", "X-Stainless-Retry-Count": "1"}]),
+    CHATS.map(lambda body: json.dumps(body).encode()),
+)
+REQUESTS = ANYTHING | CHAT
 
 
 @pytest.mark.timeout(EXAMPLES * 20)
