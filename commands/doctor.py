@@ -48,16 +48,21 @@ async def run_checks(path: Path | None) -> list[Check]:
 
 async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ControlClient) -> AsyncIterator[Check]:
     proxy = await check_proxy(api)
-    reached = [await _check_upstream(session, upstream) for upstream in config.upstreams]
     yield proxy
-    for check in reached:
-        yield check
-    policy = next((i for i, upstream in enumerate(config.upstreams) if upstream.kind == "vllm"), None)
+    reached = {}
+    for upstream in config.upstreams:
+        if upstream.kind == "litellm":
+            yield ok(f"upstream {upstream.name}", "litellm asks the provider when an agent does")
+            continue
+        for url in upstream.urls:
+            reached[url] = await _check_server(session, upstream, url)
+            yield reached[url]
+    policy = next((upstream for upstream in config.upstreams if upstream.kind == "vllm"), None)
     if policy is None:
         fix = "add an upstream with kind: vllm to train"
         yield Check("policy", "warning", "no upstream of kind vllm: calls are recorded, never trained on", fix)
-    elif reached[policy].outcome == "ok":
-        async for check in VllmChecks(config, session, config.upstreams[policy], publish_mode(config)).all():
+    elif reached[policy.urls[0]].outcome == "ok":
+        async for check in VllmChecks(config, session, policy, publish_mode(config)).all():
             yield check
         if proxy.outcome != "failed":
             yield await check_alias(config, session, api)
@@ -65,20 +70,18 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: Cont
         yield await check_rewards(api)
 
 
-async def _check_upstream(session: aiohttp.ClientSession, upstream: UpstreamConfig) -> Check:
+async def _check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig, url: str) -> Check:
     name = f"upstream {upstream.name}"
-    key = upstream.api_key.get_secret_value() if upstream.api_key else None
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     start = "start it with `lightning-proxy vllm`" if upstream.kind == "vllm" else "look at the provider's status"
     fix = f"{start}, or correct upstreams.base_url"
     try:
         limit = aiohttp.ClientTimeout(total=REACH_S)
-        async with session.get(f"{upstream.base_url.rstrip('/')}/models", headers=headers, timeout=limit) as answer:
+        async with session.get(f"{url}/models", headers=upstream.credentials, timeout=limit) as answer:
             status = answer.status
     except (aiohttp.ClientError, TimeoutError) as error:
-        return failed(name, f"{upstream.base_url} is not reachable: {error or 'no answer in time'}", fix)
-    if status in (401, 403) and key is None:
-        return Check(name, "ok", f"{upstream.base_url} asks for a key: the agents' own are passed on")
+        return failed(name, f"{url} is not reachable: {error or 'no answer in time'}", fix)
+    if status in (401, 403) and upstream.api_key is None:
+        return Check(name, "ok", f"{url} asks for a key: the agents' own are passed on")
     if status >= 400:
-        return failed(name, f"{upstream.base_url}/models answers HTTP {status}", "correct its base_url or api_key")
-    return ok(name, upstream.base_url)
+        return failed(name, f"{url}/models answers HTTP {status}", "correct its base_url or api_key")
+    return ok(name, url)

@@ -30,9 +30,8 @@ class VllmChecks:
     ) -> None:
         self._config = config
         self._session = session
-        self._root = upstream.base_url.rstrip("/").removesuffix("/v1")
-        key = upstream.api_key.get_secret_value() if upstream.api_key else None
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._root = upstream.urls[0].removesuffix("/v1")
+        self._headers = upstream.credentials
         self._publish = publish
         self._model = ""
 

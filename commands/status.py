@@ -73,6 +73,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     table.add_row("proxy", Text(f"{ready['status']}  {url}", "green" if is_ready(status) else "red"))
     for part in ("store", "upstream"):
         table.add_row(part, plain(ready[part], "green" if ready[part] == "ok" else "red"))
+    for server in ready.get("down", []):
+        table.add_row("down", plain(server, "red"))
     if policy is None:
         return table
     since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""

@@ -83,7 +83,7 @@ class System:
 def check_addresses(config: Config) -> None:
     """The ports are free and the proxy's first vLLM upstream is the server to be started; else LightningError."""
     upstream = next((one for one in config.upstreams if one.kind == "vllm"), None)
-    address = urlsplit(upstream.base_url) if upstream else None
+    address = urlsplit(upstream.urls[0]) if upstream else None
     if address is None or address.port != config.vllm.port:
         raise ConfigError(
             f"upstreams: none of kind vllm is at port {config.vllm.port}, where vllm.port says it will be"

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -94,25 +97,62 @@ class StoreConfig(Section):
 
 class UpstreamConfig(Section):
     name: str
-    kind: Literal["vllm", "openai"] = "vllm"
-    base_url: str
+    kind: Literal["vllm", "openai", "litellm"] = "vllm"
+    base_url: str | None = None
+    replicas: list[str] = []
     api_key: SecretStr | None = None
+    api_key_header: Literal["authorization", "x-api-key"] = "authorization"
     models: list[str] = []
+    model_map: dict[str, str] = {}
+    litellm_params: dict[str, Any] = {}
+    fallbacks: list[str] = []
     connect_timeout_s: Seconds = 5.0
     first_byte_timeout_s: Seconds = 600.0
     idle_timeout_s: Seconds = 300.0
     total_timeout_s: Seconds | None = None
     retries: Annotated[int, Field(ge=0, le=10)] = 0
     retry_wait_s: Seconds = 30.0
+    health_check_s: Seconds | None = None
+
+    @cached_property
+    def urls(self) -> tuple[str, ...]:
+        """The servers: `base_url` and its replicas, without a slash at the end."""
+        return tuple(url.rstrip("/") for url in (self.base_url, *self.replicas) if url is not None)
+
+    @cached_property
+    def credentials(self) -> dict[str, str]:
+        """The header that carries its key; none without a key."""
+        if self.api_key is None:
+            return {}
+        key, header = self.api_key.get_secret_value(), self.api_key_header
+        return {header: f"Bearer {key}" if header == "authorization" else key}
 
     @model_validator(mode="after")
-    def _url(self) -> UpstreamConfig:
-        if not self.base_url.startswith(("http://", "https://")) or not self.base_url.rstrip("/").endswith("/v1"):
-            raise ValueError(f"base_url must be an http(s) URL that ends in /v1, got {self.base_url!r}")
+    def _urls(self) -> UpstreamConfig:
         key = "" if self.api_key is None else self.api_key.get_secret_value()
         if not key.isascii() or not key.isprintable() or " " in key:
             raise ValueError("api_key cannot be sent: it may hold no spaces, line ends or other than ASCII characters")
+        if self.kind == "litellm":
+            self._check_litellm()
+            return self
+        for key, url in [("base_url", self.base_url), *(("replicas", url) for url in self.replicas)]:
+            if not (url or "").startswith(("http://", "https://")) or not (url or "").rstrip("/").endswith("/v1"):
+                raise ValueError(f"{key} must be an http(s) URL that ends in /v1, got {url!r}")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("replicas must differ from each other and from base_url")
+        if self.litellm_params:
+            raise ValueError("litellm_params is for kind litellm only")
         return self
+
+    def _check_litellm(self) -> None:
+        if not self.models and not self.model_map:
+            raise ValueError("kind litellm serves only what models or model_map name: name at least one")
+        if self.replicas:
+            raise ValueError("replicas are not for kind litellm")
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url must be an http(s) URL, got {self.base_url!r}")
+        if self.health_check_s and not self.base_url:
+            raise ValueError("health_check_s needs a base_url to ask")
 
 
 class RecordingConfig(Section):
@@ -198,12 +238,27 @@ class Config(Section):
     def _has_an_upstream(self) -> Config:
         if not self.upstreams:
             raise ValueError("upstreams: at least one is needed")
+        check_fallbacks({upstream.name: upstream.fallbacks for upstream in self.upstreams}, len(self.upstreams))
         return self
 
     def keys(self) -> list[str]:
         """Every key that the configuration holds: ours and the upstreams'."""
         theirs = [upstream.api_key for upstream in self.upstreams if upstream.api_key is not None]
         return [key.get_secret_value() for key in (*self.proxy.api_keys, *self.proxy.admin_keys, *theirs)]
+
+
+def check_fallbacks(fallbacks: Mapping[str, Sequence[str]], upstreams: int) -> None:
+    """Raise ValueError unless names are unique, every fallback is one of them, and none leads back to itself."""
+    if len(fallbacks) < upstreams:
+        raise ValueError("upstreams: every one needs a name of its own")
+    for name, following in fallbacks.items():
+        for other in following:
+            if other not in fallbacks:
+                raise ValueError(f"upstreams: {name} falls back to {other!r}, which is no upstream")
+    try:
+        TopologicalSorter(fallbacks).prepare()
+    except CycleError as error:
+        raise ValueError(f"upstreams: fallbacks go in a circle: {' -> '.join(reversed(error.args[1]))}") from None
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import aiohttp
 import orjson
 
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.delta import common_prefix
 from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.ports import Answer
 from lightning_proxy.proxy.renderer import Renderer
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.turns import (
@@ -34,7 +34,8 @@ from lightning_proxy.proxy.turns import (
     undrifted_prompt,
 )
 from lightning_proxy.proxy.types import CallEnd, CallStart
-from lightning_proxy.proxy.upstream import Request, open_upstream
+from lightning_proxy.proxy.upstream import Request
+from lightning_proxy.proxy.upstreams import Upstreams
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -50,7 +51,7 @@ class Continuity:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        upstreams: Upstreams,
         store: Store,
         count: Callable[[Outcome], None],
         *,
@@ -58,13 +59,13 @@ class Continuity:
         rollouts: int = 20_000,
         tokens: int = 2**24,
     ) -> None:
-        self._session = session
+        self._upstreams = upstreams
         self._store = store
         self._count = count
         self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
         self._tokens = 0
         self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
-        self._renderer = Renderer(session)
+        self._renderer = Renderer(upstreams)
         self._warned = False
 
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json) -> ContinuedCall | None:
@@ -83,8 +84,8 @@ class Continuity:
 
     # For ContinuedCall ---------------------------------------------------------------------------------------------
 
-    async def open(self, upstream: UpstreamConfig, request: Request) -> aiohttp.ClientResponse:
-        return await open_upstream(self._session, upstream, request)
+    async def open(self, upstream: UpstreamConfig, request: Request) -> Answer:
+        return await self._upstreams.open(upstream, request)
 
     async def earlier_turn(self, start: CallStart) -> Turn:
         """The turn that a supported call goes on with, kept as the newest: others may branch off. Raises AsText."""
@@ -160,18 +161,18 @@ class ContinuedCall:
         self._whole: list[int] = []
         self._outcome: Outcome | None = None
 
-    async def open(self, request: Request) -> aiohttp.ClientResponse:
-        """The upstream's answer to `sent`, as `open_upstream` gives it; a second try goes as text."""
+    async def open(self, request: Request) -> Answer:
+        """The upstream's answer to `sent`, as `Upstreams.open` gives it; a second try goes as text."""
         if self._outcome is not None:
             return await self._continuity.open(self._upstream, request)
         try:
             prompt, whole = await self._exact_prompt(request)
-            response = await self._continuity.open(self._upstream, _with_prompt(request, prompt))
-            if response.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
-                response.close()
+            answer = await self._continuity.open(self._upstream, _with_prompt(request, prompt))
+            if answer.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
+                answer.release()
                 raise AsText("refused")
             self._outcome, self._prompt, self._whole = "exact", tuple(prompt), whole
-            return response
+            return answer
         except AsText as reason:
             self._outcome = reason.outcome
         if self._outcome != "first":
@@ -180,7 +181,7 @@ class ContinuedCall:
 
     def ended(self, end: CallEnd) -> None:
         """The call's record is committed."""
-        if self._outcome is None:  # it never got as far as the upstream
+        if self._outcome is None or end.fallback is not None:  # it never got as far as the upstream, or not only there
             return
         if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
             self._outcome = "ignored"

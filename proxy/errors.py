@@ -83,6 +83,13 @@ class RateLimited(LightningError):
         self.headers = (*again, *headers)
 
 
+class Unsupported(LightningError):
+    """The upstream has no such API."""
+
+    status = 501
+    type = "invalid_request_error"
+
+
 class UpstreamUnreachable(LightningError):
     """No connection to the upstream, or it broke off or answered garbage before anything was sent to the agent."""
 

@@ -5,60 +5,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import orjson
 
 from lightning_proxy.proxy.asgi import Agent
 from lightning_proxy.proxy.capture import Tokens
-from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.dialects import Dialect
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.inject import Injection
 from lightning_proxy.proxy.json_text import encode_as_vllm
-from lightning_proxy.proxy.ports import Recorder
+from lightning_proxy.proxy.ports import Answer, Recorder
 from lightning_proxy.proxy.tools import tool_calls
 from lightning_proxy.proxy.transcript import Transcript
 from lightning_proxy.proxy.types import CallEnd, CallStart, CallStatus
-from lightning_proxy.proxy.upstream import Request, read_chunks, response_headers
+from lightning_proxy.proxy.upstreams import Attempts
 
 log = logging.getLogger(__name__)
 OnEnd = Callable[[CallEnd], None]
-OpenUpstream = Callable[[Request], Awaitable[aiohttp.ClientResponse]]
-
-_REFUSALS = frozenset({400, 422})
 
 
 class Exchange:
-    """Runs once. However it ends, a call whose start became durable gets an end: ok, error or cancelled.
-
-    `request` holds what is asked for on top; `plain`, without it, is sent where the upstream refuses that.
-    """
+    """Runs once. However it ends, a call whose start became durable gets an end: ok, error or cancelled."""
 
     def __init__(
         self,
-        open_upstream: OpenUpstream,
+        attempts: Attempts,
         recorder: Recorder,
         agent: Agent,
         start: CallStart,
-        upstream: UpstreamConfig,
-        request: Request,
-        plain: Request,
         dialect: Dialect,
-        injection: Injection,
         on_end: OnEnd | None = None,
     ) -> None:
-        self._open_upstream = open_upstream
+        self._attempts = attempts
         self._recorder = recorder
         self._agent = agent
         self._start = start
-        self._upstream = upstream
-        self._request = request
-        self._plain = plain
         self._dialect = dialect
-        self._injection = injection
         self._on_end = on_end
         self._began = time.perf_counter()
         self._ttft_ms: float | None = None
@@ -69,13 +52,13 @@ class Exchange:
 
     async def run(self) -> None:
         """Relay until the answer is complete; where the agent leaves early or we are cancelled, record that."""
+        seconds = self._attempts.target.route.upstream.total_timeout_s
         try:
             await self._recorder.start(self._start)
-            async with asyncio.timeout(self._upstream.total_timeout_s) as self._limit:
+            async with asyncio.timeout(seconds) as self._limit:
                 await self._relay()
         except TimeoutError:
-            seconds = self._upstream.total_timeout_s
-            await self._failed(UpstreamTimeout(f"upstream {self._upstream.name}: no whole answer within {seconds} s"))
+            await self._failed(UpstreamTimeout(f"upstream {self._upstream}: no whole answer within {seconds} s"))
         except asyncio.CancelledError:
             await self._cancelled()
             raise
@@ -86,42 +69,33 @@ class Exchange:
             await self._failed(LightningError("internal error of the proxy; its log says more"))
 
     async def _relay(self) -> None:
-        response = await self._open()
+        answer = await self._attempts.open()
         try:
-            self._http_status = response.status
-            await (self._relay_stream(response) if _is_stream(response) else self._relay_whole(response))
+            self._http_status = answer.status
+            await (self._relay_stream(answer) if answer.is_stream else self._relay_whole(answer))
         finally:
-            response.release()
+            answer.release()
 
-    async def _open(self) -> aiohttp.ClientResponse:
-        response = await self._open_upstream(self._request)
-        if self._injection and response.status in _REFUSALS:
-            # Perhaps for what is asked for on top; if not, the agent is told of its own request.
-            response.close()
-            self._injection = Injection()
-            response = await self._open_upstream(self._plain)
-        return response
-
-    async def _relay_whole(self, response: aiohttp.ClientResponse) -> None:
-        raw = b"".join([data async for data in read_chunks(self._upstream, response)])
+    async def _relay_whole(self, answer: Answer) -> None:
+        raw = b"".join([data async for data in answer.chunks()])
         body, tokens, error = _parse(raw), Tokens(), None
-        if not 200 <= response.status < 300:
-            error = f"the upstream answered {response.status}"
+        if not 200 <= answer.status < 300:
+            error = f"the upstream answered {answer.status}"
         elif not isinstance(body, dict):
             error = "the upstream's answer is no JSON object"
         else:
             tokens = self._dialect.tokens(body)
-            if self._injection and self._dialect.clean(body, self._injection):
+            if (injection := self._attempts.target.injection) and self._dialect.clean(body, injection):
                 raw = encode_as_vllm(body)
         self._has_answered()
         await self._end("error" if error else "ok", body, tokens, error)
-        await self._agent.answer(response.status, response_headers(self._upstream, response, keep_length=False), raw)
+        await self._agent.answer(answer.status, answer.headers(keep_length=False), raw)
 
-    async def _relay_stream(self, response: aiohttp.ClientResponse) -> None:
-        stream = self._dialect.stream(self._injection)
-        transcript = self._transcript = Transcript(stream, whole_frames=bool(self._injection))
-        await self._agent.start(response.status, response_headers(self._upstream, response, keep_length=False))
-        async for data in read_chunks(self._upstream, response):
+    async def _relay_stream(self, answer: Answer) -> None:
+        injection = self._attempts.target.injection
+        transcript = self._transcript = Transcript(self._dialect.stream(injection), whole_frames=bool(injection))
+        await self._agent.start(answer.status, answer.headers(keep_length=False))
+        async for data in answer.chunks():
             if self._ttft_ms is None:
                 self._ttft_ms = self._elapsed_ms()
             if self._ending is not None:
@@ -133,7 +107,7 @@ class Exchange:
         if self._ending is None:
             await self._agent.body(transcript.end())
             if transcript.done is None and not transcript.failed:
-                raise UpstreamUnreachable(f"upstream {self._upstream.name}: the stream ended before its last event")
+                raise UpstreamUnreachable(f"upstream {self._upstream}: the stream ended before its last event")
             await self._end_stream(transcript, transcript.done or b"")
         await self._agent.body(b"", more=False)
 
@@ -142,6 +116,11 @@ class Exchange:
         status: CallStatus = "error" if transcript.error else "ok"
         await self._end(status, transcript.response(), transcript.tokens, transcript.error)
         await self._agent.body(done)
+
+    @property
+    def _upstream(self) -> str:
+        """The name of the one that the call is at, or that answered it."""
+        return self._attempts.target.route.upstream.name
 
     def _has_answered(self) -> None:
         """What comes now is not the upstream's: the commit, and an agent that may be slow to read."""
@@ -182,6 +161,7 @@ class Exchange:
         if self._agent.left and status == "ok":
             status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
         if self._ending is None:
+            fell_back = self._attempts.fell_back
             end = CallEnd(
                 call_id=self._start.call_id,
                 rollout_id=self._start.rollout.rollout_id,
@@ -196,16 +176,17 @@ class Exchange:
                 untrainable_reason=self._untrainable_reason(status, tokens),
                 ttft_ms=self._ttft_ms,
                 latency_ms=self._elapsed_ms(),
+                fallback=self._upstream if fell_back else None,
+                model=self._attempts.target.model if fell_back else None,
             )
             self._ending = asyncio.ensure_future(self._recorder.end(end))
             self._ending.add_done_callback(lambda written: self._written(end, written))
         await asyncio.shield(self._ending)
 
     def _untrainable_reason(self, status: CallStatus, tokens: Tokens) -> str | None:
-        reason = tokens.untrainable_reason(status, self._start.request)
-        if reason is None and self._start.policy_version is None:
+        if status == "ok" and self._attempts.target.route.version is None:
             return "the model is not the policy"
-        return reason
+        return tokens.untrainable_reason(status, self._start.request)
 
     def _written(self, end: CallEnd, written: asyncio.Future[None]) -> None:
         try:
@@ -216,10 +197,6 @@ class Exchange:
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000
-
-
-def _is_stream(response: aiohttp.ClientResponse) -> bool:
-    return response.status == 200 and response.content_type == "text/event-stream"
 
 
 def _parse(raw: bytes) -> Any:

@@ -17,6 +17,7 @@ Json = dict[str, Any]
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 422: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error",
+    529: "overloaded_error",
 }  # fmt: skip
 
 

@@ -39,6 +39,9 @@ class Metrics:
         self.rewards = Counter("lightning_rewards", "Recorded rewards", registry=r)
         self.queue = Gauge("lightning_recorder_queue", "Records that wait for their commit", registry=r)
         self.live_version = Gauge("lightning_policy_version", "The live policy version", registry=r)
+        self.upstream_up = Gauge(
+            "lightning_upstream_up", "Servers that are watched: 1 if up", ["upstream", "replica"], registry=r
+        )
         self.rollouts = Gauge("lightning_rollouts", "Rollouts in the store", ["mode", "status"], registry=r)
 
     def call_ended(self, end: CallEnd, recorded: bool) -> None:

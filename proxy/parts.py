@@ -11,6 +11,8 @@ from lightning_proxy.proxy.auth import Keys
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.continuity import Continuity
 from lightning_proxy.proxy.database import opened
+from lightning_proxy.proxy.fleet import open_vllm
+from lightning_proxy.proxy.health import Health, check_health
 from lightning_proxy.proxy.keyring import Keyring
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.metrics import Metrics
@@ -23,7 +25,8 @@ from lightning_proxy.proxy.relay import Relay
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PublishMode
 from lightning_proxy.proxy.upstream import make_session
-from lightning_proxy.proxy.vllm import Vllm, operator_session
+from lightning_proxy.proxy.upstreams import Upstreams
+from lightning_proxy.proxy.vllm import operator_session
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Parts:
     metrics: Metrics
     redactor: Redactor
     relay: Relay
+    health: Health
 
 
 @asynccontextmanager
@@ -49,19 +53,23 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
     async with opened(config.store) as database, make_session() as data, operator_session() as control:
         store, ledger, metrics = Store(database), Ledger(database), Metrics()
         upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
-        swap = Swap(ledger, Vllm(control, upstream.base_url), mode, config.policy.directory) if upstream else None
-        policy, keys = Policy(config, store, ledger, swap), Keys(config.proxy, store, Keyring(database))
+        swap = Swap(ledger, open_vllm(control, upstream.urls), mode, config.policy.directory) if upstream else None
+        upstreams = Upstreams(data)
+        health = upstreams.health
+        policy, keys = Policy(config, store, ledger, swap, health), Keys(config.proxy, store, Keyring(database))
         await keys.refresh()
         async with Recorder(store, merged=mode == "merged") as recorder:
             redactor = Redactor(config.recording.redact, config.keys())
             kept = RedactingRecorder(recorder, redactor, metrics.redacted.inc) if redactor else recorder
             exact = config.policy.token_continuity == "exact"
-            continuity = Continuity(data, store, metrics.continued) if exact else None
-            relay = Relay(config, data, kept, policy, keys, metrics.call_ended, continuity)
-            watches = [asyncio.create_task(one.watch()) for one in (policy, keys)]
+            continuity = Continuity(upstreams, store, metrics.continued) if exact else None
+            relay = Relay(config, upstreams, kept, policy, keys, metrics.call_ended, continuity)
+            watching = (policy.watch(), keys.watch(), check_health(config, control, health))
+            watches = [asyncio.create_task(one) for one in watching]
             try:
-                yield Parts(config, mode, store, ledger, recorder, policy, keys, metrics, redactor, relay)
+                yield Parts(config, mode, store, ledger, recorder, policy, keys, metrics, redactor, relay, health)
             finally:
                 for watch in watches:
                     watch.cancel()
                 await asyncio.gather(*watches, return_exceptions=True)
+                await upstreams.close()

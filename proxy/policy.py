@@ -7,13 +7,16 @@ import fcntl
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_proxy.proxy.config import Config, UpstreamConfig
 from lightning_proxy.proxy.errors import Conflict, LightningError, NotFound, UpstreamTimeout, UpstreamUnreachable
+from lightning_proxy.proxy.fleet import VllmFleet
+from lightning_proxy.proxy.health import Health
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.ports import Route
 from lightning_proxy.proxy.store import Store
@@ -41,7 +44,7 @@ class Superseded(LightningError):
 class Swap:
     """Puts a policy version behind the alias. One process at a time (a lock file), the proxy or the trainer."""
 
-    def __init__(self, ledger: Ledger, vllm: Vllm, mode: PublishMode, directory: Path) -> None:
+    def __init__(self, ledger: Ledger, vllm: Vllm | VllmFleet, mode: PublishMode, directory: Path) -> None:
         self.ledger = ledger
         self.vllm = vllm
         self.mode = mode
@@ -64,7 +67,7 @@ class Swap:
                 await self.load(version)
                 await self.ledger.set_live(version.version, step, verified=verified)
             else:
-                await self._replace(version, step)
+                await self._replace(self.vllm, version, lambda: self.ledger.set_live(version.version, step))
 
     async def serves(self, version: PolicyVersion) -> bool:
         """Whether merged weights in vLLM carry the label of this version."""
@@ -75,29 +78,37 @@ class Swap:
         if version.version > 0:
             await self.vllm.load_adapter(str(version.served_model), _files(version))
 
-    async def restore(self, pinned: set[int]) -> None:
-        """Make vLLM serve what the policy table says: after its restart, or after a process died in mid-swap."""
+    async def restore(self, pinned: set[int]) -> dict[str, LightningError | None]:
+        """Make vLLM serve what the policy table says: after its restart, or after a process died in mid-swap.
+
+        Returns, by URL, why a replica does not; raises if none does.
+        """
         async with self._locked():
             self._check_mode(await self.ledger.live())
             if self.mode == "merged":
-                live = await self.ledger.live()
-                if not await self.serves(live):
-                    log.warning("vLLM does not serve policy version %d: loading it again", live.version)
-                    await self._replace(live, None, moved=False)
-                elif await self.vllm.is_paused():
-                    log.warning("vLLM was left paused: resuming it")
-                    await self.vllm.resume()
-                return
-            served = {model["id"] for model in await self.vllm.models()}
-            for version in await self.ledger.versions():
-                wanted = version.path and (version.status == "live" or version.version in pinned)
-                if wanted and version.publish == self.mode and version.served_model not in served:
-                    log.warning("vLLM does not serve policy version %d: loading it again", version.version)
-                    await self._load_again(version)
+                return await self.vllm.each(self._restore_weights)
+            return await self.vllm.each(lambda server: self._restore_adapters(server, pinned))
 
-    async def _load_again(self, version: PolicyVersion) -> None:
+    async def _restore_weights(self, server: Vllm) -> None:
+        live = await self.ledger.live()
+        if await server.weight_version() not in _labels(live):
+            log.warning("vLLM does not serve policy version %d: loading it again", live.version)
+            await self._replace(server, live, _nothing)
+        elif await server.is_paused():
+            log.warning("vLLM was left paused: resuming it")
+            await server.resume()
+
+    async def _restore_adapters(self, server: Vllm, pinned: set[int]) -> None:
+        served = {model["id"] for model in await server.models()}
+        for version in await self.ledger.versions():
+            wanted = version.path and (version.status == "live" or version.version in pinned)
+            if wanted and version.publish == self.mode and version.served_model not in served:
+                log.warning("vLLM does not serve policy version %d: loading it again", version.version)
+                await self._load_again(server, version)
+
+    async def _load_again(self, server: Vllm, version: PolicyVersion) -> None:
         try:
-            await self.load(version)
+            await server.load_adapter(str(version.served_model), _files(version))
         except NotFound:
             if version.status == "live":
                 raise
@@ -111,13 +122,11 @@ class Swap:
                 f"{self.mode}: set it back, promote version 0, or start the trainer, which publishes it anew"
             )
 
-    async def _replace(self, version: PolicyVersion, step: int | None, *, moved: bool = True) -> None:
-        async def committed() -> None:
-            if moved:
-                await self.ledger.set_live(version.version, step)
-
+    async def _replace(
+        self, server: Vllm | VllmFleet, version: PolicyVersion, committed: Callable[[], Awaitable[None]]
+    ) -> None:
         path = _files(version) if version.version else await self._base_files()
-        await self.vllm.replace_weights(path, _labels(version)[0], committed)
+        await server.replace_weights(path, _labels(version)[0], committed)
 
     async def _base_files(self) -> str:
         root = next((m["root"] for m in await self.vllm.models() if m.get("parent") is None), None)
@@ -141,17 +150,20 @@ class Swap:
 class Policy:
     """Routes calls to upstreams and policy versions, and watches the policy's vLLM server."""
 
-    def __init__(self, config: Config, store: Store, ledger: Ledger, swap: Swap | None) -> None:
+    def __init__(self, config: Config, store: Store, ledger: Ledger, swap: Swap | None, health: Health) -> None:
         self.alias = config.policy.alias
         self._config = config
         self._store = store
         self._ledger = ledger
         self._swap = swap
+        self._health = health
         self._upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
+        self._named = _by_model(config.upstreams)
         self._pins: OrderedDict[str, int] = OrderedDict()
         self._base: str | None = None
         self._look: asyncio.Task[None] | None = None
         self._in_line = False
+        self._in_line_for = 0  # the version that was live when vLLM was looked at last
         self._problem: LightningError | None = None
 
     # Routing -------------------------------------------------------------------------------------------------------
@@ -159,15 +171,30 @@ class Policy:
     async def route(self, rollout: RolloutName, model: str | None) -> Route:
         """Where a call of this rollout for this model goes. An unreachable vLLM is left for the call itself to meet."""
         upstream = self._upstream_of(model)
+        fallbacks = tuple(self._fallbacks(upstream, model)) if upstream.fallbacks else ()
         if upstream is not self._upstream or self._swap is None:
             renamed = self._config.policy.model if model == self.alias else None
-            return Route(upstream, renamed, None)
+            return Route(upstream, upstream.model_map.get(model or "", renamed), None, fallbacks)
+        try:
+            route = await self._route_to_policy(self._swap, upstream, rollout, model)
+        except (NotServed, UpstreamTimeout) as error:
+            if not fallbacks:
+                raise
+            log.warning("upstream %s: %s; %s gets the call", upstream.name, error, fallbacks[0].upstream.name)
+            return replace(fallbacks[0], fallbacks=fallbacks[1:])
+        return replace(route, fallbacks=fallbacks) if fallbacks else route
+
+    async def _route_to_policy(
+        self, swap: Swap, upstream: UpstreamConfig, rollout: RolloutName, model: str | None
+    ) -> Route:
         if not self._in_line:
             await self._get_in_line(upstream.connect_timeout_s)
+        elif upstream.replicas:
+            await self._see_who_missed_the_live_version(upstream.connect_timeout_s)
         if isinstance(self._problem, NotServed):
             raise self._problem
         live = self._ledger.live_now()
-        if self._swap.mode == "merged":
+        if swap.mode == "merged":
             ours = model in (None, self.alias, self._base)
             return Route(upstream, self._base if model == self.alias else None, live.version if ours else None)
         if model == self.alias:
@@ -184,10 +211,21 @@ class Policy:
         return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}
 
     def _upstream_of(self, model: str | None) -> UpstreamConfig:
-        named = (u for u in self._config.upstreams if model in u.models)
         if model == self.alias and self._upstream is not None:
             return self._upstream
-        return next(named, self._config.upstreams[0])
+        return self._named.get(model or "", self._config.upstreams[0])
+
+    def _fallbacks(self, upstream: UpstreamConfig, model: str | None) -> Iterator[Route]:
+        """Those of the upstream, each followed by its own; not those that cannot have a name for the model."""
+        named = {other.name: other for other in self._config.upstreams}
+        left, seen = list(upstream.fallbacks), {upstream.name}
+        while left:
+            other = named[left.pop(0)]
+            if other.name not in seen:
+                seen.add(other.name)
+                left = other.fallbacks + left
+                if other.kind != "litellm" or model in other.models or model in other.model_map:
+                    yield Route(other, other.model_map.get(model or ""), None)
 
     async def _pinned(self, rollout: RolloutName, live: PolicyVersion) -> PolicyVersion:
         if not self._config.policy.pin_rollouts:
@@ -260,13 +298,21 @@ class Policy:
         if pending:
             raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
 
+    async def _see_who_missed_the_live_version(self, timeout: float) -> None:
+        """Replicas that do not serve it must be out of rotation before a call that is to reach it goes out."""
+        for _ in range(2):  # a look that was under way may have begun before
+            if self._in_line_for != self._ledger.live_now().version:
+                await self._get_in_line(timeout)
+
     async def _look_at_vllm(self) -> None:
         assert self._swap is not None
+        live = self._ledger.live_now().version
+        problems: dict[str, LightningError | None] = {}
         try:
             self._base = await self._swap.vllm.base_model()
             since = time.time() - self._config.policy.pin_timeout_s
-            await self._swap.restore(set(self._pins.values()) | await self._ledger.pinned(since))
-            self._in_line, self._problem = True, None
+            problems = await self._swap.restore(set(self._pins.values()) | await self._ledger.pinned(since))
+            self._in_line, self._in_line_for, self._problem = True, live, None
         except (UpstreamUnreachable, UpstreamTimeout) as error:
             self._in_line, self._problem = False, error
             log.warning("the policy is not served yet: %s", error)
@@ -277,6 +323,24 @@ class Policy:
             self._in_line = False
             self._problem = NotServed(f"vLLM does not serve the live policy version: {error}")
             log.exception("the live policy version cannot be served")
+        assert self._upstream is not None
+        for url in self._upstream.urls:
+            problem = problems.get(url, self._problem)
+            self._health.report(self._upstream.name, url, None if problem is None else str(problem))
+
+
+def _by_model(upstreams: Sequence[UpstreamConfig]) -> dict[str, UpstreamConfig]:
+    """The upstream of every model that one names; the names that only a fallback maps are none of these."""
+    standing_by = {name for upstream in upstreams for name in upstream.fallbacks}
+    named: dict[str, UpstreamConfig] = {}
+    for upstream in upstreams:
+        for model in (*upstream.models, *(() if upstream.name in standing_by else upstream.model_map)):
+            named.setdefault(model, upstream)
+    return named
+
+
+async def _nothing() -> None:
+    """Nothing is to be committed: the version is live already."""
 
 
 def _files(version: PolicyVersion) -> str:

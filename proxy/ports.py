@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning_proxy.proxy.asgi import Header
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.limits import Limiter
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
+from lightning_proxy.proxy.upstream import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a call goes, under which model name (None: the agent's), and the policy version (None: not one of ours)."""
+    """Where a call goes, under which model name (None: the agent's), and the policy version (None: not one of ours).
+
+    `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
+    """
 
     upstream: UpstreamConfig
     model: str | None
     version: int | None
+    fallbacks: tuple[Route, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,40 @@ class Caller:
     limiter: Limiter | None = None
     recorded: bool = True
     key_id: str | None = None
+
+
+class Answer(Protocol):
+    """An upstream's answer that has begun: its status and headers are known."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is a stream of server-sent events."""
+
+    @property
+    def retry_after(self) -> str:
+        """The header of that name; empty if there is none."""
+
+    def headers(self, *, keep_length: bool) -> list[Header]:
+        """The headers for the agent, without Content-Length where the body may change."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
+
+    def release(self) -> Any:
+        """Let go of it, whole or not."""
+
+
+class Upstream(Protocol):
+    async def open(self, request: Request) -> Answer:
+        """Send the request and wait for the answer to begin. Raises UpstreamUnreachable, UpstreamTimeout, Unsupported.
+
+        NoConnection if it did not reach the upstream.
+        """
+
+    async def close(self) -> None: ...
 
 
 class Recorder(Protocol):

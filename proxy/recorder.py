@@ -99,6 +99,7 @@ class Recorder:
             "call_id": start.call_id,
             "parent_id": parent.call_id if parent else None,
             "endpoint": start.endpoint,
+            "upstream": start.upstream,
             "model": start.model,
             "request": stored,
         }

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from secrets import token_hex
 from typing import Any
 from urllib.parse import unquote
 
-import aiohttp
 import orjson
 
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send, read_headers
@@ -28,10 +26,12 @@ from lightning_proxy.proxy.limits import Limiter
 from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path, wants_recording
 from lightning_proxy.proxy.ports import NO_RECORDER, Caller, Keys, Policy, Recorder, Route
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
-from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks, response_headers
+from lightning_proxy.proxy.upstream import Request
+from lightning_proxy.proxy.upstreams import Attempts, Target, Upstreams
 
 log = logging.getLogger(__name__)
 
+_VERSION = b"x-policy-version"
 # Not TRACE: its answer is the request, with what we add to it.
 _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
@@ -50,7 +50,7 @@ class Relay:
     def __init__(
         self,
         config: Config,
-        session: aiohttp.ClientSession,
+        upstreams: Upstreams,
         recorder: Recorder,
         policy: Policy,
         keys: Keys,
@@ -58,7 +58,7 @@ class Relay:
         continuity: Continuity | None = None,
     ) -> None:
         """`on_end` hears of every call that has ended, and whether it was recorded."""
-        self._session = session
+        self._upstreams = upstreams
         self._recorder = recorder
         self._policy = policy
         self._keys = keys
@@ -135,28 +135,27 @@ class Relay:
             rollout = rollout if found is None else replace(rollout, rollout_id=found)
             conversations.asked(scope, rollout.rollout_id, body)
         route = await self._policy.route(rollout, _model(body))
-        sent, injection = _with_model(body, route), Injection()
-        if route.upstream.kind == "vllm":
-            sent, injection = dialect.inject(sent)
+        attempts = self._attempts(agent, request, body, rollout, route, dialect)
         start = CallStart(
             call_id=_new_call_id(),
             rollout=rollout,
             endpoint=request.path.removeprefix("/v1/"),
-            model=_model(sent),
+            model=attempts.target.model,
             policy_version=route.version,
             request=body,
             started_at=time.time(),
             is_retry=is_retry,
             request_text=request.body.decode(),
+            upstream=route.upstream.name,
         )
         if recorder is not None:
             agent.extra += [(b"x-rollout-id", rollout.rollout_id.encode()), (b"x-call-id", start.call_id.encode())]
         if route.version is not None:
-            agent.extra.append((b"x-policy-version", str(route.version).encode()))
-        plain = _with_body(request, body, _with_model(body, route))
-        request = _with_body(request, body, sent)
+            agent.extra.append((_VERSION, str(route.version).encode()))
         continuity = self._continuity if recorder is not None else None
-        continued = continuity and continuity.call(route.upstream, start, sent)
+        continued = continuity and continuity.call(route.upstream, start, attempts.target.sent)
+        if continued:
+            attempts.begin_with(continued.open)
 
         def on_end(end: CallEnd) -> None:
             if limiter is not None:
@@ -168,20 +167,32 @@ class Relay:
             if self._on_end is not None:
                 self._on_end(end, recorder is not None)
 
-        opened = continued.open if continued else partial(open_upstream, self._session, route.upstream)
-        exchange = Exchange(
-            opened,
-            recorder or NO_RECORDER,
-            agent,
-            start,
-            route.upstream,
-            request,
-            plain,
-            dialect,
-            injection,
-            on_end,
-        )
+        exchange = Exchange(attempts, recorder or NO_RECORDER, agent, start, dialect, on_end)
         await agent.run_while_connected(exchange.run(), finish=self._finish and recorder is not None)
+
+    def _attempts(
+        self,
+        agent: Agent,
+        request: Request,
+        body: dict[str, Any],
+        rollout: RolloutName,
+        route: Route,
+        dialect: Dialect | None = None,
+    ) -> Attempts:
+        """The ways to an answer; what an upstream is sent is made when its turn has come."""
+
+        request = replace(request, rollout_id=rollout.rollout_id)
+
+        def routes() -> Iterator[Route]:
+            yield route
+            for fallback in route.fallbacks:
+                agent.extra = [header for header in agent.extra if header[0] != _VERSION]
+                yield fallback
+
+        def ask(route: Route, plain: bool) -> Target:
+            return _target(request, body, route, None if plain else dialect)
+
+        return Attempts(self._upstreams, routes(), ask)
 
     def forget(self, rollout_id: str) -> None:
         """The rollout was deleted."""
@@ -191,14 +202,14 @@ class Relay:
     async def _list_models(self, agent: Agent, request: Request, rollout: RolloutName) -> None:
         """The upstream's list and the alias; an answer that is no list goes through as it is."""
         route = await self._policy.route(rollout, None)
-        response = await open_upstream(self._session, route.upstream, request)
+        answer = await self._upstreams.open(route.upstream, request)
         try:
-            raw = b"".join([data async for data in read_chunks(route.upstream, response)])
+            raw = b"".join([data async for data in answer.chunks()])
         finally:
-            response.release()
-        if response.status == 200:
+            answer.release()
+        if answer.status == 200:
             raw = self._with_alias(raw)
-        await agent.answer(response.status, response_headers(route.upstream, response, keep_length=False), raw)
+        await agent.answer(answer.status, answer.headers(keep_length=False), raw)
 
     def _with_alias(self, raw: bytes) -> bytes:
         try:
@@ -212,18 +223,18 @@ class Relay:
         """Forward unrecorded; a model named in a JSON body is routed like that of a recorded call."""
         body = _try_object(request.body)
         route = await self._policy.route(rollout, _model(body))
-        request = _with_body(request, body, _with_model(body, route) if _model(body) else body)
-        await agent.run_while_connected(self._stream_through(agent, request, route))
+        attempts = self._attempts(agent, request, body, rollout, route)
+        await agent.run_while_connected(self._stream_through(agent, attempts))
 
-    async def _stream_through(self, agent: Agent, request: Request, route: Route) -> None:
-        response = await open_upstream(self._session, route.upstream, request)
+    async def _stream_through(self, agent: Agent, attempts: Attempts) -> None:
+        answer = await attempts.open()
         try:
-            await agent.start(response.status, response_headers(route.upstream, response, keep_length=True))
-            async for data in read_chunks(route.upstream, response):
+            await agent.start(answer.status, answer.headers(keep_length=True))
+            async for data in answer.chunks():
                 await agent.body(data)
             await agent.body(b"", more=False)
         finally:
-            response.release()
+            answer.release()
 
 
 async def _show(agent: Agent, error: LightningError) -> None:
@@ -288,6 +299,14 @@ def _try_object(body: bytes) -> dict[str, Any]:
 def _model(body: dict[str, Any]) -> str | None:
     model = body.get("model")
     return model if isinstance(model, str) else None
+
+
+def _target(request: Request, body: dict[str, Any], route: Route, dialect: Dialect | None) -> Target:
+    """How this upstream is asked: with the dialect's additions if there is one and the upstream is vLLM."""
+    sent, injection = _with_model(body, route), Injection()
+    if dialect is not None and route.upstream.kind == "vllm":
+        sent, injection = dialect.inject(sent)
+    return Target(route, _with_body(request, body, sent), sent, injection)
 
 
 def _with_model(body: dict[str, Any], route: Route) -> dict[str, Any]:

@@ -7,14 +7,14 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import aiohttp
 import orjson
 
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.turns import AsText, closing
-from lightning_proxy.proxy.upstream import Request, open_upstream, read_chunks
+from lightning_proxy.proxy.upstream import Request
+from lightning_proxy.proxy.upstreams import Upstreams
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -30,8 +30,8 @@ NO_ROUTE = (
 class Renderer:
     """Asks the server that answers the call: its template may be another than the model's own."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, upstreams: Upstreams) -> None:
+        self._upstreams = upstreams
         self._closings: dict[str, list[int]] = {}
         self._warned: set[str] = set()
 
@@ -42,14 +42,14 @@ class Renderer:
         """
         asked = replace(request, path=RENDER, query=b"", body=body)
         try:
-            response = await open_upstream(self._session, upstream, asked)
+            answer = await self._upstreams.open(upstream, asked)
             try:
-                raw = b"".join([data async for data in read_chunks(upstream, response)])
+                raw = b"".join([data async for data in answer.chunks()])
             finally:
-                response.release()
+                answer.release()
         except LightningError:
             raise AsText("refused") from None  # the call itself will meet it too, and say so
-        if response.status in (403, 404, 405, 501):
+        if answer.status in (403, 404, 405, 501):
             if upstream.name not in self._warned:
                 self._warned.add(upstream.name)
                 log.warning(NO_ROUTE, upstream.name, RENDER)

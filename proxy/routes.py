@@ -22,6 +22,7 @@ from lightning_proxy.proxy.answers import (
     answers,
 )
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
+from lightning_proxy.proxy.health import replica_name
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.keyring import hash_key, new_key
 from lightning_proxy.proxy.parts import Parts
@@ -203,7 +204,7 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", tags=["health"], responses=answers(Ready) | answers(Ready, 503))
 async def readyz(request: Request) -> Response:
-    """Store and upstream can be reached: 200, or 503 and which of them cannot."""
+    """Store and policy can be reached: 200, or 503 and which cannot; `down` names every watched server that is down."""
     p = parts(request)
     checks = {"store": "ok", "upstream": "ok"}
     try:
@@ -213,7 +214,9 @@ async def readyz(request: Request) -> Response:
     if not await p.policy.reachable():
         checks["upstream"] = "not reachable"
     ready = all(value == "ok" for value in checks.values())
-    return JSONResponse({"status": "ready" if ready else "not ready", **checks}, 200 if ready else 503)
+    down = [f"{name} {replica_name(url)}" for (name, url), problem in p.health.problems.items() if problem is not None]
+    view = {"status": "ready" if ready else "not ready", **checks} | ({"down": down} if down else {})
+    return JSONResponse(view, 200 if ready else 503)
 
 
 @router.get("/metrics", tags=["health"], response_class=PlainTextResponse)
@@ -224,4 +227,6 @@ async def metrics(request: Request) -> Response:
     p.metrics.live_version.set((await p.ledger.live()).version)
     for (mode, status), count in (await p.store.rollout_counts()).items():
         p.metrics.rollouts.labels(mode, status).set(count)
+    for (name, url), problem in p.health.problems.items():
+        p.metrics.upstream_up.labels(name, replica_name(url)).set(problem is None)
     return Response(p.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

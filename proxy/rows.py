@@ -33,6 +33,8 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
         "untrainable_reason": end.untrainable_reason,
         "ttft_ms": end.ttft_ms,
         "latency_ms": end.latency_ms,
+        "fallback": end.fallback,
+        "model": end.model,
         "tokens": sum(len(c.token_ids) for c in end.choices),
     }
 
@@ -90,6 +92,7 @@ def _read_call(
         ttft_ms=row["ttft_ms"],
         latency_ms=row["latency_ms"],
         superseded_by=row["superseded_by"],
+        upstream=row["upstream"],
     )
 
 

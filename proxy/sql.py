@@ -45,16 +45,20 @@ ROLLOUT_COUNTS = "SELECT mode, status, COUNT(*) AS rollouts FROM rollouts GROUP 
 
 CALL_START = """
 INSERT INTO calls
-    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, model, policy_version, request, started_at)
+    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, upstream, model, policy_version, request,
+     started_at)
 VALUES (
     :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
-    :parent_id, :agent, :endpoint, 'incomplete', :model, :policy_version, :request, :at
+    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version, :request, :at
 )
 """
 CALL_END = """
 UPDATE calls SET
     status = :status, http_status = :http_status, response = :response,
-    policy_version_end = CASE WHEN policy_version IS NULL OR NOT :merged THEN NULL
+    upstream = COALESCE(:fallback, upstream),
+    model = CASE WHEN :fallback IS NULL THEN model ELSE :model END,
+    policy_version = CASE WHEN :fallback IS NULL THEN policy_version END,
+    policy_version_end = CASE WHEN policy_version IS NULL OR :fallback IS NOT NULL OR NOT :merged THEN NULL
                               ELSE (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) END,
     prompt_shared = :prompt_shared, prompt_ids = :prompt_ids, token_ids = :token_ids, logprobs = :logprobs,
     finish_reason = :finish_reason, more_choices = :more_choices, usage = :usage, error = :error,

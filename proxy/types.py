@@ -89,11 +89,16 @@ class CallStart:
     started_at: float
     is_retry: bool = False
     request_text: str | None = None
+    upstream: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """How a call ended. `response` is the answer as the agent received it (a stream: assembled), or the error body."""
+    """How a call ended. `response` is the answer as the agent received it (a stream: assembled), or the error body.
+
+    `fallback`: the upstream that got the call in the end, and the `model` that it was asked for, if it was not the
+    one that the call was started for; no policy version has answered it then.
+    """
 
     call_id: str
     rollout_id: str
@@ -108,6 +113,8 @@ class CallEnd:
     untrainable_reason: str | None = None
     ttft_ms: float | None = None
     latency_ms: float = 0.0
+    fallback: str | None = None
+    model: str | None = None
 
     @property
     def trainable(self) -> bool:
@@ -148,6 +155,7 @@ class ModelCall:
     latency_ms: float | None
     superseded_by: str | None = None
     extends: str | None = None
+    upstream: str | None = None
 
     @property
     def response_token_ids(self) -> tuple[int, ...]:

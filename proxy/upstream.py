@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from functools import partial
 from urllib.parse import quote
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    retry_if_result,
-    stop_after_attempt,
-    wait_random_exponential,
-)
-from tenacity.wait import wait_base
 from yarl import URL
 
 from lightning_proxy.proxy.asgi import Header
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.errors import UpstreamTimeout, UpstreamUnreachable
+from lightning_proxy.proxy.health import Health
 from lightning_proxy.proxy.key_mask import SHORTEST_KEY, KeyMask
+
+log = logging.getLogger(__name__)
 
 # RFC 9110, section 7.6.1, and what is only about the connection to us.
 _HOP_BY_HOP = frozenset(
@@ -37,8 +30,6 @@ _OUR_REQUEST_HEADERS = frozenset(
     b"host content-length expect x-rollout-id x-task-id x-agent-name x-rollout-mode x-recording".split()
 )
 _QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
-# Answers that say: not now.
-_RETRIED = frozenset({429, 502, 503, 504})
 # Of one answer's headers; more are a fault.
 MAX_HEADER_BYTES = 256 * 1024
 MAX_HEADERS = 1000
@@ -49,7 +40,10 @@ _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What goes upstream. `path`: percent-decoded, from /v1/ on; `headers`: the agent's; `identity`: uncompressed."""
+    """What goes upstream. `path`: percent-decoded, from /v1/ on; `headers`: the agent's; `identity`: uncompressed.
+
+    `rollout_id`: requests with the same one go to the same replica.
+    """
 
     method: str
     path: str
@@ -58,6 +52,7 @@ class Request:
     body: bytes
     forward_authorization: bool
     identity: bool = False
+    rollout_id: str = ""
 
     def with_body(self, body: bytes) -> Request:
         return replace(self, body=body)
@@ -89,59 +84,64 @@ def make_session() -> aiohttp.ClientSession:
     )
 
 
-async def open_upstream(
-    session: aiohttp.ClientSession, upstream: UpstreamConfig, request: Request
-) -> aiohttp.ClientResponse:
-    """Send the request, as often as `upstream.retries` says, and wait for the answer's headers.
-
-    Raises UpstreamUnreachable, UpstreamTimeout.
-    """
-    if not upstream.retries:
-        return await _open(session, upstream, request)
-    retrying = AsyncRetrying(
-        stop=stop_after_attempt(1 + upstream.retries),
-        wait=_RetryAfter(upstream.retry_wait_s),
-        retry=retry_if_result(lambda response: response.status in _RETRIED) | retry_if_exception_type(NoConnection),
-        before_sleep=_let_go,
-        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
-    )
-    response: aiohttp.ClientResponse = await retrying(_open, session, upstream, request)
-    return response
-
-
 class NoConnection(UpstreamUnreachable):
     """The request did not reach the upstream."""
 
 
-class _RetryAfter(wait_base):
-    """What the answer's Retry-After says, in seconds or as a date; else 0.5 s, doubling, with jitter."""
-
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
-        self._else = wait_random_exponential(multiplier=0.5, max=longest)
-
-    def __call__(self, retry_state: RetryCallState) -> float:
-        outcome = retry_state.outcome
-        value = "" if outcome is None or outcome.failed else outcome.result().headers.get("Retry-After", "")
-        if value.isdecimal():
-            return min(float(value), self._longest)
-        try:
-            until = parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return self._else(retry_state)
-        return min(max(until, 0.0), self._longest)
+class NoConnectionInTime(UpstreamTimeout, NoConnection):
+    """Nor was it refused."""
 
 
-def _let_go(retry_state: RetryCallState) -> None:
-    if retry_state.outcome is not None and not retry_state.outcome.failed:
-        retry_state.outcome.result().close()
+class HttpUpstream:
+    """Servers that speak the agents' protocol: one, or replicas among which a rollout keeps to its own."""
+
+    def __init__(self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health) -> None:
+        self._config = config
+        self._session = session
+        self._health = health
+
+    async def open(self, request: Request) -> HttpAnswer:
+        """Send the request; where there is no connection, to the rollout's next replica."""
+        *others, last = self._health.order(self._config, request.rollout_id)
+        for url in others:
+            try:
+                return HttpAnswer(self._config, await _open(self._session, self._config, url, request))
+            except NoConnection as error:
+                log.warning("%s; the next replica is tried", error.message)
+        return HttpAnswer(self._config, await _open(self._session, self._config, last, request))
+
+    async def close(self) -> None:
+        """The session is its opener's."""
 
 
-async def _open(session: aiohttp.ClientSession, upstream: UpstreamConfig, request: Request) -> aiohttp.ClientResponse:
+class HttpAnswer:
+    """An answer whose headers are there and whose body is on its way."""
+
+    def __init__(self, config: UpstreamConfig, response: aiohttp.ClientResponse) -> None:
+        self._config = config
+        self._response = response
+        self.status = response.status
+        self.is_stream = response.status == 200 and response.content_type == "text/event-stream"
+        self.release = response.release
+
+    @property
+    def retry_after(self) -> str:
+        return self._response.headers.get("Retry-After", "")
+
+    def headers(self, *, keep_length: bool) -> list[Header]:
+        return response_headers(self._config, self._response, keep_length=keep_length)
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        return read_chunks(self._config, self._response)
+
+
+async def _open(
+    session: aiohttp.ClientSession, upstream: UpstreamConfig, base_url: str, request: Request
+) -> aiohttp.ClientResponse:
     try:
         response = await session.request(
             request.method,
-            _url(upstream, request),
+            _url(base_url, request),
             headers=_request_headers(upstream, request),
             data=request.body or None,
             allow_redirects=False,
@@ -149,7 +149,7 @@ async def _open(session: aiohttp.ClientSession, upstream: UpstreamConfig, reques
             timeout=_timeout(upstream),
         )
     except aiohttp.ConnectionTimeoutError:
-        raise UpstreamTimeout(
+        raise NoConnectionInTime(
             f"upstream {upstream.name}: no connection within {upstream.connect_timeout_s} s"
         ) from None
     except TimeoutError:
@@ -214,8 +214,7 @@ def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[s
     if identity:
         dropped |= {b"accept-encoding"}
     kept = [(_text(name), _text(value)) for name, value in request.headers if name.lower() not in dropped]
-    if upstream.api_key:
-        kept.append(("authorization", f"Bearer {upstream.api_key.get_secret_value()}"))
+    kept += upstream.credentials.items()
     if identity:
         kept.append(("accept-encoding", "identity"))
     return kept
@@ -226,11 +225,11 @@ def _named_by_connection(headers: Iterable[Header]) -> frozenset[bytes]:
     return frozenset(token.strip().lower() for value in values for token in value.split(b","))
 
 
-def _url(upstream: UpstreamConfig, request: Request) -> URL:
+def _url(base_url: str, request: Request) -> URL:
     """Quoted anew from the decoded path: what was checked is what is asked for."""
     path = quote(request.path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~")
     query = f"?{quote(request.query, safe=_QUERY_SAFE)}" if request.query else ""
-    return URL(upstream.base_url.rstrip("/") + path + query, encoded=True)
+    return URL(base_url + path + query, encoded=True)
 
 
 def _text(value: bytes) -> str:

@@ -35,6 +35,7 @@ def call_view(call: ModelCall) -> dict[str, Any]:
         "status": call.status,
         "http_status": call.http_status,
         "error": call.error,
+        "upstream": call.upstream,
         "model": call.model,
         "policy_version": call.policy_version,
         "policy_versions": call.policy_versions,

@@ -26,9 +26,19 @@ class Vllm:
     """One vLLM server, addressed by the `base_url` (ending in /v1) of its upstream."""
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str, *, timeout_s: float = 120.0) -> None:
+        self.base_url = base_url
         self._session = session
         self._root = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5)
+
+    async def each(self, work: Callable[[Vllm], Awaitable[object]]) -> dict[str, LightningError | None]:
+        """Do it here; by URL, what went wrong. See `VllmFleet`."""
+        await work(self)
+        return {self.base_url: None}
+
+    async def reachable(self) -> list[Vllm]:
+        """This server, whether it answers or not; of a fleet, those that do."""
+        return [self]
 
     async def models(self) -> list[dict[str, Any]]:
         """The served models: the base model, whose `parent` is None, and the adapters."""
@@ -67,12 +77,20 @@ class Vllm:
         Their attention caches are kept; cached prefixes of finished requests are forgotten. Where this fails, requests
         stay frozen under the label `loading`: no token is sampled from unknown weights. `Swap.restore` mends it.
         """
+        await self.load_weights(path)
+        await committed()
+        await self.go_on(label)
+
+    async def load_weights(self, path: str) -> None:
+        """The first half of `replace_weights`: frozen, and the new weights are there."""
         await self._request("POST", "/pause?mode=keep")
         await self._request("POST", "/update_weight_version", {"new_version": "loading"})
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._request("POST", "/collective_rpc", body)
         await self._request("POST", "/reset_prefix_cache")
-        await committed()
+
+    async def go_on(self, label: str) -> None:
+        """The second half: name the weights, and let the requests go on."""
         await self._request("POST", "/update_weight_version", {"new_version": label})
         await self.resume()
 

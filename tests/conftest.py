@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,9 @@ class PolicyServer:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.fails = 0  # the status of every answer, if it is to fail
+        self.refuses = ""  # the path of an operator's request that is to fail
+        self.base = "base"
         self.processed_logprobs, self.stable_template, self.returns_token_ids = True, True, True
         self.renders, self.takes_tokens = True, True
         self.delays: list[float] = []  # of the next answers, in seconds
@@ -72,7 +75,7 @@ class PolicyServer:
         self.weights, self.label, self.paused = str(self.root), "default", False
 
     async def models(self, _: web.Request) -> web.Response:
-        base = {"id": "base", "object": "model", "parent": None, "root": str(self.root)}
+        base = {"id": self.base, "object": "model", "parent": None, "root": str(self.root)}
         base["max_model_len"] = 512  # type: ignore[assignment]
         adapters = [{"id": n, "object": "model", "parent": "base", "root": p} for n, p in self.adapters.items()]
         return web.json_response({"object": "list", "data": [base, *adapters]})
@@ -84,6 +87,8 @@ class PolicyServer:
         return web.json_response({"is_paused": self.paused})
 
     async def operate(self, request: web.Request) -> web.Response:
+        if request.path == self.refuses:
+            return web.Response(status=500, text="out of memory")
         if request.path in ("/pause", "/resume"):
             self.paused = request.path == "/pause"
         else:
@@ -103,6 +108,8 @@ class PolicyServer:
         body = await request.json()
         self.headers.append(dict(request.headers))
         await asyncio.sleep(self.delays.pop(0) if self.delays else 0)
+        if self.fails:
+            return web.json_response({"error": {"message": "busy"}}, status=self.fails)
         if body["model"] not in {"base", *self.adapters}:
             error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
             return web.json_response({"error": error}, status=404)
@@ -190,6 +197,9 @@ async def _running(
     publish: str = "merged",
     continuity: str = "text",
     recording: dict[str, Any] | None = None,
+    replicas: Sequence[str] = (),
+    fallbacks: Sequence[str] = (),
+    others: Sequence[UpstreamConfig] = (),
     **proxy: Any,
 ) -> AsyncIterator[System]:
     vllm = PolicyServer(tmp_path)
@@ -202,7 +212,10 @@ async def _running(
         proxy=ProxyConfig(**proxy),
         recording=RecordingConfig(**recording or {}),
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
-        upstreams=[UpstreamConfig(name="policy", base_url=base_url)],
+        upstreams=[
+            UpstreamConfig(name="policy", base_url=base_url, replicas=list(replicas), fallbacks=list(fallbacks)),
+            *others,
+        ],
         policy=PolicyConfig(
             publish=publish,  # type: ignore[arg-type]
             directory=tmp_path / "policy",
@@ -225,5 +238,8 @@ async def _running(
 
 @pytest.fixture
 def running() -> Callable[..., AbstractAsyncContextManager[System]]:
-    """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`."""
+    """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`.
+
+    `replicas`, `fallbacks`: of the policy's upstream; `others`: further upstreams.
+    """
     return _running

@@ -13,6 +13,7 @@ from lightning_proxy.proxy.config import Config, load_config
 from lightning_proxy.proxy.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
+URL = "base_url: 'http://h/v1'"
 
 
 def keys(data: Any, prefix: str = "") -> set[str]:
@@ -59,6 +60,19 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
         ("proxy: {limits: {concurrent: 0}}", "proxy.limits.concurrent"),
         ("upstreams: []", "upstreams"),
         ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url must be"),
+        ("upstreams: [{name: a}]", "upstreams.0: base_url must be"),
+        (f"upstreams: [{{name: a, {URL}, replicas: ['http://h']}}]", "upstreams.0: replicas must be"),
+        (f"upstreams: [{{name: a, {URL}, replicas: ['http://h/v1/']}}]", "replicas must differ"),
+        (f"upstreams: [{{name: a, {URL}}}, {{name: a, {URL}}}]", "a name of its own"),
+        (f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}]", "a falls back to 'b', which is no upstream"),
+        (f"upstreams: [{{name: a, {URL}, fallbacks: [a]}}]", "in a circle: a -> a"),
+        (
+            f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}, {{name: b, {URL}, fallbacks: [a]}}]",
+            "fallbacks go in a circle",
+        ),
+        (f"upstreams: [{{name: a, {URL}, litellm_params: {{x: 1}}}}]", "litellm_params is for kind litellm"),
+        ("upstreams: [{name: a, kind: litellm}]", "serves only what models or model_map name"),
+        ("upstreams: [{name: a, kind: litellm, models: [m], health_check_s: 1}]", "health_check_s needs a base_url"),
         ("store: {url: 'mysql://h'}", "only sqlite:///FILE"),
         ("trainer: {group_size: 1}", "trainer.group_size"),
         ("trainer: {baseline: best}", "trainer.baseline"),

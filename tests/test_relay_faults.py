@@ -16,6 +16,7 @@ from lightning_proxy.proxy.relay import Relay
 from lightning_proxy.proxy.transcript import MAX_EVENT_BYTES
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstream import make_session
+from lightning_proxy.proxy.upstreams import Upstreams
 from support.relaying import Handler, MemoryRecorder, OneUpstream, OpenDoor, relaying, speaking
 
 CHAT = {"model": "policy", "messages": []}
@@ -317,7 +318,7 @@ async def test_a_call_that_is_stopped_with_the_server_is_recorded():
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
     async with speaking(upstream) as base, make_session() as session:
         target = OneUpstream(UpstreamConfig(name="up", base_url=f"{base}/v1", kind="openai"))
-        relay = Relay(Config(), session, recorder, target, OpenDoor())
+        relay = Relay(Config(), Upstreams(session), recorder, target, OpenDoor())
         call = asyncio.create_task(relay(scope, messages.get, sent.put))
         while (await sent.get()).get("body") != event("a"):
             pass

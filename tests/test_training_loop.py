@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +22,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from lightning_proxy.proxy.config import Config, PolicyConfig, StoreConfig, TrainerConfig, UpstreamConfig
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import PublishError, UpstreamUnreachable
+from lightning_proxy.proxy.fleet import open_vllm
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.policy import NotServed, Swap
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
-from lightning_proxy.proxy.vllm import Vllm, operator_session
+from lightning_proxy.proxy.vllm import operator_session
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.trainer import LightningTrainer
@@ -113,8 +114,9 @@ class DeafServer(HonestServer):
 class Bench:
     """A store, a server and a trainer; `loop()` is the trainer's process as it is after a start."""
 
-    def __init__(self, config: Config, database: Database, vllm: Vllm, server: HonestServer) -> None:
-        self.config, self.vllm, self.server = config, vllm, server
+    def __init__(self, config: Config, database: Database, vllm: Any, servers: list[HonestServer]) -> None:
+        self.config, self.vllm = config, vllm
+        self.server, *self.replicas = servers
         self.store, self.ledger = Store(database), Ledger(database)
         self.random = random.Random(0)
 
@@ -156,29 +158,36 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    base: Path, tmp_path: Path, publish: str = "merged", server: type[HonestServer] = HonestServer, **trainer: Any
+    base: Path,
+    tmp_path: Path,
+    publish: str = "merged",
+    server: type[HonestServer] = HonestServer,
+    replicas: Sequence[type[HonestServer]] = (),
+    **trainer: Any,
 ) -> AsyncIterator[Bench]:
-    played = server(base)
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", played.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    servers, runners = [kind(base) for kind in (server, *replicas)], []
+    for played in servers:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", played.handle)
+        runners.append(web.AppRunner(app))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+    url, *others = (f"http://127.0.0.1:{runner.addresses[0][1]}/v1" for runner in runners)
     settings = {"group_size": 4, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
     config = Config(
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
-        upstreams=[UpstreamConfig(name="policy", base_url=url)],
+        upstreams=[UpstreamConfig(name="policy", base_url=url, replicas=others)],
         policy=PolicyConfig.model_validate({"model": str(base), "publish": publish, "directory": tmp_path / "policy"}),
         trainer=TrainerConfig.model_validate({**settings, **trainer}),
     )
     database = await Database.open(config.store)
     try:
         async with operator_session() as session:
-            yield Bench(config, database, Vllm(session, url), played)
+            yield Bench(config, database, open_vllm(session, config.upstreams[0].urls), servers)
     finally:
         await database.close()
-        await runner.cleanup()
+        for runner in runners:
+            await runner.cleanup()
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
@@ -193,6 +202,30 @@ async def test_a_step_makes_verified_weights_live(base: Path, tmp_path: Path, pu
         assert step is not None
         assert (step.version, step.metrics["reward_mean"], step.metrics["rollouts"]) == (1, 0.5, 8)
         assert not b.server.paused
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_every_replica_gets_the_weights_and_is_verified(base: Path, tmp_path: Path, publish: str) -> None:
+    async with bench(base, tmp_path, publish, replicas=[HonestServer]) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.version, live.verified) == (1, True)
+        for server in (b.server, *b.replicas):
+            assert (server.label.startswith("1-"), "policy-v1" in server.models) == (
+                publish == "merged",
+                publish == "lora",
+            )
+            assert not server.paused
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_weights_that_one_replica_does_not_serve_do_not_count(base: Path, tmp_path: Path, publish: str) -> None:
+    async with bench(base, tmp_path, publish, replicas=[DeafServer]) as b:
+        await b.groups("t1", "t2")
+        with pytest.raises(PublishError, match="does not serve the weights"):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.ledger.live()).version == 0
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])

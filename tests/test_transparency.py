@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +119,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = {
         "proxy": {"port": port},
         "store": {"url": f"sqlite:///{directory}/store.db"},
-        "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
+        "upstreams": [
+            {"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"},
+            litellm_upstream("hosted_vllm", f"http://127.0.0.1:{vllm_port}/v1"),
+            litellm_upstream("anthropic", f"http://127.0.0.1:{vllm_port}"),
+        ],
         "policy": {
             "model": str(prepare_model(cache_directory())),
             "publish": "merged",
@@ -194,6 +200,36 @@ def _shown(value: Any) -> str:
     return _without_ids(json.dumps(value, separators=(",", ":")).replace('\\"', '"'))
 
 
+# What litellm changes: docs/providers.md.
+@pytest.mark.parametrize("provider", ["hosted_vllm", "anthropic"])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_litellm_gives_the_same_text_and_tool_calls(served: Served, provider: str, path: str) -> None:
+    short: dict[str, Any] = {"temperature": 0, "max_output_tokens" if path == "responses" else "max_tokens": 16}
+    bodies: list[dict[str, Any]] = [{"input": SAY} if path == "responses" else {"messages": SAY}]
+    if path == "chat/completions":
+        bodies.append({"messages": SAY, **FORCED})
+    for body, stream in itertools.product(bodies, (False, True)):
+        if (path, provider, stream) == ("messages", "anthropic", True):
+            continue  # needs the packages of litellm's own proxy
+        asked, rollout = short | body | {"stream": stream}, f"through-{uuid.uuid4().hex}"
+        url = served.proxied.replace("/rollouts/r", f"/rollouts/{rollout}")
+        post(f"{url}/v1/{path}", asked | {"model": "policy"})
+        assert post(f"{url}/v1/{path}", asked | {"model": provider}).status == 200
+        direct, through = json.loads(urllib.request.urlopen(url).read())["calls"]
+        assert said(through) == said(direct)
+        assert [t["arguments"] for t in through["tool_calls"]] == [t["arguments"] for t in direct["tool_calls"]]
+        assert (through["upstream"], through["policy_version"], through["trainable"]) == (provider, None, False)
+
+
+def said(call: dict[str, Any]) -> Any:
+    """The text of the recorded answer, whole or streamed, of any API."""
+    response = call["response"]
+    if "choices" in response:
+        return response["choices"][0]["message"].get("content") or ""
+    blocks = response["content"] if "content" in response else response["output"][0]["content"]
+    return [block["text"] for block in blocks]
+
+
 def post(url: str, body: dict[str, Any]) -> Answer:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
@@ -203,6 +239,13 @@ def post(url: str, body: dict[str, Any]) -> Answer:
     with answer:
         text = answer.read().decode()
         return Answer(answer.status, _comparable(dict(answer.headers)), _without_ids(text))
+
+
+def litellm_upstream(provider: str, base_url: str) -> dict[str, Any]:
+    return {
+        "name": provider, "kind": "litellm", "base_url": base_url, "api_key": "unused",
+        "model_map": {provider: f"{provider}/{NAME}"},
+    }  # fmt: skip
 
 
 def _comparable(headers: dict[str, str]) -> dict[str, str]:

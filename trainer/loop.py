@@ -15,12 +15,13 @@ from typing import Any
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
+from lightning_proxy.proxy.fleet import open_vllm
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.policy import Superseded, Swap
 from lightning_proxy.proxy.publish_mode import publish_mode
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PolicyVersion
-from lightning_proxy.proxy.vllm import Vllm, operator_session
+from lightning_proxy.proxy.vllm import operator_session
 from lightning_proxy.trainer.collect import Collector
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.trainer import LightningTrainer
@@ -184,7 +185,7 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> N
         try:
             async with opened(config.store) as database, operator_session() as session:
                 store, ledger = Store(database), Ledger(database)
-                swap = Swap(ledger, Vllm(session, upstream.base_url), publish_mode(config), config.policy.directory)
+                swap = Swap(ledger, open_vllm(session, upstream.urls), publish_mode(config), config.policy.directory)
                 publisher = Publisher(config.policy, ledger, swap, trainer)
                 await TrainingLoop(config, store, ledger, trainer, publisher).run(stop, once=once)
         finally:

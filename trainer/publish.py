@@ -20,6 +20,7 @@ from lightning_proxy.proxy.errors import LightningError, PublishError, UpstreamT
 from lightning_proxy.proxy.ledger import Ledger, Step
 from lightning_proxy.proxy.policy import Superseded, Swap
 from lightning_proxy.proxy.types import PolicyVersion
+from lightning_proxy.proxy.vllm import Vllm
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
 from lightning_proxy.trainer.weights import save_adapter, save_merged
@@ -137,11 +138,16 @@ class Publisher:
     async def _verify(self, model: str, samples: Sequence[Sample]) -> None:
         """Let vLLM go on from the prompts of a few samples, and compare its log-probabilities with the trainer's own.
 
-        Not by prompt_logprobs: they end the engine of vLLM 0.32 on a CPU with LoRA enabled.
+        Every replica is asked. Not by prompt_logprobs: they end the engine of vLLM 0.32 on a CPU with LoRA enabled.
         """
         chosen = _varied(samples, self._config.verify_samples)
         prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
-        answers = [await self._sample(model, prompt) for prompt in prompts]
+        for server in await self._swap.vllm.reachable():
+            await self._verify_server(server, model, prompts)
+        self._served = self._trainer.adapter()
+
+    async def _verify_server(self, server: Vllm, model: str, prompts: Sequence[Sequence[int]]) -> None:
+        answers = [await self._sample(server, model, prompt) for prompt in prompts]
         rows = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, answers, strict=True)]
         difference = _difference(await asyncio.to_thread(self._trainer.logprobs, rows), answers)
         tolerance = self._config.verify_tolerance or TOLERANCE[self._trainer.policy_model.dtype]
@@ -158,13 +164,12 @@ class Publisher:
                     "vLLM still serves the weights from before: its log-probabilities differ from theirs by "
                     f"{before:.4g} on average, and from those of the published weights by {difference:.4g}"
                 )
-        self._served = self._trainer.adapter()
 
-    async def _sample(self, model: str, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
+    async def _sample(self, server: Vllm, model: str, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
         """vLLM's answer; waits for a server that is away, which the proxy puts in line when it is back."""
         for _ in range(VERIFY_TRIES):
             try:
-                return await self._swap.vllm.sample(model, prompt, VERIFIED_TOKENS)
+                return await server.sample(model, prompt, VERIFIED_TOKENS)
             except (UpstreamUnreachable, UpstreamTimeout) as error:
                 log.warning("verifying the published weights waits: %s", error)
                 await asyncio.sleep(RETRY_S)

@@ -17,6 +17,7 @@ from lightning_proxy.proxy.ports import Caller, Route
 from lightning_proxy.proxy.relay import Relay
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstream import make_session
+from lightning_proxy.proxy.upstreams import Upstreams
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -68,7 +69,7 @@ async def relaying(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         async with make_session() as session:
-            relay = Relay(config, session, recorder, OneUpstream(target), OpenDoor())
+            relay = Relay(config, Upstreams(session), recorder, OneUpstream(target), OpenDoor())
             server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", **UVICORN | {"log_level": "critical"}))
             task = asyncio.create_task(server.serve([listener]))
             while not server.started:

@@ -1,0 +1,59 @@
+"""Further tries at an upstream that says: not now."""
+
+from __future__ import annotations
+
+import time
+from email.utils import parsedate_to_datetime
+
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_attempt,
+    wait_random_exponential,
+)
+from tenacity.wait import wait_base
+
+from lightning_proxy.proxy.config import UpstreamConfig
+from lightning_proxy.proxy.ports import Answer, Upstream
+from lightning_proxy.proxy.upstream import NoConnection, Request
+
+_RETRIED = frozenset({429, 502, 503, 504, 529})
+
+
+async def open_with_retries(config: UpstreamConfig, upstream: Upstream, request: Request) -> Answer:
+    """`upstream.open`, as often as `retries` says; its last answer or error if none is a good one."""
+    retrying = AsyncRetrying(
+        stop=stop_after_attempt(1 + config.retries),
+        wait=_RetryAfter(config.retry_wait_s),
+        retry=retry_if_result(lambda answer: answer.status in _RETRIED) | retry_if_exception_type(NoConnection),
+        before_sleep=_let_go,
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
+    )
+    answer: Answer = await retrying(upstream.open, request)
+    return answer
+
+
+class _RetryAfter(wait_base):
+    """What the answer's Retry-After says, in seconds or as a date; else 0.5 s, doubling, with jitter."""
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._else = wait_random_exponential(multiplier=0.5, max=longest)
+
+    def __call__(self, retry_state: RetryCallState) -> float:
+        outcome = retry_state.outcome
+        value = "" if outcome is None or outcome.failed else outcome.result().retry_after
+        if value.isdecimal():
+            return min(float(value), self._longest)
+        try:
+            until = parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return self._else(retry_state)
+        return min(max(until, 0.0), self._longest)
+
+
+def _let_go(retry_state: RetryCallState) -> None:
+    if retry_state.outcome is not None and not retry_state.outcome.failed:
+        retry_state.outcome.result().release()
