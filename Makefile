@@ -10,7 +10,7 @@ STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test check lint demo bench-proxy bench-peers soak clean
+.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store soak clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -65,6 +65,9 @@ bench-proxy: setup  ## the proxy's speed beside a bare forwarder's and its peers
 
 bench-peers: setup  ## install the gateways that bench-proxy compares with, each in .venv-peers/NAME
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+bench-store: setup  ## a million calls in one store: what gets slower? (ten minutes, 6 GB)
+	$(BIN)/python benchmarks/store.py $(ARGS)
 
 soak: setup  ## half an hour of mixed load: nothing lost, memory flat
 	$(BIN)/python benchmarks/soak.py $(ARGS)

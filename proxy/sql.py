@@ -24,22 +24,27 @@ INSERT INTO rollout_keys (key_hash, rollout_id, key_id) VALUES (:key_hash, :roll
 ROLLOUT_OF_KEY = "SELECT rollout_id, key_id FROM rollout_keys WHERE key_hash = :key_hash"
 ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
 ROLLOUTS_PAGE = """
-SELECT * FROM rollouts
-WHERE n < :cursor {filters}
-ORDER BY n DESC LIMIT :limit
+SELECT rollouts.* FROM rollouts
+WHERE rollouts.n < :cursor {filters}
+ORDER BY rollouts.n DESC LIMIT :limit
+"""
+ROLLOUTS_PAGE_OF_AGENT = """
+SELECT rollouts.* FROM rollout_agents CROSS JOIN rollouts ON rollouts.n = rollout_agents.n
+WHERE rollout_agents.agent = :agent AND rollout_agents.n < :cursor {filters}
+ORDER BY rollout_agents.n DESC LIMIT :limit
 """
 ROLLOUT_FILTERS = {
     "status": "AND status = :status",
     "task_id": "AND task_id = :task_id",
     "mode": "AND mode = :mode",
-    "agent": "AND EXISTS (SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.agent = :agent)",
+    "agent": "",  # ROLLOUTS_PAGE_OF_AGENT
 }
 ROLLOUT_END = """
 UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at
 WHERE rollout_id = :rollout_id AND status = 'running'
 """
 ROLLOUT_DELETE = "DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'"
-ROLLOUT_COUNTS = "SELECT mode, status, COUNT(*) AS rollouts FROM rollouts GROUP BY mode, status"
+ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
 
 # Calls ------------------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,8 @@ class Store:
         self, filters: dict[str, str], limit: int, cursor: int | None = None
     ) -> tuple[list[Rollout], int | None]:
         """A page, newest first, and the cursor of the next page (None: this is the last). Filters: ROLLOUT_FILTERS."""
-        statement = sql.ROLLOUTS_PAGE.format(filters=" ".join(sql.ROLLOUT_FILTERS[name] for name in filters))
+        page_of = sql.ROLLOUTS_PAGE_OF_AGENT if "agent" in filters else sql.ROLLOUTS_PAGE
+        statement = page_of.format(filters=" ".join(sql.ROLLOUT_FILTERS[name] for name in filters))
         found = await self._db.all(statement, {**filters, "cursor": cursor or 2**62, "limit": limit + 1})
         page = found[:limit]
         return [rows.read_rollout(row) for row in page], page[-1]["n"] if len(found) > limit else None

@@ -14,18 +14,19 @@ from lightning_proxy.proxy.database import Database
 PAGES = {
     f"page by {name or 'nothing'}": sql.ROLLOUTS_PAGE.format(filters=sql.ROLLOUT_FILTERS.get(name, ""))
     for name in ("", "status", "task_id", "mode")
-}
+} | {"page by agent": sql.ROLLOUTS_PAGE_OF_AGENT.format(filters="")}
 STATEMENTS = PAGES | {
     name: getattr(sql, name)
     for name in (
         "ROLLOUT", "ROLLOUT_OF_KEY", "ROLLOUT_SEEN", "ROLLOUT_END", "ROLLOUT_DELETE", "CALL_START", "CALL_END", "CALLS",
         "CALL_SUPERSEDED", "ROLLOUT_CALL_ENDED", "TOOL_CALLS", "TOOL_RESULT", "REWARDS", "ROLLOUT_COMPLETE",
-        "CLAIMABLE_OF_TASK", "CLAIM", "CLAIMED", "DROP", "RELEASE", "LIVE_VERSION",
+        "CLAIMABLE_OF_TASK", "CLAIM", "CLAIMED", "DROP", "RELEASE", "LIVE_VERSION", "PINNED_VERSIONS",
+        "IDEMPOTENT_ANSWER", "IDEMPOTENT_FORGET",
     )
 }  # fmt: skip
 
 # These sort what belongs to one step, rollout or tool-call id.
-FEW = {"CLAIMED", "TOOL_RESULT", "TOOL_CALLS", "REWARDS"}
+FEW = {"CLAIMED", "TOOL_RESULT", "TOOL_CALLS", "REWARDS", "PINNED_VERSIONS"}
 
 
 @pytest.fixture
@@ -56,4 +57,16 @@ async def test_no_table_is_read_from_end_to_end(database: Database, name: str) -
 
 
 async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database) -> None:
-    assert "USING INDEX rollouts_claimable" in (await plan(database, sql.CLAIMABLE_GROUPS))[0]
+    assert "USING COVERING INDEX rollouts_claimable" in (await plan(database, sql.CLAIMABLE_GROUPS))[0]
+
+
+async def test_versions_of_running_rollouts_are_read_off_an_index(database: Database) -> None:
+    assert "USING COVERING INDEX rollouts_running" in (await plan(database, sql.PINNED_VERSIONS))[0]
+
+
+@pytest.mark.parametrize(("filters", "index"), [("mode", "rollouts_by_mode"), ("mode status", "rollouts_by_mode_and")])
+async def test_a_rare_mode_is_found_without_looking_at_the_others(
+    database: Database, filters: str, index: str
+) -> None:
+    page = sql.ROLLOUTS_PAGE.format(filters=" ".join(sql.ROLLOUT_FILTERS[name] for name in filters.split()))
+    assert f"USING INDEX {index}" in (await plan(database, page))[0]
