@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lightning_proxy.commands import keys, policy, rollouts
+from lightning_proxy.commands import keys, policy, rollouts, store
 
 if TYPE_CHECKING:
     from lightning_proxy.commands.system import Launch
@@ -39,6 +39,7 @@ app = typer.Typer(
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
+app.add_typer(store.app, name="store")
 # Without this setting a negative reward would be taken for an option.
 app.command(context_settings={"ignore_unknown_options": True})(rollouts.reward)
 

@@ -1,8 +1,8 @@
 """How the store does as it grows: `python benchmarks/store.py --calls 1000000`, about ten minutes.
 
 Fills a store through the real recorder with rollouts of several turns (system prompt, tools, tool calls, token ids,
-log-probabilities, rewards) while a trainer claims what has ended, and after each `--every` calls measures, at rest, what
-must not become slower. With `--store FILE` it goes on from what the file holds already.
+log-probabilities, rewards) while a trainer claims what has ended, and after each `--every` calls measures, at rest,
+what must not become slower. With `--store FILE` it goes on from what the file holds already.
 """
 
 import argparse
@@ -32,7 +32,7 @@ AT_ONCE = 64  # rollouts
 SIBLINGS = 8
 TASKS_PER_STEP = 8
 REPEATS = 15
-WORDS = "amber basin cedar delta ember fjord grove haven inlet jetty knoll lemur mango nadir ocean pearl".split()
+WORDS = ["amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lemur"]
 SOURCE = random.Random(0)
 TEXTS = [" ".join(SOURCE.choices(WORDS, k=60)) for _ in range(1000)]
 SYSTEM = {"role": "system", "content": " ".join(SOURCE.choices(WORDS, k=250))}

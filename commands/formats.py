@@ -19,6 +19,15 @@ def count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
+def size(bytes_: float) -> str:
+    """In the one unit that says it best: 512 B, 3.1 MiB, 2.5 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if bytes_ < 1024:
+            return f"{bytes_:.3g} {unit}"
+        bytes_ /= 1024
+    return f"{bytes_:,.1f} GiB"
+
+
 def duration(seconds: float) -> str:
     """In the one unit that says it best: 0.4s, 12s, 3m, 5h, 2d."""
     if seconds < 10:

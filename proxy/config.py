@@ -78,10 +78,16 @@ class RedactConfig(Section):
         return fields
 
 
+class RetentionConfig(Section):
+    max_age_days: Annotated[float, Field(gt=0)] | None = None
+    max_gib: Annotated[float, Field(gt=0)] | None = None
+
+
 class StoreConfig(Section):
     url: str = "sqlite:///lightning.db"
     synchronous: Literal["normal", "full"] = "normal"
     busy_timeout_s: Seconds = 5.0
+    retention: RetentionConfig = RetentionConfig()
 
     @property
     def path(self) -> Path:
@@ -274,7 +280,7 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
             and name not in ENV_NOT_CONFIG
             and (section in Config.model_fields or "__" in name)
         ):
-            _put(data, [section, key.lstrip("_")] if key else [section], _parse(value, name), name)
+            _put(data, [section, *key.lstrip("_").split("__")] if key else [section], _parse(value, name), name)
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(data, key.split("."), value, key)

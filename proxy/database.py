@@ -22,6 +22,7 @@ Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
 
 CHECKPOINT_EVERY = 200  # commits
 LARGE = 2**18  # bytes
+LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for a moment while it is emptied
 
 
 class Database:
@@ -117,6 +118,10 @@ class Database:
             except sqlite3.OperationalError as error:
                 raise _unavailable(error) from error
 
+    async def checkpoint(self) -> None:
+        """Move what was committed into the file, which gets shorter only then."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, _checkpoint, self._there)
+
     async def all(self, sql: str, params: dict[str, object] | None = None) -> list[sqlite3.Row]:
         try:
             return list(await self._reader.execute_fetchall(sql, params or {}))
@@ -174,7 +179,9 @@ def _connect_here(path: Path, config: StoreConfig, *, wait: bool) -> sqlite3.Con
 
 def _pragmas(config: StoreConfig) -> list[str]:
     return [
+        "PRAGMA auto_vacuum = INCREMENTAL",  # of a file that is new; has to come first
         "PRAGMA journal_mode = WAL",
+        f"PRAGMA journal_size_limit = {LONG_LOG}",
         f"PRAGMA synchronous = {config.synchronous.upper()}",
         "PRAGMA foreign_keys = ON",
         "PRAGMA temp_store = MEMORY",
@@ -203,7 +210,20 @@ def _is_locked(error: BaseException) -> bool:
 def _checkpoint(connection: sqlite3.Connection) -> None:
     """Move what was committed from the write-ahead log into the file, as far as nobody has to wait for it."""
     with suppress(sqlite3.OperationalError):
-        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        _, pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        (page_size,) = connection.execute("PRAGMA page_size").fetchone()
+        if pages * page_size > LONG_LOG:
+            _empty_log(connection)
+
+
+def _empty_log(connection: sqlite3.Connection) -> None:
+    """While there are new records all the time, the log would never begin anew by itself; nobody waits long for it."""
+    (timeout,) = connection.execute("PRAGMA busy_timeout").fetchone()
+    connection.execute("PRAGMA busy_timeout = 50")
+    try:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {timeout}")
 
 
 def _commit(connection: sqlite3.Connection, runs: Runs) -> None:

@@ -37,6 +37,10 @@ class Metrics:
             "lightning_token_continuity", "Policy chats by how their prompt was made", ["outcome"], registry=r
         )
         self.rewards = Counter("lightning_rewards", "Recorded rewards", registry=r)
+        self.deleted = Counter(
+            "lightning_rollouts_deleted", "Rollouts deleted: by request, or for their age or the store's size", ["why"],
+            registry=r,
+        )  # fmt: skip
         self.queue = Gauge("lightning_recorder_queue", "Records that wait for their commit", registry=r)
         self.live_version = Gauge("lightning_policy_version", "The live policy version", registry=r)
         self.upstream_up = Gauge(

@@ -13,6 +13,7 @@ from lightning_proxy.proxy.continuity import Continuity
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.fleet import open_vllm
 from lightning_proxy.proxy.health import Health, check_health
+from lightning_proxy.proxy.keeper import Keeper
 from lightning_proxy.proxy.keyring import Keyring
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.metrics import Metrics
@@ -45,6 +46,13 @@ class Parts:
     relay: Relay
     health: Health
 
+    def forget(self, rollout_id: str, why: str) -> None:
+        """The rollout was deleted."""
+        self.recorder.forget(rollout_id)
+        self.policy.forget(rollout_id)
+        self.relay.forget(rollout_id)
+        self.metrics.deleted.labels(why).inc()
+
 
 @asynccontextmanager
 async def open_parts(config: Config) -> AsyncIterator[Parts]:
@@ -64,12 +72,14 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             exact = config.policy.token_continuity == "exact"
             continuity = Continuity(upstreams, store, metrics.continued) if exact else None
             relay = Relay(config, upstreams, kept, policy, keys, metrics.call_ended, continuity)
-            watching = (policy.watch(), keys.watch(), check_health(config, control, health))
-            watches = [asyncio.create_task(one) for one in watching]
+            parts = Parts(config, mode, store, ledger, recorder, policy, keys, metrics, redactor, relay, health)
+            keeper = Keeper(database, config.store.retention, parts.forget)
+            running = (policy.watch(), keys.watch(), check_health(config, control, health), keeper.run())
+            beside = [asyncio.create_task(one) for one in running]
             try:
-                yield Parts(config, mode, store, ledger, recorder, policy, keys, metrics, redactor, relay, health)
+                yield parts
             finally:
-                for watch in watches:
-                    watch.cancel()
-                await asyncio.gather(*watches, return_exceptions=True)
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
                 await upstreams.close()

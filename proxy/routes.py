@@ -142,9 +142,7 @@ async def delete_rollout(request: Request, rollout_id: PathId) -> None:
     p = parts(request)
     p.keys.require_admin(request.headers)
     await p.store.delete_rollout(check_id(rollout_id, "rollout_id"))
-    p.recorder.forget(rollout_id)
-    p.policy.forget(rollout_id)
-    p.relay.forget(rollout_id)
+    p.forget(rollout_id, "request")
 
 
 async def _reader(request: Request, rollout_id: str) -> Parts:

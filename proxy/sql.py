@@ -110,7 +110,9 @@ WHERE rollout_id = :rollout_id
 """
 IDEMPOTENT_ANSWER = "SELECT body_hash, answer FROM idempotency WHERE key = :key"
 IDEMPOTENT_SAVE = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key, :body_hash, :answer, :at)"
-IDEMPOTENT_FORGET = "DELETE FROM idempotency WHERE created_at < :before"
+IDEMPOTENT_FORGET = """
+DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE created_at < :before LIMIT :limit)
+"""
 
 # Policy -----------------------------------------------------------------------------------------------------------
 
@@ -198,3 +200,35 @@ VALUES (
 """
 KEY_REVOKE = "UPDATE keys SET revoked_at = :at WHERE name = :name AND revoked_at IS NULL RETURNING *"
 KEYS_PURGE = "DELETE FROM keys WHERE revoked_at IS NOT NULL RETURNING key_id"
+
+# Keeping the store within its limits ------------------------------------------------------------------------------
+
+# Nothing happens in a rollout that ended before :before, has no call under way, and does not belong to a step that is
+# being trained or published. One that nobody ended is over when nothing was asked in it since :quiet.
+_IS_OVER = """
+COALESCE(rollouts.ended_at, rollouts.created_at) < :before
+AND (rollouts.status <> 'running' OR rollouts.created_at < :quiet)
+AND (step IS NULL OR step NOT IN (SELECT step FROM steps WHERE status = 'claimed' UNION SELECT MAX(step) FROM steps))
+AND NOT EXISTS (
+    SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at >= :quiet
+    AND (rollouts.status = 'running' OR calls.status = 'incomplete')
+)
+"""
+# `waits`: the trainer has not seen it yet.
+ROLLOUTS_OVER = f"""
+SELECT n, created_at, {_IS_OVER} AS is_over,
+       mode = 'train' AND status = 'completed' AND task_id IS NOT NULL AND rewarded_at IS NOT NULL AND step IS NULL
+       AND dropped IS NULL AS waits
+FROM rollouts WHERE n > :after ORDER BY n LIMIT :limit
+"""
+ROLLOUT_FORGET = f"DELETE FROM rollouts WHERE n = :n AND {_IS_OVER} RETURNING rollout_id"
+PAGES = """
+SELECT page_size * page_count AS bytes, page_size * freelist_count AS free, auto_vacuum = 2 AS gives_back
+FROM pragma_page_size, pragma_page_count, pragma_freelist_count, pragma_auto_vacuum
+"""
+GIVE_BACK = "PRAGMA incremental_vacuum({pages})"
+REWRITE = ("PRAGMA auto_vacuum = INCREMENTAL", "VACUUM")
+STORE_TOTALS = """
+SELECT (SELECT COUNT(*) FROM calls) AS calls, (SELECT COUNT(*) FROM rewards) AS rewards,
+       (SELECT MIN(created_at) FROM rollouts WHERE n = (SELECT MIN(n) FROM rollouts)) AS oldest
+"""

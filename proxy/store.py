@@ -16,8 +16,6 @@ from lightning_proxy.proxy.errors import Conflict, NotFound
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.types import ModelCall, Reward, Rollout, RolloutName, RolloutStatus
 
-IDEMPOTENCY_DAYS = 7
-
 
 class Store:
     """Reads and writes of rollouts, calls and rewards. Every method that writes is one transaction."""
@@ -102,6 +100,12 @@ class Store:
         """How many rollouts there are by (mode, status)."""
         return {(r["mode"], r["status"]): r["rollouts"] for r in await self._db.all(sql.ROLLOUT_COUNTS)}
 
+    async def totals(self) -> dict[str, Any]:
+        """How many calls and rewards there are, counted one by one, and when the oldest rollout was opened."""
+        row = await self._db.one(sql.STORE_TOTALS)
+        assert row is not None
+        return dict(row)
+
     async def end_rollout(self, rollout_id: str, status: RolloutStatus, reason: str | None) -> Rollout:
         """End a rollout; ending it again in the same way changes nothing, in another way is a Conflict."""
         row = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
@@ -173,9 +177,7 @@ async def _earlier_answer(db: aiosqlite.Connection, key: str, body_hash: str) ->
 
 
 async def _remember_answer(db: aiosqlite.Connection, key: str, body_hash: str, answer: list[dict[str, Any]]) -> None:
-    at = time.time()
-    await db.execute(sql.IDEMPOTENT_FORGET, {"before": at - IDEMPOTENCY_DAYS * 86400})
-    row = {"key": key, "body_hash": body_hash, "answer": orjson.dumps(answer).decode(), "at": at}
+    row = {"key": key, "body_hash": body_hash, "answer": orjson.dumps(answer).decode(), "at": time.time()}
     await db.execute(sql.IDEMPOTENT_SAVE, row)
 
 

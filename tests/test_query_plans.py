@@ -65,8 +65,6 @@ async def test_versions_of_running_rollouts_are_read_off_an_index(database: Data
 
 
 @pytest.mark.parametrize(("filters", "index"), [("mode", "rollouts_by_mode"), ("mode status", "rollouts_by_mode_and")])
-async def test_a_rare_mode_is_found_without_looking_at_the_others(
-    database: Database, filters: str, index: str
-) -> None:
+async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Database, filters: str, index: str) -> None:
     page = sql.ROLLOUTS_PAGE.format(filters=" ".join(sql.ROLLOUT_FILTERS[name] for name in filters.split()))
     assert f"USING INDEX {index}" in (await plan(database, page))[0]

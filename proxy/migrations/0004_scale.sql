@@ -45,3 +45,4 @@ DROP INDEX rollouts_claimable;
 CREATE INDEX rollouts_claimable ON rollouts (mode, task_id, ended_at, status, rewarded_at, step, dropped)
     WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL;
 CREATE INDEX idempotency_by_age ON idempotency (created_at);
+CREATE INDEX steps_claimed ON steps (step) WHERE status = 'claimed';

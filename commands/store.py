@@ -1,0 +1,144 @@
+"""`store info|compact`: how large the store is, and the space of what was deleted given back."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lightning_proxy.proxy.config import load_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning_proxy.proxy.config import StoreConfig
+    from lightning_proxy.proxy.keeper import Pages
+
+app = typer.Typer(no_args_is_help=True, help="Look at the store's file, and make it smaller.")
+
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
+
+
+@app.command()
+def info(context: typer.Context, as_json: Json = False) -> None:
+    """Show how much is in the store and how large it is; the proxy need not run."""
+    from lightning_proxy.commands.ask import print_json
+    from lightning_proxy.commands.signals import run_until_signal
+
+    found = run_until_signal(read_info(_store_of(context)))
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(info_text(found, time.time()))
+
+
+@app.command()
+def compact(context: typer.Context) -> None:
+    """Give the space of deleted rollouts back to the disk, in small steps; the proxy may go on serving."""
+    from lightning_proxy.commands.formats import size
+    from lightning_proxy.commands.signals import run_until_signal
+
+    before, after = run_until_signal(shorten(_store_of(context)))
+    typer.echo(f"{size(before.bytes)} before, {size(after.bytes)} now")
+
+
+async def read_info(config: StoreConfig) -> dict[str, Any]:
+    """What `store info` shows, as plain data; sizes in bytes."""
+    from lightning_proxy.proxy.database import opened
+    from lightning_proxy.proxy.keeper import read_pages
+    from lightning_proxy.proxy.store import Store
+
+    async with opened(config) as database:
+        store, pages = Store(database), await read_pages(database)
+        counts = {f"{mode} {status}": n for (mode, status), n in (await store.rollout_counts()).items() if n}
+        totals = await store.totals()
+    log = _beside(config.path, "-wal")
+    return {
+        "path": str(database.path),
+        **asdict(pages),
+        "log_bytes": log.stat().st_size if log.exists() else 0,
+        "rollouts": counts,
+        **totals,
+        "retention": config.retention.model_dump(),
+    }
+
+
+def info_text(found: dict[str, Any], now: float) -> str:
+    from lightning_proxy.commands.formats import count, duration, size
+
+    rollouts = sum(found["rollouts"].values())
+    of_kinds = ", ".join(f"{count(n)} {kind}" for kind, n in sorted(found["rollouts"].items()))
+    limits = found["retention"]
+    lines = [
+        f"{found['path']}: {size(found['bytes'])}, {size(found['free'])} of it free"
+        f"; write-ahead log {size(found['log_bytes'])}",
+        f"{count(rollouts)} rollouts{f' ({of_kinds})' if rollouts else ''}, {count(found['calls'])} calls,"
+        f" {count(found['rewards'])} rewards",
+    ]
+    if found["oldest"] is not None:
+        lines.append(f"the oldest rollout was opened {duration(now - found['oldest'])} ago")
+    kept = [f"{limits['max_age_days']:g} days" if limits["max_age_days"] else "", _gib(limits["max_gib"])]
+    lines.append(f"kept: {' and '.join(filter(None, kept)) or 'everything'} (store.retention)")
+    if not found["gives_back"]:
+        lines.append("made by an earlier version: free space is used again, but given back by `store compact` only")
+    return "\n".join(lines)
+
+
+def _gib(value: float | None) -> str:
+    return f"{value:g} GiB" if value else ""
+
+
+async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
+    """The file before and after; LightningError for an old one that is in use."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from lightning_proxy.proxy.database import opened
+    from lightning_proxy.proxy.keeper import give_back, keeping, read_pages, rewrite
+
+    async with opened(config) as database:
+        before = await read_pages(database)
+        if before.gives_back:
+            with Progress(console=Console(stderr=True)) as progress:
+                bar = progress.add_task("giving back", total=before.free)
+                await give_back(
+                    database, on_step=lambda pages: progress.update(bar, completed=before.free - pages.free)
+                )
+            await database.checkpoint()
+            return before, await read_pages(database)
+    with keeping(database.path) as alone:
+        _require_room(database.path, before, alone=alone)
+        rewrite(database.path)
+    async with opened(config) as database:
+        return before, await read_pages(database)
+
+
+def _require_room(path: Path, pages: Pages, *, alone: bool) -> None:
+    from lightning_proxy.commands.formats import size
+    from lightning_proxy.proxy.errors import LightningError
+
+    if not alone:
+        raise LightningError(
+            f"{path} was made by an earlier version and has to be written anew once, and nothing can be recorded "
+            "meanwhile: stop proxy and trainer, then run `store compact` again"
+        )
+    if (room := shutil.disk_usage(path.parent).free) < 2 * pages.used:
+        raise LightningError(
+            f"writing {path} anew takes {size(2 * pages.used)} on its disk, where {size(room)} are free"
+        )
+
+
+def _store_of(context: typer.Context) -> StoreConfig:
+    from lightning_proxy.proxy.errors import LightningError
+
+    config = load_config(context.obj).store
+    if not config.path.expanduser().is_file():
+        raise LightningError(f"there is no store at {config.path.expanduser().absolute()} (store.url)")
+    return config
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.expanduser().with_name(path.name + suffix)
