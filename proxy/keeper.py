@@ -114,7 +114,7 @@ class Keeper:
                 return
 
     async def _delete(self, numbers: list[int], cut: Cut, reason: str, limit: float = -1.0) -> bool:
-        """Delete rollouts in short transactions; True, and the rest is kept, once no more than `limit` bytes are used."""
+        """Delete rollouts in short transactions; stops, with True, once no more than `limit` bytes are used."""
         enough, left = False, deque(numbers)
         while left and not enough:
             deleted: list[sqlite3.Row] = []
