@@ -2,11 +2,11 @@
 
 Conversations are compared as atoms (what was said, by whom; which tool call; which result), so that fields which
 clients drop, add or reformat when they send an answer back make no difference. Nothing is shared between API keys.
+Pure; what is remembered, and found again, is in `conversations.py`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -19,8 +19,6 @@ Json = dict[str, Any]
 
 # An answer as short as "ok" is given in many rollouts, and says nothing of where a conversation comes from.
 TELLING_CHARACTERS = 24
-# Of rollouts that all stand at the same point, as many are remembered.
-LEAVES = 64
 
 
 class Atom(NamedTuple):
@@ -29,84 +27,6 @@ class Atom(NamedTuple):
     kind: str
     who: str
     what: str
-
-
-class Conversations:
-    """Which rollout each conversation of the past belongs to; the ones that were quiet the longest are forgotten."""
-
-    def __init__(self, remembered: int = 500_000) -> None:
-        self._remembered = remembered
-        # By digest: the rollouts that nothing has gone on with from there, newest last; the last rollout that was there
-        # at all; the one rollout that a tool-call id, a response id, a telling answer or a sub-agent's order is from.
-        self._leaves: OrderedDict[bytes, list[str]] = OrderedDict()
-        self._passed: OrderedDict[bytes, str] = OrderedDict()
-        self._origins: OrderedDict[bytes, str | None] = OrderedDict()
-
-    def find(self, scope: str, request: Json, *, is_retry: bool = False) -> str | None:
-        """The rollout that a request goes on with, or, for a client's retry, that it was sent in before."""
-        atoms = request_atoms(request)
-        if is_retry and (again := self._passed.get(_digest(scope, b"asked", *_chain(atoms)[-1:]))):
-            return again
-        previous = request.get("previous_response_id")
-        if isinstance(previous, str) and (origin := self._origins.get(_digest(scope, b"response", _bytes(previous)))):
-            return origin
-        return self._extended(scope, atoms) or self._quoted(scope, atoms)
-
-    def asked(self, scope: str, rollout_id: str, request: Json) -> None:
-        """A call of the rollout begins."""
-        self._put(self._passed, _digest(scope, b"asked", *_chain(request_atoms(request))[-1:]), rollout_id)
-
-    def answered(self, scope: str, rollout_id: str, request: Json, response: Any) -> None:
-        """A call of the rollout was answered."""
-        if not isinstance(response, dict):
-            return
-        atoms = request_atoms(request)
-        # A search for the very question does not tell which of those who ask it goes on here.
-        asked = {_digest(scope, b"order", _bytes(what)) for kind, _, what in atoms if kind == "text"}
-        for answer in answers(response):
-            state = _digest(scope, *_chain([*atoms, *answer])[-1:])
-            leaves = self._leaves.setdefault(state, [])
-            leaves.append(rollout_id)
-            del leaves[:-LEAVES]
-            self._leaves.move_to_end(state)
-            self._put(self._passed, state, rollout_id)
-            for origin in set(_origins(scope, answer)) - asked:
-                known = self._origins.get(origin, rollout_id)
-                self._put(self._origins, origin, rollout_id if known == rollout_id else None)
-        if isinstance(name := response.get("id"), str):
-            self._put(self._origins, _digest(scope, b"response", _bytes(name)), rollout_id)
-        while len(self._leaves) > self._remembered:
-            self._leaves.popitem(last=False)
-
-    def _extended(self, scope: str, atoms: list[Atom]) -> str | None:
-        """By the longest beginning that was an answered conversation; rather one that nothing has gone on with yet."""
-        chain = _chain(atoms)
-        for i in range(len(atoms) - 1, 0, -1):
-            if atoms[i - 1].who != "assistant" and atoms[i - 1].kind != "call":
-                continue
-            state = _digest(scope, chain[i - 1])
-            if waiting := self._leaves.get(state):
-                found = waiting.pop()
-                if not waiting:
-                    del self._leaves[state]
-                return found
-            if found_before := self._passed.get(state):
-                return found_before
-        return None
-
-    def _quoted(self, scope: str, atoms: list[Atom]) -> str | None:
-        """By what an edited or summarised history still holds of one rollout only, the newest first."""
-        for atom in reversed(atoms):
-            for origin in _origins(scope, [atom]):
-                if (found := self._origins.get(origin)) is not None:
-                    return found
-        return None
-
-    def _put(self, table: OrderedDict[bytes, Any], key: bytes, value: Any) -> None:
-        table[key] = value
-        table.move_to_end(key)
-        while len(table) > self._remembered:
-            table.popitem(last=False)
 
 
 def request_atoms(request: Json) -> list[Atom]:

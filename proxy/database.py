@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from importlib import resources
@@ -91,10 +91,10 @@ class Database:
     async def _in_thread(self, work: Callable[[sqlite3.Connection, Runs], None], runs: Runs) -> None:
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work, self._there, runs))
 
-    def one_now(self, sql: str) -> sqlite3.Row | None:
+    def one_now(self, sql: str, params: Mapping[str, object] | None = None) -> sqlite3.Row | None:
         """The first row of a query that is quick: it is run at once, in the caller's thread."""
         try:
-            row: sqlite3.Row | None = self._here.execute(sql).fetchone()
+            row: sqlite3.Row | None = self._here.execute(sql, params or {}).fetchone()
         except sqlite3.OperationalError as error:
             raise StoreUnavailable(f"the store cannot be read: {error}") from error
         return row

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import math
 import sqlite3
 import time
 from collections import deque
@@ -32,6 +33,8 @@ DAY = 86400.0
 EVERY_S = 60.0
 ABANDONED_S = DAY
 IDEMPOTENCY_S = 7 * DAY
+CONVERSATION_S = 30 * DAY
+CONVERSATIONS = 1_000_000  # rows; an answered call of an unnamed rollout takes about five
 LOOK = 200  # rows in one look
 STEP_S = 0.01  # that one of our transactions may take, about
 PAUSE = 4  # times as long as it took, for everybody else
@@ -85,6 +88,7 @@ class Keeper:
         """Delete what the retention no longer allows, and give the space back."""
         now = time.time()
         await self._forget_old(sql.IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
+        await self._forget_conversations(now - CONVERSATION_S)
         if (days := self._retention.max_age_days) is not None:
             before = now - days * DAY
             await self._delete_old(Cut(before, min(before, now - ABANDONED_S)))
@@ -126,12 +130,21 @@ class Keeper:
                 self._on_delete(row["rollout_id"], reason)
         return enough
 
-    async def _forget_old(self, statement: str, before: float) -> None:
-        """Run a DELETE of `LOOK` rows as long as there are any."""
-        count = LOOK
-        while count == LOOK:
+    async def _forget_conversations(self, before: float) -> None:
+        """Those that were quiet for long, and, of too many, those that were quiet the longest."""
+        counts = await self._db.one(sql.CONVERSATION_COUNTS)
+        assert counts is not None
+        for statement, count in ((sql.POINTS_FORGET, counts["points"]), (sql.TIPS_FORGET, counts["tips"])):
+            await self._forget_old(statement, time.time(), count - CONVERSATIONS)
+            await self._forget_old(statement, before)
+
+    async def _forget_old(self, statement: str, before: float, most: float = math.inf) -> None:
+        """Run a DELETE of `LOOK` rows as long as there are any, for `most` rows."""
+        while most > 0:
+            limit = int(min(LOOK, most))
             async with _in_passing(self._db) as (db, _):
-                count = (await db.execute(statement, {"before": before, "limit": LOOK})).rowcount
+                count = (await db.execute(statement, {"before": before, "limit": limit})).rowcount
+            most = most - count if count == limit else 0
 
 
 async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[Pages], None] = lambda _: None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lightning_proxy.proxy.auth import Keys
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.continuity import Continuity
+from lightning_proxy.proxy.conversations import Conversations
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.fleet import open_vllm
 from lightning_proxy.proxy.health import Health, check_health
@@ -71,7 +72,8 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             kept = RedactingRecorder(recorder, redactor, metrics.redacted.inc) if redactor else recorder
             exact = config.policy.token_continuity == "exact"
             continuity = Continuity(upstreams, store, metrics.continued) if exact else None
-            relay = Relay(config, upstreams, kept, policy, keys, metrics.call_ended, continuity)
+            conversations = Conversations(database)
+            relay = Relay(config, upstreams, kept, policy, keys, metrics.call_ended, continuity, conversations)
             parts = Parts(config, mode, store, ledger, recorder, policy, keys, metrics, redactor, relay, health)
             keeper = Keeper(database, config.store.retention, parts.forget)
             running = (policy.watch(), keys.watch(), check_health(config, control, health), keeper.run())

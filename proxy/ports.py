@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,21 +74,25 @@ class Upstream(Protocol):
     async def close(self) -> None: ...
 
 
-class Recorder(Protocol):
-    async def start(self, start: CallStart) -> None:
-        """Return once the call is durable; raise StoreUnavailable otherwise."""
+# One of `sql.py` with its parameters.
+Statement = tuple[str, dict[str, Any]]
 
-    def end(self, end: CallEnd) -> Awaitable[None]:
-        """What it returns is done once the call's end is durable, or raises StoreUnavailable."""
+
+class Recorder(Protocol):
+    async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
+        """Return once the call, and `also` with it, is durable; raise StoreUnavailable otherwise."""
+
+    def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> Awaitable[None]:
+        """What it returns is done once the call's end, and `also` with it, is durable, or raises StoreUnavailable."""
 
 
 class _NoRecorder:
     """For calls that are not recorded."""
 
-    async def start(self, start: CallStart) -> None:
+    async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
         return
 
-    async def end(self, end: CallEnd) -> None:
+    async def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> None:
         return
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,13 @@ from lightning_proxy.proxy import sql
 from lightning_proxy.proxy.delta import common_prefix, shrink_request
 from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.ports import Statement
 from lightning_proxy.proxy.rows import call_end_row
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.tools import conversation, tool_results
 from lightning_proxy.proxy.types import CallEnd, CallStart
 
-Statements = list[tuple[str, dict[str, Any]]]
+Statements = list[Statement]
 GROUP = 512  # records in one commit, at most
 
 
@@ -84,8 +85,8 @@ class Recorder:
         """Records that wait for their commit."""
         return len(self._waiting)
 
-    async def start(self, start: CallStart) -> None:
-        """Record a call as `incomplete`; raises StoreUnavailable."""
+    async def start(self, start: CallStart, also: Iterable[Statement] = ()) -> None:
+        """Record a call as `incomplete`, and `also` with it; raises StoreUnavailable."""
         rollout_id = start.rollout.rollout_id
         parent = self._longest_parent(rollout_id, start.request)
         stored = _stored_request(start, parent)
@@ -114,7 +115,7 @@ class Recorder:
             # Of results with the same id, which some agents count anew in every turn, only the newest can be new.
             for r in {r.tool_call_id: r for r in tool_results(messages[known:])}.values()
         ]
-        statements: Statements = [(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *results]
+        statements: Statements = [(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *results, *also]
         running = self._parents.keys()
         if start.is_retry and (earlier := await self._store.superseded(rollout_id, start.request, running)):
             statements.append((sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
@@ -123,8 +124,11 @@ class Recorder:
         self._parents[start.call_id] = parent
         self._remember(rollout_id, Tail(start.call_id, _sharing(start.request, parent)), len(stored))
 
-    def end(self, end: CallEnd) -> asyncio.Future[None]:
-        """Record how a call ended. The future is done when that is durable, or fails with StoreUnavailable."""
+    def end(self, end: CallEnd, also: Iterable[Statement] = ()) -> asyncio.Future[None]:
+        """Record how a call ended, and `also` with it.
+
+        The future is done when that is durable, or fails with StoreUnavailable.
+        """
         parent = self._parents.pop(end.call_id, None)
         shared = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
         row = call_end_row(end, shared, self._merged)
@@ -137,7 +141,7 @@ class Recorder:
             for position, tool in enumerate(end.tool_calls)
         ]
         size = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
-        done = self._put([(sql.CALL_END, row), (sql.ROLLOUT_CALL_ENDED, row), *tools], size)
+        done = self._put([(sql.CALL_END, row), (sql.ROLLOUT_CALL_ENDED, row), *tools, *also], size)
         done.add_done_callback(lambda committed: self._remember_tokens(end, committed))
         return done
 
@@ -221,7 +225,7 @@ def _settle(group: Sequence[Entry], error: Exception | None) -> None:
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
 _ORDER = [
     sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_SUPERSEDED, sql.CALL_END, sql.ROLLOUT_CALL_ENDED, sql.TOOL_CALL,
-    sql.TOOL_RESULT,
+    sql.TOOL_RESULT, sql.CONVERSATION_TIP, sql.CONVERSATION_POINT, sql.CONVERSATION_ORIGIN,
 ]  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from lightning_proxy.proxy.ports import Recorder
+from lightning_proxy.proxy.ports import Recorder, Statement
 from lightning_proxy.proxy.redact import Redactor
 from lightning_proxy.proxy.types import CallEnd, CallStart
 
@@ -21,20 +21,20 @@ class RedactingRecorder:
         self._on_redacted = on_redacted
         self._shown: set[str] = set()
 
-    async def start(self, start: CallStart) -> None:
+    async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
         redacted, shown = self._redactor.start(start)
         if shown:
             self._shown.add(start.call_id)
         try:
-            await self._recorder.start(redacted)
+            await self._recorder.start(redacted, also)
         except Exception:  # then there is no end; after a cancellation there is one
             self._shown.discard(start.call_id)
             raise
 
-    async def end(self, end: CallEnd) -> None:
+    async def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> None:
         shown = end.call_id in self._shown
         self._shown.discard(end.call_id)
         redacted = self._redactor.end(end, shown=shown)
-        await self._recorder.end(redacted)
+        await self._recorder.end(redacted, also)
         if end.trainable and not redacted.trainable:
             self._on_redacted()

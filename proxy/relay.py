@@ -15,8 +15,9 @@ import orjson
 
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send, read_headers
 from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.continuation import Conversations, scope_of
+from lightning_proxy.proxy.continuation import scope_of
 from lightning_proxy.proxy.continuity import Continuity
+from lightning_proxy.proxy.conversations import Conversations, Remembering
 from lightning_proxy.proxy.dialects import DIALECTS, Dialect
 from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from lightning_proxy.proxy.exchange import Exchange
@@ -56,13 +57,14 @@ class Relay:
         keys: Keys,
         on_end: Callable[[CallEnd, bool], None] | None = None,
         continuity: Continuity | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         """`on_end` hears of every call that has ended, and whether it was recorded."""
         self._upstreams = upstreams
         self._recorder = recorder
         self._policy = policy
         self._keys = keys
-        self._conversations = Conversations()
+        self._conversations = conversations
         self._max_body_bytes = int(config.proxy.max_body_mb * 1_000_000)
         self._finish = config.recording.on_disconnect == "finish"
         self._on_end = on_end
@@ -128,12 +130,11 @@ class Relay:
         recorder: Recorder | None,
     ) -> None:
         """A model call; without a recorder nothing of it is kept."""
-        body, conversations = _parse_object(request.body), self._conversations
-        scope, is_retry = scope_of(headers), _is_retry(headers)
-        if recorder is not None and not rollout.named:
-            found = conversations.find(scope, body, is_retry=is_retry)
+        body, scope, is_retry = _parse_object(request.body), scope_of(headers), _is_retry(headers)
+        conversations = self._conversations if recorder is not None and not rollout.named else None
+        if conversations is not None:
+            found = await conversations.find(scope, body, is_retry=is_retry)
             rollout = rollout if found is None else replace(rollout, rollout_id=found)
-            conversations.asked(scope, rollout.rollout_id, body)
         route = await self._policy.route(rollout, _model(body))
         attempts = self._attempts(agent, request, body, rollout, route, dialect)
         start = CallStart(
@@ -156,19 +157,20 @@ class Relay:
         continued = continuity and continuity.call(route.upstream, start, attempts.target.sent)
         if continued:
             attempts.begin_with(continued.open)
+        recorded = recorder is not None
+        if recorder is not None and conversations is not None:
+            recorder = Remembering(recorder, scope, start)
 
         def on_end(end: CallEnd) -> None:
             if limiter is not None:
                 limiter.spend(end)
-            if recorder is not None and not rollout.named and end.status == "ok":
-                conversations.answered(scope, rollout.rollout_id, body, end.response)
             if continued:
                 continued.ended(end)
             if self._on_end is not None:
-                self._on_end(end, recorder is not None)
+                self._on_end(end, recorded)
 
         exchange = Exchange(attempts, recorder or NO_RECORDER, agent, start, dialect, on_end)
-        await agent.run_while_connected(exchange.run(), finish=self._finish and recorder is not None)
+        await agent.run_while_connected(exchange.run(), finish=self._finish and recorded)
 
     def _attempts(
         self,

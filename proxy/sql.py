@@ -114,6 +114,51 @@ IDEMPOTENT_FORGET = """
 DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE created_at < :before LIMIT :limit)
 """
 
+# Conversations ----------------------------------------------------------------------------------------------------
+
+CONVERSATION_POINT = """
+INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)
+ON CONFLICT (digest) DO UPDATE SET rollout_id = excluded.rollout_id, at = excluded.at
+"""
+# Said in several rollouts, it tells nothing.
+CONVERSATION_ORIGIN = """
+INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)
+ON CONFLICT (digest) DO UPDATE SET
+    rollout_id = CASE WHEN conversation_points.rollout_id = excluded.rollout_id THEN excluded.rollout_id END,
+    at = excluded.at
+"""
+CONVERSATION_TIP = """
+INSERT INTO conversation_tips (digest, at, call_id, rollout_id) VALUES (:digest, :at, :call_id, :rollout_id)
+ON CONFLICT (digest, at, call_id) DO NOTHING
+"""
+CONVERSATION_LEADS_TO = "SELECT rollout_id FROM conversation_points WHERE digest = :digest"
+CONVERSATION_WAITS = "SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1"
+# The newest; of requests, rather one that failed than one that may still be answered, and that than one that was.
+CONVERSATION_TAKE = """
+DELETE FROM conversation_tips WHERE digest = :digest AND (at, call_id) = (
+    SELECT recent.at, recent.call_id
+    FROM (SELECT at, call_id FROM conversation_tips WHERE digest = :digest ORDER BY at DESC LIMIT 64) AS recent
+    LEFT JOIN calls ON calls.call_id = recent.call_id
+    ORDER BY CASE calls.status WHEN 'error' THEN 0 WHEN 'cancelled' THEN 0 WHEN 'incomplete' THEN 1 ELSE 2 END,
+             recent.at DESC
+    LIMIT 1
+)
+RETURNING rollout_id
+"""
+CONVERSATION_COUNTS = """
+SELECT (SELECT COUNT(*) FROM conversation_points) AS points, (SELECT COUNT(*) FROM conversation_tips) AS tips
+"""
+POINTS_FORGET = """
+DELETE FROM conversation_points WHERE digest IN (
+    SELECT digest FROM conversation_points WHERE at < :before ORDER BY at LIMIT :limit
+)
+"""
+TIPS_FORGET = """
+DELETE FROM conversation_tips WHERE (digest, at, call_id) IN (
+    SELECT digest, at, call_id FROM conversation_tips WHERE at < :before ORDER BY at LIMIT :limit
+)
+"""
+
 # Policy -----------------------------------------------------------------------------------------------------------
 
 LIVE_VERSION = """

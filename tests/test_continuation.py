@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
+from aiohttp import web
 
-from lightning_proxy.proxy.continuation import Conversations
+from lightning_proxy.proxy.config import RetentionConfig, StoreConfig
+from lightning_proxy.proxy.conversations import Conversations, answered, asked
+from lightning_proxy.proxy.database import Database, opened
+from lightning_proxy.proxy.keeper import Keeper
+from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Messages = list[dict[str, Any]]
@@ -104,7 +111,38 @@ class Agent:
         await getattr(self, kind)()
 
 
-async def test_hidden_names_are_found_again(running: Running, tmp_path: Path) -> None:
+class Remembered:
+    """Conversations in a store, told of calls without any other record of them."""
+
+    def __init__(self, database: Database) -> None:
+        self.database, self.conversations, self.calls = database, Conversations(database), 0
+
+    async def find(self, scope: str, request: dict[str, Any], *, is_retry: bool = False) -> str | None:
+        return await self.conversations.find(scope, request, is_retry=is_retry)
+
+    async def asked(self, scope: str, rollout_id: str, request: dict[str, Any]) -> None:
+        await self._write(asked(scope, self._start(rollout_id, request)))
+
+    async def answered(self, scope: str, rollout_id: str, request: dict[str, Any], response: Any) -> None:
+        start = self._start(rollout_id, request)
+        await self._write(answered(scope, start, CallEnd(start.call_id, rollout_id, "ok", response, 200)))
+
+    def _start(self, rollout_id: str, request: dict[str, Any]) -> CallStart:
+        self.calls += 1
+        name = RolloutName(rollout_id, named=False)
+        return CallStart(f"c{self.calls}", name, "chat/completions", "m", 0, request, float(self.calls))
+
+    async def _write(self, statements: Any) -> None:
+        await self.database.commit([(statement, [row]) for statement, row in statements])
+
+
+@pytest.fixture
+async def conversations(tmp_path: Path) -> AsyncIterator[Remembered]:
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/conversations.db")) as database:
+        yield Remembered(database)
+
+
+async def test_hidden_names_are_found_again(running: Running, tmp_path: Path, conversations: Remembered) -> None:
     """Precision and recall over pairs of calls, on traffic of real clients whose names were then hidden."""
     async with running(tmp_path) as system:
         system.vllm.answer = Model()
@@ -116,25 +154,25 @@ async def test_hidden_names_are_found_again(running: Running, tmp_path: Path) ->
         rollouts = [(await system.call("GET", f"/rollouts/{r['rollout_id']}"))[1] for r in page["data"]]
     calls = [(rollout["rollout_id"], call) for rollout in rollouts for call in rollout["calls"]]
     assert len(calls) > 300
-    found = replay([call for _, call in calls])
+    found = await replay(conversations, [call for _, call in calls])
     precision, recall = pairs(found, [name for name, _ in calls])
     print(f"{len(calls)} calls of {len(rollouts)} rollouts: precision {precision:.4f}, recall {recall:.4f}")
     assert precision >= 0.99
     assert recall >= 0.99
 
 
-def replay(calls: list[dict[str, Any]]) -> list[str]:
+async def replay(conversations: Remembered, calls: list[dict[str, Any]]) -> list[str]:
     """The rollout that each call is given, begun and ended in the order of the recording."""
     moments = [(call["started_at"], 0, i) for i, call in enumerate(calls)]
     moments += [(call["started_at"] + call["latency_ms"] / 1000, 1, i) for i, call in enumerate(calls)]
-    conversations, found = Conversations(), [""] * len(calls)
+    found = [""] * len(calls)
     for _, ended, i in sorted(moments):
         request = calls[i]["request"]
         if ended:
-            conversations.answered("key", found[i], request, calls[i]["response"])
+            await conversations.answered("key", found[i], request, calls[i]["response"])
         else:
-            found[i] = conversations.find("key", request) or f"new-{i}"
-            conversations.asked("key", found[i], request)
+            found[i] = await conversations.find("key", request) or f"new-{i}"
+            await conversations.asked("key", found[i], request)
     return found
 
 
@@ -153,81 +191,131 @@ async def test_an_agent_without_names_gets_one_rollout_a_conversation(running: R
         assert [r["calls"] for r in page["data"]] == [5] * 8
 
 
-def test_nothing_is_shared_between_keys() -> None:
-    conversations = Conversations()
-    conversations.answered("one", "r", {"messages": [user("hi")]}, answer_of("hello"))
+async def test_nothing_is_shared_between_keys(conversations: Remembered) -> None:
+    await conversations.answered("one", "r", {"messages": [user("hi")]}, answer_of("hello"))
     follow = {"messages": [user("hi"), {"role": "assistant", "content": "hello"}, user("more")]}
-    assert (conversations.find("one", follow), conversations.find("two", follow)) == ("r", None)
+    assert (await conversations.find("one", follow), await conversations.find("two", follow)) == ("r", None)
 
 
-def test_the_same_first_question_is_a_new_rollout_each_time() -> None:
-    conversations, first = Conversations(), {"messages": [SYSTEM, user("hi")]}
-    conversations.asked("k", "r1", first)
-    conversations.answered("k", "r1", first, answer_of("hello"))
-    assert conversations.find("k", first) is None
-    assert conversations.find("k", first, is_retry=True) == "r1"
+async def test_the_same_first_question_is_a_new_rollout_each_time(conversations: Remembered) -> None:
+    first = {"messages": [SYSTEM, user("hi")]}
+    await conversations.asked("k", "r1", first)
+    await conversations.answered("k", "r1", first, answer_of("hello"))
+    assert await conversations.find("k", first) is None
+    assert await conversations.find("k", first, is_retry=True) == "r1"
 
 
-def test_equal_conversations_are_gone_on_with_one_by_one() -> None:
-    conversations, first = Conversations(), {"messages": [user("hi")]}
+async def test_equal_conversations_are_gone_on_with_one_by_one(conversations: Remembered) -> None:
+    first = {"messages": [user("hi")]}
     for name in ("r1", "r2"):
-        conversations.answered("k", name, first, answer_of("hello"))
+        await conversations.answered("k", name, first, answer_of("hello"))
     follow = {"messages": [user("hi"), {"role": "assistant", "content": "hello"}, user("more")]}
-    assert {conversations.find("k", follow), conversations.find("k", follow)} == {"r1", "r2"}
+    assert {await conversations.find("k", follow), await conversations.find("k", follow)} == {"r1", "r2"}
 
 
-def test_what_clients_do_to_an_answer_makes_no_difference() -> None:
-    conversations, first = Conversations(), {"messages": [user("hi")]}
+async def test_what_clients_do_to_an_answer_makes_no_difference(conversations: Remembered) -> None:
+    first = {"messages": [user("hi")]}
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     answer = {"role": "assistant", "content": " hello ", "tool_calls": [call], "refusal": None, "reasoning": "hm"}
-    conversations.answered("k", "r", first, {"choices": [{"message": answer}]})
+    await conversations.answered("k", "r", first, {"choices": [{"message": answer}]})
     back = {
         "role": "assistant",
         "content": [{"type": "text", "text": "hello"}],
         "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}],
     }
     asked = {"messages": [user("hi"), back, {"role": "tool", "tool_call_id": "c1", "content": "2"}]}
-    assert conversations.find("k", asked) == "r"
+    assert await conversations.find("k", asked) == "r"
 
 
-def test_responses_and_messages_are_gone_on_with_too() -> None:
-    conversations = Conversations()
+async def test_responses_and_messages_are_gone_on_with_too(conversations: Remembered) -> None:
     output = [
         {"type": "reasoning", "id": "rs_1", "summary": []},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hello"}]},
         {"type": "function_call", "call_id": "c7", "name": "f", "arguments": "{}"},
     ]
-    conversations.answered("k", "r1", {"input": "hi"}, {"id": "resp_1", "output": output})
-    assert conversations.find("k", {"input": "more", "previous_response_id": "resp_1"}) == "r1"
+    await conversations.answered("k", "r1", {"input": "hi"}, {"id": "resp_1", "output": output})
+    assert await conversations.find("k", {"input": "more", "previous_response_id": "resp_1"}) == "r1"
     result = {"type": "function_call_output", "call_id": "c7", "output": "x"}
-    assert conversations.find("k", {"input": [user("hi"), *output[1:], result]}) == "r1"
+    assert await conversations.find("k", {"input": [user("hi"), *output[1:], result]}) == "r1"
     content = [{"type": "text", "text": "well"}, {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}]
-    conversations.answered("k", "r2", {"system": "s", "messages": [user("hi")]}, {"content": content})
+    await conversations.answered("k", "r2", {"system": "s", "messages": [user("hi")]}, {"content": content})
     told = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "x"}]}
     asked = {"system": "s", "messages": [user("hi"), {"role": "assistant", "content": content}, told]}
-    assert conversations.find("k", asked) == "r2"
+    assert await conversations.find("k", asked) == "r2"
 
 
-def test_a_search_for_the_question_does_not_draw_its_siblings_in() -> None:
-    conversations, question = Conversations(), "Who wrote the oldest known treatise on falconry?"
+async def test_a_search_for_the_question_does_not_draw_its_siblings_in(conversations: Remembered) -> None:
+    question = "Who wrote the oldest known treatise on falconry?"
     call = {"id": "c1", "function": {"name": "search", "arguments": json.dumps({"query": question})}}
     answer = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
-    conversations.answered("k", "r1", {"messages": [SYSTEM, user(question)]}, answer)
-    assert conversations.find("k", {"messages": [SYSTEM, user(question)]}) is None
+    await conversations.answered("k", "r1", {"messages": [SYSTEM, user(question)]}, answer)
+    assert await conversations.find("k", {"messages": [SYSTEM, user(question)]}) is None
 
 
-def test_text_that_utf8_cannot_hold_is_compared_like_any_other() -> None:
-    conversations = Conversations()
+async def test_text_that_utf8_cannot_hold_is_compared_like_any_other(conversations: Remembered) -> None:
     block = {"type": "tool_use", "id": "\ud83d", "name": "f", "input": {"a": "\ud83d"}}
-    conversations.answered("k", "r", {"messages": [user("\ud83d")]}, {"content": [block]})
+    await conversations.answered("k", "r", {"messages": [user("\ud83d")]}, {"content": [block]})
     told = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "\ud83d", "content": "x"}]}
     asked = {"messages": [user("\ud83d"), {"role": "assistant", "content": [block]}, told]}
-    assert conversations.find("k", asked) == "r"
+    assert await conversations.find("k", asked) == "r"
 
 
-def test_what_was_quiet_the_longest_is_forgotten() -> None:
-    conversations = Conversations(remembered=3)
+async def test_a_conversation_goes_on_after_a_restart(running: Running, tmp_path: Path) -> None:
+    messages: Messages = [SYSTEM, user("hi")]
+    for _ in range(3):
+        async with running(tmp_path) as system:
+            system.vllm.answer = lambda _: {"role": "assistant", "content": "hello"}
+            async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="k") as client:
+                answer = await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), user("more")]
+            _, page = await system.call("GET", "/rollouts")
+    assert [rollout["calls"] for rollout in page["data"]] == [3]
+
+
+async def test_two_workers_never_go_on_with_the_same_one(conversations: Remembered, tmp_path: Path) -> None:
+    first = {"messages": [user("hi")]}
+    for i in range(40):
+        await conversations.answered("k", f"r{i}", first, answer_of("hello"))
+    follow = {"messages": [user("hi"), {"role": "assistant", "content": "hello"}, user("more")]}
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/conversations.db")) as other:
+        workers = [conversations, Remembered(other)]
+        found = await asyncio.gather(*(workers[i % 2].find("k", follow) for i in range(40)))
+    assert sorted(found, key=str) == sorted(f"r{i}" for i in range(40))
+
+
+async def test_a_retry_of_a_first_request_goes_where_it_failed(running: Running, tmp_path: Path) -> None:
+    """Several agents ask the same at the same moment; two of them are refused, and their clients ask again."""
+    async with running(tmp_path) as system:
+        fails = iter([True, False, True])
+
+        def answer(_: dict[str, Any]) -> dict[str, Any]:
+            if next(fails, False):
+                raise web.HTTPServiceUnavailable(text="{}")
+            return {"role": "assistant", "content": "hello"}
+
+        system.vllm.answer = answer
+        body = {"model": "policy", "messages": [SYSTEM, user("hi")]}
+        first = [(await system.call("POST", "/v1/chat/completions", body))[0] for _ in range(4)]
+        assert [status < 300 for status in first] == [False, True, False, True]
+        again = {"x-stainless-retry-count": "1"}
+        await asyncio.gather(*(system.call("POST", "/v1/chat/completions", body, **again) for _ in range(2)))
+        _, page = await system.call("GET", "/rollouts")
+        calls = [(await system.call("GET", f"/rollouts/{r['rollout_id']}"))[1]["calls"] for r in page["data"]]
+    assert sorted([call["status"] for call in of_rollout] for of_rollout in calls) == [
+        ["error", "ok"], ["error", "ok"], ["ok"], ["ok"],
+    ]  # fmt: skip
+
+
+async def test_what_was_quiet_the_longest_is_forgotten(
+    conversations: Remembered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.keeper.CONVERSATIONS", 3)
     for i in range(5):
-        conversations.answered("k", f"r{i}", {"messages": [user(f"{i}")]}, answer_of("hello"))
+        await conversations.answered("k", f"r{i}", {"messages": [user(f"{i}")]}, answer_of("hello"))
+    database = conversations.database
+    async with database.transaction() as db:  # just now, and not in 1970
+        for table in ("conversation_points", "conversation_tips"):
+            await db.execute(f"UPDATE {table} SET at = at + {time.time()} - 1000")
+    await Keeper(database, RetentionConfig(), lambda *_: None).tidy()
     follow = [{"messages": [user(f"{i}"), {"role": "assistant", "content": "hello"}, user("x")]} for i in range(5)]
-    assert [conversations.find("k", request) for request in follow] == [None, None, "r2", "r3", "r4"]
+    assert [await conversations.find("k", request) for request in follow] == [None, None, "r2", "r3", "r4"]

@@ -21,7 +21,8 @@ STATEMENTS = PAGES | {
         "ROLLOUT", "ROLLOUT_OF_KEY", "ROLLOUT_SEEN", "ROLLOUT_END", "ROLLOUT_DELETE", "CALL_START", "CALL_END", "CALLS",
         "CALL_SUPERSEDED", "ROLLOUT_CALL_ENDED", "TOOL_CALLS", "TOOL_RESULT", "REWARDS", "ROLLOUT_COMPLETE",
         "CLAIMABLE_OF_TASK", "CLAIM", "CLAIMED", "DROP", "RELEASE", "LIVE_VERSION", "PINNED_VERSIONS",
-        "IDEMPOTENT_ANSWER", "IDEMPOTENT_FORGET",
+        "IDEMPOTENT_ANSWER", "IDEMPOTENT_FORGET", "CONVERSATION_LEADS_TO", "CONVERSATION_WAITS", "POINTS_FORGET",
+        "TIPS_FORGET",
     )
 }  # fmt: skip
 
@@ -62,6 +63,11 @@ async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database
 
 async def test_versions_of_running_rollouts_are_read_off_an_index(database: Database) -> None:
     assert "USING COVERING INDEX rollouts_running" in (await plan(database, sql.PINNED_VERSIONS))[0]
+
+
+async def test_a_tip_is_taken_from_those_of_its_digest(database: Database) -> None:
+    steps = await plan(database, sql.CONVERSATION_TAKE)
+    assert not [step for step in steps if step.startswith("SCAN") and step != "SCAN recent"], steps
 
 
 @pytest.mark.parametrize(("filters", "index"), [("mode", "rollouts_by_mode"), ("mode status", "rollouts_by_mode_and")])

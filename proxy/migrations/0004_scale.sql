@@ -46,3 +46,21 @@ CREATE INDEX rollouts_claimable ON rollouts (mode, task_id, ended_at, status, re
     WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL;
 CREATE INDEX idempotency_by_age ON idempotency (created_at);
 CREATE INDEX steps_claimed ON steps (step) WHERE status = 'claimed';
+
+-- Conversations of rollouts that nobody names, by digest (continuation.py). Where a digest leads: the last rollout that
+-- was at that point, or the one that something telling comes from (NULL: several).
+CREATE TABLE conversation_points (
+    digest     BLOB PRIMARY KEY,
+    rollout_id TEXT,
+    at         REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX conversation_points_by_age ON conversation_points (at);
+-- What waits to be gone on with, each by one request: answers, and requests that a client may send again.
+CREATE TABLE conversation_tips (
+    digest     BLOB NOT NULL,
+    at         REAL NOT NULL,
+    call_id    TEXT NOT NULL,
+    rollout_id TEXT NOT NULL,
+    PRIMARY KEY (digest, at, call_id)
+) WITHOUT ROWID;
+CREATE INDEX conversation_tips_by_age ON conversation_tips (at);

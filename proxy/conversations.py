@@ -1,0 +1,121 @@
+"""The conversations of rollouts that nobody names, in the store: known after a restart, and to every worker.
+
+They are written with the call's own record, in the same commit, and cost nothing where a rollout is named.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Iterable, Iterator
+from typing import Any
+
+from lightning_proxy.proxy import sql
+from lightning_proxy.proxy.continuation import Atom, _bytes, _chain, _digest, _origins, answers, request_atoms
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.ports import Recorder, Statement
+from lightning_proxy.proxy.types import CallEnd, CallStart
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+class Conversations:
+    """Which rollout each conversation of the past belongs to."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def find(self, scope: str, request: Json, *, is_retry: bool = False) -> str | None:
+        """The rollout that a request goes on with, or, for a client's retry, that it was sent in before.
+
+        What it goes on with is taken: the next request like it goes on with another. Raises StoreUnavailable.
+        """
+        atoms = request_atoms(request)
+        if is_retry and (again := await self._take(_asked(scope, atoms))):
+            return again
+        previous = request.get("previous_response_id")
+        if isinstance(previous, str) and (origin := self._leads_to(_digest(scope, b"response", _bytes(previous)))):
+            return origin
+        return await self._extended(scope, atoms) or self._quoted(scope, atoms)
+
+    async def _extended(self, scope: str, atoms: list[Atom]) -> str | None:
+        """By the longest beginning that was an answered conversation; rather one that nothing has gone on with yet."""
+        chain = _chain(atoms)
+        for i in range(len(atoms) - 1, 0, -1):
+            if atoms[i - 1].who != "assistant" and atoms[i - 1].kind != "call":
+                continue
+            state = _digest(scope, chain[i - 1])
+            if found := await self._take(state) or self._leads_to(state):
+                return found
+        return None
+
+    def _quoted(self, scope: str, atoms: list[Atom]) -> str | None:
+        """By what an edited or summarised history still holds of one rollout only, the newest first."""
+        for atom in reversed(atoms):
+            for origin in _origins(scope, [atom]):
+                if found := self._leads_to(origin):
+                    return found
+        return None
+
+    def _leads_to(self, digest: bytes) -> str | None:
+        row = self._db.one_now(sql.CONVERSATION_LEADS_TO, {"digest": digest})
+        return None if row is None else row["rollout_id"]
+
+    async def _take(self, digest: bytes) -> str | None:
+        """Of several requests at once, in whatever process, each takes another."""
+        params = {"digest": digest}
+        if self._db.one_now(sql.CONVERSATION_WAITS, params) is None:
+            return None
+        async with self._db.transaction() as db:
+            taken = list(await db.execute_fetchall(sql.CONVERSATION_TAKE, params))
+        return taken[0]["rollout_id"] if taken else None
+
+
+class Remembering:
+    """A recorder of one call of an unnamed rollout, which remembers its conversation as well."""
+
+    def __init__(self, recorder: Recorder, scope: str, start: CallStart) -> None:
+        self._recorder = recorder
+        self._scope = scope
+        self._start = start
+
+    async def start(self, start: CallStart, also: Iterable[Statement] = ()) -> None:
+        await self._recorder.start(start, [*also, *asked(self._scope, start)])
+
+    def end(self, end: CallEnd, also: Iterable[Statement] = ()) -> Awaitable[None]:
+        try:
+            answer = list(answered(self._scope, self._start, end))
+        except Exception:  # whatever the upstream may have answered, it is recorded
+            log.exception("call %s: its conversation is not remembered", end.call_id)
+            answer = list[Statement]()
+        return self._recorder.end(end, [*also, *answer])
+
+
+def asked(scope: str, start: CallStart) -> list[Statement]:
+    """What to remember of a call that begins."""
+    row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
+    return [(sql.CONVERSATION_TIP, row | {"digest": _asked(scope, request_atoms(start.request))})]
+
+
+def answered(scope: str, start: CallStart, end: CallEnd) -> Iterator[Statement]:
+    """What to remember of a call that was answered; nothing of one that failed."""
+    if end.status != "ok" or not isinstance(end.response, dict):
+        return
+    at = start.started_at + end.latency_ms / 1000
+    row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
+    atoms = request_atoms(start.request)
+    # A search for the very question does not tell which of those who ask it goes on here.
+    question = {_digest(scope, b"order", _bytes(what)) for kind, _, what in atoms if kind == "text"}
+    for answer in answers(end.response):
+        state = {"digest": _digest(scope, *_chain([*atoms, *answer])[-1:])}
+        yield sql.CONVERSATION_TIP, row | state
+        yield sql.CONVERSATION_POINT, row | state
+        for origin in set(_origins(scope, answer)) - question:
+            yield sql.CONVERSATION_ORIGIN, row | {"digest": origin}
+    if isinstance(name := end.response.get("id"), str):
+        yield sql.CONVERSATION_POINT, row | {"digest": _digest(scope, b"response", _bytes(name))}
+
+
+def _asked(scope: str, atoms: list[Atom]) -> bytes:
+    return _digest(scope, b"asked", *_chain(atoms)[-1:])
