@@ -1,13 +1,25 @@
-"""`serve`: the proxy in one uvicorn."""
+"""`serve`: the proxy in one uvicorn, or in several over one store."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import gc
+import os
+import signal
+import tempfile
+import threading
+from functools import partial
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
 
 from lightning_proxy.commands.processes import require_free_port
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.edge import EdgeProtocol
+from lightning_proxy.proxy.errors import LightningError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 UVICORN: dict[str, Any] = {
     "http": EdgeProtocol,
@@ -20,19 +32,64 @@ UVICORN: dict[str, Any] = {
     "timeout_graceful_shutdown": 5,
     # Longer than any client keeps an idle connection: none is closed just as a request comes in.
     "timeout_keep_alive": 75,
+    "timeout_worker_healthcheck": 30,  # a worker takes seconds to start on a busy machine
 }
 
 
 def serve(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM; LightningError if the port is taken, or keys are needed and there is none."""
-    import gc
+    """Serve until SIGINT or SIGTERM.
 
-    import uvicorn
-
-    from lightning_proxy.proxy.app import create_app
+    LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
+    """
     from lightning_proxy.proxy.keyring import require_keys
 
     asyncio.run(require_keys(config))
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
+    if config.proxy.workers == 1:
+        _serve_here(config)
+    else:
+        with tempfile.TemporaryDirectory(prefix="lightning-metrics-") as shared:
+            _serve_in_workers(config, shared)
+
+
+def _serve_here(config: Config) -> None:
+    import uvicorn
+
+    uvicorn.run(_app(config), host=config.proxy.host, port=config.proxy.port, **UVICORN)
+
+
+def _serve_in_workers(config: Config, shared: str) -> None:
+    """Under uvicorn's own supervisor, which starts a worker again that dies."""
+    from uvicorn import Config as Server
+    from uvicorn.config import STARTUP_FAILURE
+    from uvicorn.supervisors import Multiprocess
+
+    from lightning_proxy.proxy.metrics import SHARED
+
+    os.environ[SHARED] = shared  # for the workers: they are started anew, not forked
+    address = {"host": config.proxy.host, "port": config.proxy.port}
+    server = Server(partial(_worker, config), factory=True, workers=config.proxy.workers, **address, **UVICORN)
+    supervisor = Multiprocess(server, sockets=[server.bind_socket()])
+    supervisor.run()
+    if any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes):
+        raise LightningError("a worker of the proxy could not start; what it wrote above says why")
+
+
+def _worker(config: Config) -> ASGIApp:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    return _app(config)
+
+
+def _app(config: Config) -> ASGIApp:
+    from lightning_proxy.proxy.app import create_app
+
     gc.freeze()  # what was imported stays; looking through it again and again cost a tenth of the throughput
-    uvicorn.run(create_app(config), host=config.proxy.host, port=config.proxy.port, **UVICORN)
+    return create_app(config)
+
+
+def _end_with_parent() -> None:
+    """A worker whose supervisor was killed would keep the port, and nobody could stop it."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -40,7 +40,7 @@ class LimitsConfig(Section):
 class ProxyConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8080
-    workers: Annotated[int, Field(ge=1, le=1)] = 1
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
     api_keys: list[SecretStr] = []
     admin_keys: list[SecretStr] = []
     limits: LimitsConfig = LimitsConfig()

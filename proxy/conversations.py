@@ -6,7 +6,7 @@ They are written with the call's own record, in the same commit, and cost nothin
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
 
 from lightning_proxy.proxy import sql
@@ -80,10 +80,10 @@ class Remembering:
         self._scope = scope
         self._start = start
 
-    async def start(self, start: CallStart, also: Iterable[Statement] = ()) -> None:
+    async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
         await self._recorder.start(start, [*also, *asked(self._scope, start)])
 
-    def end(self, end: CallEnd, also: Iterable[Statement] = ()) -> Awaitable[None]:
+    def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> Awaitable[None]:
         try:
             answer = list(answered(self._scope, self._start, end))
         except Exception:  # whatever the upstream may have answered, it is recorded

@@ -1,21 +1,29 @@
-"""Prometheus metrics of the proxy."""
+"""Prometheus metrics of the proxy, over all its workers."""
 
 from __future__ import annotations
 
-from typing import get_args
+import os
+from contextlib import suppress
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from lightning_proxy.proxy.types import CallEnd, CallStatus
+from lightning_proxy.proxy.types import CallEnd
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+# Where several workers share their counts; prometheus_client looks at it when it is imported.
+SHARED = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Metrics:
-    """One registry an app, so that several apps in one process do not share counts."""
+    """One registry an app, so that several apps in one process do not share counts; but all workers of one proxy do."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._shared = Path(shared) if (shared := os.environ.get(SHARED)) else None
+        if self._shared is not None:
+            _forget_dead(self._shared)
         r = self._registry
         calls = Counter("lightning_calls", "Recorded calls by how they ended", ["status"], registry=r)
         self._calls = {status: calls.labels(status) for status in get_args(CallStatus)}
@@ -41,12 +49,21 @@ class Metrics:
             "lightning_rollouts_deleted", "Rollouts deleted: by request, or for their age or the store's size", ["why"],
             registry=r,
         )  # fmt: skip
-        self.queue = Gauge("lightning_recorder_queue", "Records that wait for their commit", registry=r)
-        self.live_version = Gauge("lightning_policy_version", "The live policy version", registry=r)
-        self.upstream_up = Gauge(
-            "lightning_upstream_up", "Servers that are watched: 1 if up", ["upstream", "replica"], registry=r
+        self.queue = Gauge(
+            "lightning_recorder_queue", "Records that wait for their commit", registry=r, multiprocess_mode="livesum"
         )
-        self.rollouts = Gauge("lightning_rollouts", "Rollouts in the store", ["mode", "status"], registry=r)
+        # Of the store: whoever looked last is right.
+        self.live_version = Gauge(
+            "lightning_policy_version", "The live policy version", registry=r, multiprocess_mode="livemostrecent"
+        )
+        self.upstream_up = Gauge(
+            "lightning_upstream_up", "Servers that are watched: 1 if up", ["upstream", "replica"], registry=r,
+            multiprocess_mode="livemostrecent",
+        )  # fmt: skip
+        self.rollouts = Gauge(
+            "lightning_rollouts", "Rollouts in the store", ["mode", "status"], registry=r,
+            multiprocess_mode="livemostrecent",
+        )  # fmt: skip
 
     def call_ended(self, end: CallEnd, recorded: bool) -> None:
         if not recorded:
@@ -66,4 +83,17 @@ class Metrics:
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        if self._shared is None:
+            return generate_latest(self._registry)
+        all_workers = CollectorRegistry()
+        MultiProcessCollector(all_workers, str(self._shared))
+        return generate_latest(all_workers)
+
+
+def _forget_dead(shared: Path) -> None:
+    """What only a living worker can say must not be said by one that crashed; its counts stay."""
+    for pid in {int(file.stem.rpartition("_")[2]) for file in shared.glob("gauge_live*_*.db")}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            continue
+        mark_process_dead(pid, str(shared))

@@ -232,18 +232,24 @@ class Policy:
             return live
         pin = self._pins.get(rollout.rollout_id)
         if pin is None:
-            try:
-                pin = (await self._store.rollout(rollout.rollout_id)).policy_version
-            except NotFound:
-                pin = None
-            pin = live.version if pin is None else pin
-            self._pins[rollout.rollout_id] = pin
-            if len(self._pins) > PINS:
-                self._pins.popitem(last=False)
+            pin = await self._recorded_pin(rollout.rollout_id)
+        pin = live.version if pin is None else pin
         version = live if pin == live.version else await self._ledger.version(pin)
         # A version whose files were pruned cannot be served any more.
         servable = version.version == 0 or (version.path and version.publish == live.publish)
         return version if servable else live
+
+    async def _recorded_pin(self, rollout_id: str) -> int | None:
+        """The version that the rollout began with, whichever process answered its first call; None before that."""
+        try:
+            pin = (await self._store.rollout(rollout_id)).policy_version
+        except NotFound:
+            return None
+        if pin is not None:
+            self._pins[rollout_id] = pin
+            if len(self._pins) > PINS:
+                self._pins.popitem(last=False)
+        return pin
 
     async def _version_named(self, model: str | None) -> int | None:
         return next((v.version for v in await self._ledger.versions() if v.served_model == model and model), None)

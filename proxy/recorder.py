@@ -7,9 +7,10 @@ for what `end` returns. Where too many records wait, further calls do too: nothi
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +86,7 @@ class Recorder:
         """Records that wait for their commit."""
         return len(self._waiting)
 
-    async def start(self, start: CallStart, also: Iterable[Statement] = ()) -> None:
+    async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
         """Record a call as `incomplete`, and `also` with it; raises StoreUnavailable."""
         rollout_id = start.rollout.rollout_id
         parent = self._longest_parent(rollout_id, start.request)
@@ -119,12 +120,19 @@ class Recorder:
         running = self._parents.keys()
         if start.is_retry and (earlier := await self._store.superseded(rollout_id, start.request, running)):
             statements.append((sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
-        async with self._starts:
-            await self._put(statements, len(stored))
+        try:
+            async with self._starts:
+                await self._put(statements, len(stored))
+        except StoreUnavailable as error:
+            if parent is None or not isinstance(error.__cause__, sqlite3.IntegrityError):
+                raise
+            self.forget(rollout_id)  # another process deleted the parent
+            await self.start(start, also)
+            return
         self._parents[start.call_id] = parent
         self._remember(rollout_id, Tail(start.call_id, _sharing(start.request, parent)), len(stored))
 
-    def end(self, end: CallEnd, also: Iterable[Statement] = ()) -> asyncio.Future[None]:
+    def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
         """Record how a call ended, and `also` with it.
 
         The future is done when that is durable, or fails with StoreUnavailable.
@@ -216,7 +224,8 @@ class Recorder:
 def _settle(group: Sequence[Entry], error: Exception | None) -> None:
     """Tell those who wait how the commit went."""
     if error is not None and not isinstance(error, StoreUnavailable):
-        error = StoreUnavailable(f"the call could not be recorded: {error!r}")
+        cause, error = error, StoreUnavailable(f"the call could not be recorded: {error!r}")
+        error.__cause__ = cause
     for entry in group:
         if not entry.done.done():  # cancelled: the agent left, and nobody waits any more
             entry.done.set_result(None) if error is None else entry.done.set_exception(error)

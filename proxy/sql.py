@@ -48,13 +48,15 @@ ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
 
 # Calls ------------------------------------------------------------------------------------------------------------
 
+# Refused (`request` would be NULL) when the parent that it is stored against is gone.
 CALL_START = """
 INSERT INTO calls
     (call_id, rollout_id, seq, parent_id, agent, endpoint, status, upstream, model, policy_version, request,
      started_at)
 VALUES (
     :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
-    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version, :request, :at
+    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version,
+    CASE WHEN :parent_id IS NULL OR EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN :request END, :at
 )
 """
 CALL_END = """
@@ -76,9 +78,10 @@ UPDATE rollouts SET calls = calls + 1, tokens = tokens + :tokens WHERE rollout_i
 CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"
 CALLS = "SELECT * FROM calls WHERE rollout_id = :rollout_id ORDER BY seq"
 CALL_EXISTS = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
+# Of a call that is still there: its rollout may have been deleted meanwhile.
 TOOL_CALL = """
 INSERT INTO tool_calls (rollout_id, call_id, position, tool_call_id, name, arguments)
-VALUES (:rollout_id, :call_id, :position, :tool_call_id, :name, :arguments)
+SELECT rollout_id, call_id, :position, :tool_call_id, :name, :arguments FROM calls WHERE call_id = :call_id
 """
 TOOL_RESULT = """
 UPDATE tool_calls SET result = :result, is_error = :is_error

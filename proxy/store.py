@@ -48,14 +48,16 @@ class Store:
     ) -> ModelCall | None:
         """The call of the rollout that this request sends again: the newest like it that did not end well.
 
-        Else the rollout's newest call, if it is like it: its answer did not reach the client. Never one of `running`.
+        Rather one that failed than one that was not ended: another process may be answering that. Else the rollout's
+        newest call, if it is like it: its answer did not reach the client. Never one of `running`.
         """
         try:
             calls = await self.calls(rollout_id)
         except NotFound:
             return None
         alike = [c for c in calls if c.superseded_by is None and c.call_id not in running and c.request == request]
-        failed = [c for c in alike if c.status != "ok"]
+        failed = [c for c in alike if c.status in ("error", "cancelled")]
+        failed = failed or [c for c in alike if c.status == "incomplete"]
         return failed[-1] if failed else next((c for c in alike if c is calls[-1]), None)
 
     # Rollouts ------------------------------------------------------------------------------------------------------

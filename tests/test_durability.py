@@ -4,142 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import resource
 import signal
-import socket
 import sqlite3
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
-import yaml
-from aiohttp import web
+from support.served import Client, proxy_in_front
 
-CHUNKS = 5
 # KILL_ROUNDS=50 KILL_CLIENTS=256 for the long version: four minutes.
 ROUNDS, CLIENTS = int(os.environ.get("KILL_ROUNDS", "4")), int(os.environ.get("KILL_CLIENTS", "16"))
-
-
-async def answer_slowly(request: web.Request) -> web.StreamResponse:
-    """An upstream of kind vllm: streams `CHUNKS` tokens, or answers at once."""
-    body = await request.json()
-    lps = {"content": [{"token": "x", "logprob": -0.5}]}
-    if not body.get("stream"):
-        choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
-        choice |= {"token_ids": [7], "logprobs": lps}
-        return web.json_response({"choices": [choice], "usage": usage, "prompt_token_ids": [1, 2]})
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for i in range(CHUNKS):
-        last = i + 1 == CHUNKS
-        choice = {"index": 0, "delta": {"content": "x"}, "token_ids": [7], "logprobs": lps}
-        chunk: dict[str, Any] = {"choices": [choice | {"finish_reason": "stop" if last else None}]}
-        chunk |= {"prompt_token_ids": [1, 2]} if i == 0 else {}
-        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        await asyncio.sleep(0.002)
-    usage = {"prompt_tokens": 2, "completion_tokens": CHUNKS, "total_tokens": 2 + CHUNKS}
-    await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
-    return response
-
-
-async def models(_: web.Request) -> web.Response:
-    return web.json_response({"data": [{"id": "base", "parent": None, "root": "/"}]})
-
-
-class Proxy:
-    """`lightning-proxy serve` on a store of its own, started and killed at will."""
-
-    def __init__(self, directory: Path, upstream_port: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.store = directory / "store.db"
-        self.config = directory / "config.yaml"
-        settings = {
-            "proxy": {"port": self.port},
-            "store": {"url": f"sqlite:///{self.store}", "busy_timeout_s": 0.5},
-            "upstreams": [{"name": "fake", "base_url": f"http://127.0.0.1:{upstream_port}/v1"}],
-            "policy": {"publish": "lora", "directory": str(directory / "policy")},
-        }
-        self.config.write_text(yaml.safe_dump(settings))
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self, limits: Callable[[], None] | None = None) -> None:
-        argv = ("-m", "lightning_proxy.cli", "--config", str(self.config), "serve")
-        self.process = await asyncio.create_subprocess_exec(sys.executable, *argv, preexec_fn=limits)
-        async with aiohttp.ClientSession() as session:
-            for _ in range(300):
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with session.get(self.url + "/healthz"):
-                        return
-                await asyncio.sleep(0.1)
-        pytest.fail("the proxy did not start")
-
-    async def end(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        if self.process.returncode is None:
-            self.process.send_signal(number)
-        await self.process.wait()
-
-    def rows(self, sql: str) -> list[Any]:
-        with contextlib.closing(sqlite3.connect(self.store)) as db:
-            return db.execute(sql).fetchall()
-
-
-@asynccontextmanager
-async def proxy_in_front(directory: Path) -> AsyncIterator[Proxy]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer_slowly)
-    app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    proxy = Proxy(directory, runner.addresses[0][1])
-    try:
-        yield proxy
-    finally:
-        await proxy.end(signal.SIGKILL)
-        await runner.cleanup()
-
-
-class Client:
-    """An agent that goes on until the proxy is gone, and remembers which answers it received whole."""
-
-    def __init__(self, proxy: Proxy, name: str) -> None:
-        self._proxy, self._name = proxy, name
-        self.calls: set[str] = set()
-        self.rewards: set[int] = set()
-        self.statuses: set[int] = set()
-
-    async def work(self, session: aiohttp.ClientSession) -> None:
-        turn = 0
-        with contextlib.suppress(aiohttp.ClientError):
-            while True:
-                turn += 1
-                await self.turn(session, f"{self._name}-{turn}", stream=turn % 2 == 0)
-
-    async def turn(self, session: aiohttp.ClientSession, rollout_id: str, *, stream: bool, padding: int = 0) -> None:
-        body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "hi" + "." * padding}]}
-        url = f"{self._proxy.url}/rollouts/{rollout_id}/v1/chat/completions"
-        async with session.post(url, json=body) as answer:
-            data = await answer.read()
-            self.statuses.add(answer.status)
-            if answer.status != 200:
-                return
-            assert not stream or data.endswith(b"data: [DONE]\n\n")
-            self.calls.add(answer.headers["X-Call-Id"])
-        async with session.post(self._proxy.url + "/reward", json={"rollout_id": rollout_id, "reward": 1}) as answer:
-            if answer.status == 200:
-                self.rewards.add((await answer.json())["reward_id"])
 
 
 @pytest.mark.timeout(1200)
