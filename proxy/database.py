@@ -43,7 +43,7 @@ class Database:
         self._there = _connect_here(path, config, wait=True)  # in `self._thread`
         self._thread = ThreadPoolExecutor(1, "store")
         self._syncs = config.synchronous == "full"
-        self._commits = 0
+        self._commits = self._written = 0  # since the last checkpoint; bytes, about
         self._checkpoint: asyncio.Future[None] | None = None
         self._lock = asyncio.Lock()
 
@@ -84,8 +84,10 @@ class Database:
                     await self._in_thread(_commit, runs)
             except sqlite3.OperationalError as error:
                 raise _unavailable(error) from error
-        self._commits += 1
-        if self._commits % CHECKPOINT_EVERY == 0 and (self._checkpoint is None or self._checkpoint.done()):
+        self._commits, self._written = self._commits + 1, self._written + size
+        due = self._commits >= CHECKPOINT_EVERY or self._written >= LONG_LOG // 4
+        if due and (self._checkpoint is None or self._checkpoint.done()):
+            self._commits = self._written = 0
             self._checkpoint = asyncio.get_running_loop().run_in_executor(self._thread, _checkpoint, self._there)
 
     async def _in_thread(self, work: Callable[[sqlite3.Connection, Runs], None], runs: Runs) -> None:
@@ -168,12 +170,12 @@ async def _set_up(connection: aiosqlite.Connection, config: StoreConfig) -> None
 
 
 def _connect_here(path: Path, config: StoreConfig, *, wait: bool) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        path, timeout=config.busy_timeout_s if wait else 0, isolation_level=None, check_same_thread=False
-    )
+    connection = sqlite3.connect(path, timeout=config.busy_timeout_s, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
     for pragma in (*_pragmas(config), "PRAGMA wal_autocheckpoint = 0"):
         connection.execute(pragma)
+    if not wait:  # from now on
+        connection.execute("PRAGMA busy_timeout = 0")
     return connection
 
 

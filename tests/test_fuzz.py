@@ -9,13 +9,14 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.continuation import Conversations
+from lightning_proxy.proxy.conversations import answered, asked
 from lightning_proxy.proxy.delta import grow_request, shrink_request
 from lightning_proxy.proxy.dialects import DIALECTS
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.sse import encode
 from lightning_proxy.proxy.tools import conversation, tool_calls, tool_results
 from lightning_proxy.proxy.transcript import Transcript
+from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 
 # The names that the code looks at, so that the values behind them are strange rather than missing.
 NAMES_TEXT = """
@@ -86,9 +87,8 @@ def test_streamed_answers(request: dict[str, Any], events: list[dict[str, Any]],
 def test_conversations_and_what_is_stored_of_them(
     before: dict[str, Any], request: dict[str, Any], answer: dict[str, Any]
 ) -> None:
-    conversations = Conversations()
-    for asked in (before, request):
-        conversations.find("k", asked)
-        conversations.asked("k", "r", asked)
-        conversations.answered("k", "r", asked, answer)
+    for body in (before, request):
+        start = CallStart("c", RolloutName("r", named=False), "chat/completions", "m", 0, body, 0.0)
+        assert len(asked("k", start)) == 1
+        list(answered("k", start, CallEnd("c", "r", "ok", answer, 200)))
     assert grow_request(orjson.loads(dumps(shrink_request(request, before))), before) == request
