@@ -67,8 +67,10 @@ def _serve_in_workers(config: Config, shared: str) -> None:
     from lightning_proxy.proxy.metrics import SHARED
 
     os.environ[SHARED] = shared  # for the workers: they are started anew, not forked
-    address = {"host": config.proxy.host, "port": config.proxy.port}
-    server = Server(partial(_worker, config), factory=True, workers=config.proxy.workers, **address, **UVICORN)
+    proxy = config.proxy
+    server = Server(
+        partial(_worker, config), factory=True, host=proxy.host, port=proxy.port, workers=proxy.workers, **UVICORN
+    )
     supervisor = Multiprocess(server, sockets=[server.bind_socket()])
     supervisor.run()
     if any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes):
