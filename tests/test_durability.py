@@ -13,6 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+
 from support.served import Client, proxy_in_front
 
 # KILL_ROUNDS=50 KILL_CLIENTS=256 for the long version: four minutes.

@@ -19,7 +19,6 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
-from support.served import Client, Proxy, proxy_in_front
 
 from lightning_proxy.proxy import sql
 from lightning_proxy.proxy.config import StoreConfig
@@ -27,6 +26,7 @@ from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
+from support.served import Client, Proxy, proxy_in_front
 
 
 @asynccontextmanager
