@@ -7,10 +7,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+AGENTS := .venv-agents
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store soak clean
+.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store soak agents record-traffic clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,5 +73,16 @@ bench-store: setup  ## a million calls in one store: what gets slower? (ten minu
 soak: setup  ## half an hour of mixed load: nothing lost, memory flat
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
-clean:  ## remove .venv/, .venv-peers/ and caches
-	rm -rf $(VENV) .venv-peers tests/clients/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+# Frameworks pin what the product needs in other versions: they have environments of their own.
+agents: $(AGENTS)/.set-up  ## make .venv-agents/ with the agent frameworks whose traffic the tests replay
+
+$(AGENTS)/.set-up: tests/traffic/requirements.txt tests/traffic/requirements-crewai.txt
+	$(PYTHON) -m venv $(AGENTS) && $(AGENTS)/bin/pip install --quiet -r $<
+	$(PYTHON) -m venv $(AGENTS)/crewai && $(AGENTS)/crewai/bin/pip install --quiet -r $(word 2,$^)
+	@touch $@
+
+record-traffic: setup agents  ## record the traffic of real agents that tests/test_traffic.py replays
+	PYTHONPATH=tests $(BIN)/python -m traffic.record $(ARGS)
+
+clean:  ## remove every environment and all caches
+	rm -rf $(VENV) .venv-peers $(AGENTS) tests/clients/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -7,6 +7,7 @@ Pure; what is remembered, and found again, is in `conversations.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -17,12 +18,22 @@ from lightning_proxy.proxy.json_text import dumps
 
 Json = dict[str, Any]
 
-# An answer as short as "ok" is given in many rollouts, and says nothing of where a conversation comes from.
-TELLING_CHARACTERS = 24
+# A text as short as "ok" is said in many rollouts, and tells nothing of where a conversation comes from. In bytes.
+TELLING, TELLING_ORDER, TELLING_ID = 24, 12, 20
+# Of a long text that the model says, as many fragments are remembered from either end.
+FRAGMENTS = 4
+# Where a request goes on with nothing that is known: how many quotations, in how much of a text's ends, are looked for.
+QUOTATIONS, QUOTING_CHARACTERS = 500, 20_000
+# Where texts are cut into fragments, so that one is found again in whatever it is wrapped in: a transcript, JSON, XML.
+_CUTS = re.compile(r'[\n\r\t"<>{}\[\]|:.!?;。！？]+')
+_TRIMMED = " ,'*_#()-\\"
 
 
 class Atom(NamedTuple):
-    """One thing in a conversation. `kind`: text, call or result; `who`: a role, or the id of a tool call."""
+    """One thing in a conversation. `kind`: text, call or result; `who`: a role, or the id of a tool call.
+
+    `what`: the text, the call's arguments as JSON, or the text of the result.
+    """
 
     kind: str
     who: str
@@ -61,12 +72,12 @@ def _item(item: Json) -> list[Atom]:
     if kind in ("function_call", "custom_tool_call"):
         return [Atom("call", str(item.get("call_id")), _arguments(item.get("arguments", item.get("input"))))]
     if isinstance(kind, str) and kind.endswith("_call_output"):
-        return [Atom("result", str(item.get("call_id")), "")]
+        return [Atom("result", str(item.get("call_id")), _text(item.get("output")))]
     if kind not in (None, "message"):
         return []  # reasoning, say: some clients send it back, others do not
     role = str(item.get("role"))
     if role == "tool":
-        return [Atom("result", str(item.get("tool_call_id")), "")]
+        return [Atom("result", str(item.get("tool_call_id")), _text(item.get("content")))]
     calls = item.get("tool_calls")
     return [
         *_content("system" if role == "developer" else role, item.get("content")),
@@ -92,7 +103,7 @@ def _content(role: str, content: Any) -> list[Atom]:
                 case "tool_use":
                     others.append(Atom("call", str(part.get("id")), _arguments(part.get("input"))))
                 case "tool_result":
-                    others.append(Atom("result", str(part.get("tool_use_id")), ""))
+                    others.append(Atom("result", str(part.get("tool_use_id")), _text(part.get("content"))))
                 case "thinking" | "redacted_thinking":
                     pass
                 case _:
@@ -101,40 +112,89 @@ def _content(role: str, content: Any) -> list[Atom]:
     return [*([Atom("text", role, text)] if text else []), *others]
 
 
+def _text(content: Any) -> str:
+    return "".join(what for _, _, what in _content("", content))
+
+
 def _arguments(value: Any) -> str:
     return value if isinstance(value, str) else dumps(value)
 
 
 def _chain(atoms: Iterable[Atom]) -> list[bytes]:
-    """A digest for every beginning of the conversation. Of a tool call its id counts, not how its arguments look."""
+    """A digest for every beginning of the conversation. Of calls and results the id counts, if it is one of a kind."""
     state, found = b"", []
     for kind, who, what in atoms:
-        state = _digest("", state, _bytes(kind), _bytes(who), b"" if kind == "call" else _bytes(what))
+        is_one_of_a_kind = len(who) >= TELLING_ID
+        shown = what if kind == "text" else dumps(_parsed(what)) if kind == "call" and not is_one_of_a_kind else ""
+        state = _digest("", state, _bytes(kind), _bytes(who), _bytes(shown))
         found.append(state)
     return found
 
 
-def _origins(scope: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
-    """What of an answer, or of a later request, tells where it came from."""
-    for kind, who, what in atoms:
-        if kind in ("call", "result"):
-            yield _digest(scope, b"id", _bytes(who))
+def _new_origins(scope: str, asked: Iterable[Atom], answer: Iterable[Atom]) -> set[bytes]:
+    """What tells that something came from this answer: ids, and what the model said that nobody had told it."""
+    told, found = [what for _, _, what in asked], set()
+
+    def add(name: bytes, text: str, telling: int) -> None:
+        """Not what is short, nor what is repeated: the question, say, or a page that others may read too."""
+        if len(raw := _bytes(text)) >= telling and not any(text in what for what in told):
+            found.add(_digest(scope, name, raw))
+
+    for kind, who, what in answer:
         if kind == "call":
-            for order in _telling_strings(what):
-                yield _digest(scope, b"order", _bytes(order))
-        elif kind == "text" and who in ("assistant", "user") and len(what) >= TELLING_CHARACTERS:
-            # What a user says may be what a tool call told a sub-agent to do.
-            yield _digest(scope, b"said" if who == "assistant" else b"order", _bytes(what))
+            found.add(_digest(scope, b"id", _bytes(who)))
+        orders = list(_strings(_parsed(what))) if kind == "call" else []
+        for order in orders:
+            add(b"order", order, TELLING_ORDER)
+        for text in [who, *orders] if kind == "call" else [what]:
+            for fragment in _ends(list(_fragments(text))):
+                add(b"said", fragment, TELLING)
+    return found
 
 
-def _telling_strings(arguments: str) -> Iterator[str]:
+def _ends(fragments: list[str]) -> list[str]:
+    return fragments if len(fragments) <= 2 * FRAGMENTS else [*fragments[:FRAGMENTS], *fragments[-FRAGMENTS:]]
+
+
+def _quotes(scope: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
+    """What may tell where something in a request came from. What came first is its own rollout's.
+
+    A prompt tells nothing: what one rollout found may be in the prompt of all that follow.
+    """
+    for kind, who, what in atoms:
+        if who == "system":
+            continue
+        if kind != "text":
+            yield _digest(scope, b"id", _bytes(who))
+            continue
+        if who == "user":  # it may be what a tool call told a sub-agent to do
+            yield _digest(scope, b"order", _bytes(what))
+        whole = len(what) <= 2 * QUOTING_CHARACTERS
+        for fragment in _fragments(what if whole else f"{what[:QUOTING_CHARACTERS]}\n{what[-QUOTING_CHARACTERS:]}"):
+            if len(raw := _bytes(fragment)) >= TELLING:
+                yield _digest(scope, b"said", raw)
+
+
+def _fragments(text: str) -> Iterator[str]:
+    """Also of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
+    lines = text.replace("\\n", "\n").replace("', '", "\n")
+    return (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in the arguments of a tool call."""
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
+
+
+def _parsed(arguments: str) -> Any:
     try:
-        found = orjson.loads(arguments)
+        return orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        return
-    for value in found.values() if isinstance(found, dict) else ():
-        if isinstance(value, str) and len(value.strip()) >= TELLING_CHARACTERS:
-            yield value.strip()
+        return arguments
 
 
 def _bytes(text: str) -> bytes:

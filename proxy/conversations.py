@@ -7,10 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.continuation import Atom, _bytes, _chain, _digest, _origins, answers, request_atoms
+from lightning_proxy.proxy.continuation import (
+    QUOTATIONS,
+    Atom,
+    _bytes,
+    _chain,
+    _digest,
+    _new_origins,
+    _quotes,
+    answers,
+    request_atoms,
+)
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.ports import Recorder, Statement
 from lightning_proxy.proxy.types import CallEnd, CallStart
@@ -51,12 +62,8 @@ class Conversations:
         return None
 
     def _quoted(self, scope: str, atoms: list[Atom]) -> str | None:
-        """By what an edited or summarised history still holds of one rollout only, the newest first."""
-        for atom in reversed(atoms):
-            for origin in _origins(scope, [atom]):
-                if found := self._leads_to(origin):
-                    return found
-        return None
+        """By what an edited or summarised history still holds of one rollout only, the oldest first."""
+        return next(filter(None, map(self._leads_to, islice(_quotes(scope, atoms), QUOTATIONS))), None)
 
     def _leads_to(self, digest: bytes) -> str | None:
         row = self._db.one_now(sql.CONVERSATION_LEADS_TO, {"digest": digest})
@@ -105,13 +112,11 @@ def answered(scope: str, start: CallStart, end: CallEnd) -> Iterator[Statement]:
     at = start.started_at + end.latency_ms / 1000
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
     atoms = request_atoms(start.request)
-    # A search for the very question does not tell which of those who ask it goes on here.
-    question = {_digest(scope, b"order", _bytes(what)) for kind, _, what in atoms if kind == "text"}
     for answer in answers(end.response):
         state = {"digest": _digest(scope, *_chain([*atoms, *answer])[-1:])}
         yield sql.CONVERSATION_TIP, row | state
         yield sql.CONVERSATION_POINT, row | state
-        for origin in set(_origins(scope, answer)) - question:
+        for origin in _new_origins(scope, atoms, answer):
             yield sql.CONVERSATION_ORIGIN, row | {"digest": origin}
     if isinstance(name := end.response.get("id"), str):
         yield sql.CONVERSATION_POINT, row | {"digest": _digest(scope, b"response", _bytes(name))}

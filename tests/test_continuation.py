@@ -252,6 +252,95 @@ async def test_a_search_for_the_question_does_not_draw_its_siblings_in(conversat
     assert await conversations.find("k", {"messages": [SYSTEM, user(question)]}) is None
 
 
+SAID = "The lighthouse of Bergen was built in 1881 by two brothers"
+
+
+def says(text: str, **call: Any) -> dict[str, Any]:
+    calls = [{"id": "call_0a1b2c3d4e5f60718293a4b5", "function": call}] if call else None
+    return {"choices": [{"message": {"role": "assistant", "content": text or None, "tool_calls": calls}}]}
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        pytest.param([user(SAID)], id="another agent is told it"),
+        pytest.param([user(f"Go on.\n\nuser: Hello?\nwriter: {SAID}. Is that so?")], id="a transcript"),
+        pytest.param([user(json.dumps([{"role": "assistant", "content": f"Well.\n{SAID}!"}]))], id="JSON"),
+        pytest.param([user("Hello?"), {"role": "assistant", "content": f"Thought: {SAID}\n</code>"}], id="completed"),
+    ],
+)
+async def test_what_the_model_said_is_found_in_whatever_it_is_wrapped_in(
+    wrapped: Messages, conversations: Remembered
+) -> None:
+    await conversations.answered("k", "r", {"messages": [SYSTEM, user("hi")]}, says(f"Well.\n{SAID}! Thank you."))
+    assert await conversations.find("k", {"messages": wrapped}) == "r"
+
+
+async def test_a_prompt_that_holds_what_the_model_once_said_tells_nothing(conversations: Remembered) -> None:
+    """It is the prompt of many: examples, say, or what an optimiser wrote."""
+    await conversations.answered("k", "r", {"messages": [SYSTEM, user("hi")]}, says(SAID))
+    assert await conversations.find("k", {"messages": [{"role": "system", "content": SAID}, user("Hello?")]}) is None
+
+
+@pytest.mark.parametrize("arguments", [{"query": SAID}, {"steps": [{"query": SAID}]}, {}])
+async def test_tool_calls_are_found_in_texts_too(arguments: dict[str, Any], conversations: Remembered) -> None:
+    """Some agents write their tool calls down as text; ids and arguments are there all the same."""
+    asked = {"messages": [user("hi")]}
+    await conversations.answered("k", "r", asked, says("", name="search", arguments=json.dumps(arguments)))
+    told = [{"id": "call_0a1b2c3d4e5f60718293a4b5", "name": "search", "arguments": arguments}]
+    written = {"role": "assistant", "content": f"Calling tools:\n{told}"}
+    assert await conversations.find("k", {"messages": [user("hi"), written, user("Observation: x")]}) == "r"
+
+
+async def test_an_order_may_be_short_if_it_is_all_that_a_subagent_is_told(conversations: Remembered) -> None:
+    await conversations.answered(
+        "k", "r", {"messages": [user("hi")]}, says("", name="f", arguments='{"order": "Count to ten"}')
+    )
+    assert await conversations.find("k", {"messages": [SYSTEM, user("Count to ten")]}) == "r"
+    assert await conversations.find("k", {"messages": [SYSTEM, user("Count to ten, then stop")]}) is None
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+async def test_what_the_model_only_repeats_tells_nothing(role: str, conversations: Remembered) -> None:
+    """A template, a question, a page: others are told the same."""
+    known = {"role": role, "content": f"Remember. {SAID}.", "tool_call_id": "c1"}
+    await conversations.answered("k", "r", {"messages": [user("hi"), known]}, says(SAID))
+    assert await conversations.find("k", {"messages": [user(f"Now, {SAID}.")]}) is None
+
+
+async def test_of_several_rollouts_that_are_quoted_the_first_goes_on(conversations: Remembered) -> None:
+    """The later ones are guests: a sub-agent that nobody could know to be one, say."""
+    guest = "The glacier of Tartu has lost a third of its ice"
+    await conversations.answered("k", "host", {"messages": [user("hi")]}, says(SAID))
+    await conversations.answered("k", "guest", {"messages": [user("Glaciers?")]}, says(guest))
+    assert await conversations.find("k", {"messages": [user(f"hi\n{SAID}."), user(f"Observation: {guest}")]}) == "host"
+
+
+async def test_what_is_said_in_two_rollouts_tells_nothing(conversations: Remembered) -> None:
+    for name in ("r1", "r2"):
+        await conversations.answered("k", name, {"messages": [user(name)]}, says(SAID))
+    assert await conversations.find("k", {"messages": [user(SAID)]}) is None
+
+
+async def test_ids_that_are_counted_do_not_mix_conversations_up(conversations: Remembered) -> None:
+    """Some models number their tool calls: what was called counts then."""
+    asked = {"messages": [user("hi")]}
+
+    def call(query: str, more: str = "") -> dict[str, Any]:
+        function = {"name": "search", "arguments": f'{{"query":{more} "{query}"}}'}
+        return {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "functions.search:0", "function": function}],
+        }
+
+    for name in ("r1", "r2"):
+        await conversations.answered("k", name, asked, {"choices": [{"message": call(f"of {name}")}]})
+    for name in ("r1", "r2"):
+        result = {"role": "tool", "tool_call_id": "functions.search:0", "content": "x"}
+        assert await conversations.find("k", {"messages": [user("hi"), call(f"of {name}", " "), result]}) == name
+
+
 async def test_text_that_utf8_cannot_hold_is_compared_like_any_other(conversations: Remembered) -> None:
     block = {"type": "tool_use", "id": "\ud83d", "name": "f", "input": {"a": "\ud83d"}}
     await conversations.answered("k", "r", {"messages": [user("\ud83d")]}, {"content": [block]})

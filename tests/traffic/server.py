@@ -1,0 +1,103 @@
+"""An HTTP server that answers for a model: /v1/chat/completions, /v1/responses, /v1/messages, streamed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from aiohttp import web
+from starlette.types import ASGIApp
+from traffic.played import PlayedModel
+from traffic.shapes import Ids, stream, whole_answer
+
+from lightning_proxy.proxy.app import create_app
+from lightning_proxy.proxy.config import Config, PolicyConfig, ProxyConfig, StoreConfig, UpstreamConfig
+
+Json = dict[str, Any]
+# Status and body for a request; None: no answer ever.
+Answer = Callable[[web.Request, Json], Awaitable[tuple[int, Json] | None]]
+PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+def app(answer: Answer) -> web.Application:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        answered = await answer(request, body)
+        if answered is None:
+            await asyncio.sleep(60)
+            return web.Response(status=504)
+        status, whole = answered
+        headers = {"X-Played": str(request.get("number", ""))}
+        if status != 200 or not body.get("stream"):
+            return web.json_response(whole, status=status, headers=headers)
+        response = web.StreamResponse(headers=headers | {"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in stream(request.path, whole, body):
+            await response.write(event)
+        return response
+
+    async def models(_: web.Request) -> web.Response:
+        entry = {"id": "base", "object": "model", "parent": None, "root": "/", "max_model_len": 8192}
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def operate(request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": "default", "is_paused": False})
+
+    application = web.Application(client_max_size=64 * 2**20)
+    for path in PATHS:
+        application.router.add_post(path, handle)
+    application.router.add_get("/v1/models", models)
+    application.router.add_get("/weight_info", operate)
+    application.router.add_get("/is_paused", operate)
+    return application
+
+
+class Playing:
+    """Answers as the played model does, after a moment; a model named `flaky` fails as often as not."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._model, self._ids, self._random = PlayedModel(seed), Ids(seed), random.Random(seed)
+
+    async def __call__(self, request: web.Request, body: Json) -> tuple[int, Json] | None:
+        await asyncio.sleep(self._random.random() / 20)
+        if body.get("model") == "flaky" and self._random.random() < 0.5:
+            status = self._random.choice((500, 429, 503, 0))
+            return (status, {"error": {"message": "not now", "type": "server_error"}}) if status else None
+        return 200, whole_answer(request.path, body, self._model.answers(body), self._ids)
+
+
+@asynccontextmanager
+async def serving(application: web.Application) -> AsyncIterator[str]:
+    """The root URL of a running server."""
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def proxying(wrapped: Callable[[ASGIApp], ASGIApp], upstream: str, directory: Path) -> AsyncIterator[str]:
+    """The root URL of a real proxy in front of an upstream; `wrapped` is given its app, and what it returns is run."""
+    config = Config(
+        proxy=ProxyConfig(),
+        store=StoreConfig(url=f"sqlite:///{directory}/store.db"),
+        upstreams=[UpstreamConfig(name="policy", base_url=f"{upstream}/v1")],
+        policy=PolicyConfig(publish="merged", directory=directory / "policy"),
+    )
+    server = uvicorn.Server(uvicorn.Config(wrapped(create_app(config)), port=0, log_level="warning", access_log=False))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
