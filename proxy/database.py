@@ -165,6 +165,9 @@ async def _connect(path: Path, config: StoreConfig) -> aiosqlite.Connection:
 
 async def _set_up(connection: aiosqlite.Connection, config: StoreConfig) -> None:
     connection.row_factory = sqlite3.Row
+    pages = await (await connection.execute("PRAGMA page_count")).fetchone()
+    if pages is not None and pages[0] == 0:  # a new file; of any other, this would be a write
+        await connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     for pragma in _pragmas(config):
         await connection.execute(pragma)
 
@@ -181,7 +184,6 @@ def _connect_here(path: Path, config: StoreConfig, *, wait: bool) -> sqlite3.Con
 
 def _pragmas(config: StoreConfig) -> list[str]:
     return [
-        "PRAGMA auto_vacuum = INCREMENTAL",  # of a file that is new; has to come first
         "PRAGMA journal_mode = WAL",
         f"PRAGMA journal_size_limit = {LONG_LOG}",
         f"PRAGMA synchronous = {config.synchronous.upper()}",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config import StoreConfig
-from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.database import Database, _connect_here
 from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
@@ -196,3 +196,9 @@ async def test_two_processes_may_open_a_new_store_at_once(tmp_path: Path) -> Non
     assert len({row["n"] for db in opened for row in await db.all("SELECT COUNT(*) AS n FROM policy_log")}) == 1
     for database in opened:
         await database.close()
+
+
+async def test_a_store_is_opened_while_another_writes_to_it(database: Database) -> None:
+    async with database.transaction():
+        connection = _connect_here(database.path, StoreConfig(), wait=False)  # would wait for the very thread it is in
+        connection.close()
