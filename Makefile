@@ -70,7 +70,7 @@ bench-peers: setup  ## install the gateways that bench-proxy compares with, each
 bench-store: setup  ## a million calls in one store: what gets slower? (ten minutes, 6 GB)
 	$(BIN)/python benchmarks/store.py $(ARGS)
 
-soak: setup  ## half an hour of mixed load: nothing lost, memory flat
+soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 # Frameworks pin what the product needs in other versions: they have environments of their own.

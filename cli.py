@@ -52,7 +52,7 @@ Json = Annotated[bool, typer.Option("--json", help="for programs")]
 @app.callback()
 def main(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="a YAML file; every key has a default")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="a YAML file; ./config.yaml if there is one")] = None,
 ) -> None:
     # Taken where it lies, if it is there: `lightning-proxy up` in a checkout does what config.yaml says.
     here = Path("config.yaml")
@@ -178,7 +178,7 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
 
 def _load(context: typer.Context, overrides: dict[str, Any]) -> tuple[Config, Launch]:
     from lightning_proxy.commands.system import Launch
-    from lightning_proxy.proxy.config import load_config
+    from lightning_proxy.proxy.config_file import load_config
 
     return load_config(context.obj, overrides), Launch(context.obj, overrides)
 

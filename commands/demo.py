@@ -35,7 +35,7 @@ from lightning_proxy.commands.signals import run_until_signal
 from lightning_proxy.commands.summary import Totals, totals
 from lightning_proxy.commands.system import Launch, System
 from lightning_proxy.commands.tasks import Task
-from lightning_proxy.proxy.config import load_config
+from lightning_proxy.proxy.config_file import load_config
 from lightning_proxy.proxy.errors import LightningError
 
 CONCURRENCY = 64

@@ -15,7 +15,8 @@ from lightning_proxy.commands.control import ControlClient
 from lightning_proxy.commands.doctor_proxy import check_alias, check_proxy, check_rewards, check_store
 from lightning_proxy.commands.doctor_vllm import VllmChecks
 from lightning_proxy.commands.signals import run_until_signal
-from lightning_proxy.proxy.config import Config, UpstreamConfig, load_config
+from lightning_proxy.proxy.config import Config, UpstreamConfig
+from lightning_proxy.proxy.config_file import load_config
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.publish_mode import publish_mode
 

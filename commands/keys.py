@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from lightning_proxy.proxy.config import load_config
+from lightning_proxy.proxy.config_file import load_config
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import typer
 
-from lightning_proxy.proxy.config import load_config
+from lightning_proxy.proxy.config_file import load_config
 
 if TYPE_CHECKING:
     from lightning_proxy.commands.control import ControlClient

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_proxy.proxy.config import load_config
+from lightning_proxy.proxy.config_file import load_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from lightning_proxy.proxy.ledger import Step
-from lightning_proxy.proxy.types import CallStatus, PolicyVersion, PublishMode, Rollout, ToolCall, Transition
+from lightning_proxy.proxy.types import CallStatus, Choice, PolicyVersion, PublishMode, Rollout, ToolCall, Transition
 
 
 class ErrorDetail(BaseModel):
@@ -49,6 +49,7 @@ class Call(BaseModel):
     status: CallStatus
     http_status: int | None
     error: str | None
+    upstream: str | None
     model: str | None
     policy_version: int | None
     policy_versions: list[int]
@@ -58,6 +59,8 @@ class Call(BaseModel):
     response_token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None
+    sampling: dict[str, Any]
+    extends: str | None
     usage: dict[str, Any] | None
     tool_calls: list[ToolCall]
     reward: float | None
@@ -67,6 +70,7 @@ class Call(BaseModel):
     started_at: float
     ttft_ms: float | None
     latency_ms: float | None
+    choices: list[Choice] | None = None
 
 
 class RewardSeen(BaseModel):

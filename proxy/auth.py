@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import ip_address
+from time import monotonic
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
@@ -25,6 +26,7 @@ from lightning_proxy.proxy.store import Store
 log = logging.getLogger(__name__)
 
 CACHED_KEYS = 20_000
+CACHED_S = 2.0  # a deleted rollout's key is refused then, by every worker
 REFRESH_S = 0.5
 
 
@@ -94,7 +96,7 @@ class Keys:
         self._has_admins = self._admins_configured
         self.required = self._always_required
         self._anybody = Caller(None, True, _limiter(self._default))
-        self._rollouts: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
+        self._rollouts: OrderedDict[str, tuple[tuple[str, str | None], float]] = OrderedDict()
 
     async def refresh(self) -> None:
         """Take over the keys that were made and revoked since; raises StoreUnavailable."""
@@ -167,12 +169,15 @@ class Keys:
     async def _of_rollout(self, key: str) -> Caller:
         """A rollout's key counts as long as the key that it was asked for with, and against its limits."""
         digest = hash_key(key)
-        found = self._rollouts.get(digest) or await self._store.rollout_of_key(digest)
+        cached, until = self._rollouts.get(digest, (None, 0.0))
+        if cached is None or until < monotonic():
+            cached, until = await self._store.rollout_of_key(digest), monotonic() + CACHED_S
+        found = cached
         rollout_id, key_id = found or (None, None)
         grant = None if key_id is None else self._by_id.get(key_id)
         if found is None or (key_id is not None and grant is None):
             raise Unauthorized("this rollout key is not known, or was revoked", code="invalid_api_key")
-        self._rollouts[digest] = found
+        self._rollouts[digest] = (found, until)
         if len(self._rollouts) > CACHED_KEYS:
             self._rollouts.popitem(last=False)
         giver = self._anybody if grant is None else grant.caller

@@ -1,26 +1,20 @@
-"""The configuration: one commented YAML, overridden by `LIGHTNING_<SECTION>_<KEY>` variables and by options.
+"""The configuration: its keys, their defaults, and what they may be. `config_file.py` reads it.
 
-Defaults live here; `config.yaml` shows every one of them, and a test compares the two.
+`config.yaml` shows every default, and a test compares the two.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from lightning_proxy.proxy.errors import ConfigError
-
-ENV_PREFIX = "LIGHTNING_"
-# Set for agent programs by `lightning-proxy run`; not configuration.
-ENV_NOT_CONFIG = {"LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL"}
+_SECRET_NAME = re.compile(r"key|token|secret|password|authorization|credential", re.IGNORECASE)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -132,6 +126,11 @@ class UpstreamConfig(Section):
             return {}
         key, header = self.api_key.get_secret_value(), self.api_key_header
         return {header: f"Bearer {key}" if header == "authorization" else key}
+
+    def secrets(self) -> list[str]:
+        """Its key, and what `litellm_params` holds under a name that sounds secret."""
+        own = [] if self.api_key is None else [self.api_key.get_secret_value()]
+        return [*own, *_secret_texts(self.litellm_params, secret=False)]
 
     @model_validator(mode="after")
     def _urls(self) -> UpstreamConfig:
@@ -249,8 +248,18 @@ class Config(Section):
 
     def keys(self) -> list[str]:
         """Every key that the configuration holds: ours and the upstreams'."""
-        theirs = [upstream.api_key for upstream in self.upstreams if upstream.api_key is not None]
-        return [key.get_secret_value() for key in (*self.proxy.api_keys, *self.proxy.admin_keys, *theirs)]
+        ours = [key.get_secret_value() for key in (*self.proxy.api_keys, *self.proxy.admin_keys)]
+        return [*ours, *(secret for upstream in self.upstreams for secret in upstream.secrets())]
+
+
+def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
+    if isinstance(value, str) and secret:
+        yield value
+        yield value.rpartition(" ")[2]  # without its scheme, as in "Bearer …"
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from _secret_texts(inner, secret=secret or _SECRET_NAME.search(str(name)) is not None)
+    for inner in value if isinstance(value, list) else ():
+        yield from _secret_texts(inner, secret=secret)
 
 
 def check_fallbacks(fallbacks: Mapping[str, Sequence[str]], upstreams: int) -> None:
@@ -265,72 +274,3 @@ def check_fallbacks(fallbacks: Mapping[str, Sequence[str]], upstreams: int) -> N
         TopologicalSorter(fallbacks).prepare()
     except CycleError as error:
         raise ValueError(f"upstreams: fallbacks go in a circle: {' -> '.join(reversed(error.args[1]))}") from None
-
-
-def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
-    """Read `path` (all keys optional), then the environment, then `overrides` ({"proxy.port": 1}); the last one wins.
-
-    Raises ConfigError with one line that names the wrong key or value.
-    """
-    data = _read_yaml(path) if path is not None else {}
-    for name, value in sorted(os.environ.items()):
-        section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("_")
-        if (
-            name.startswith(ENV_PREFIX)
-            and name not in ENV_NOT_CONFIG
-            and (section in Config.model_fields or "__" in name)
-        ):
-            _put(data, [section, *key.lstrip("_").split("__")] if key else [section], _parse(value, name), name)
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            _put(data, key.split("."), value, key)
-    try:
-        return Config.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(_one_line(error, path)) from None
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {_problem(error)}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected sections such as 'proxy:', got {type(data).__name__}")
-    # A section without keys is None to YAML; it has all its defaults.
-    return {name: {} if section is None else section for name, section in data.items()}
-
-
-def _parse(value: str, name: str) -> Any:
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not valid YAML: {_problem(error)}") from None
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the text itself: it may hold a key."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return type(error).__name__
-    return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-
-
-def _put(data: dict[str, Any], keys: list[str], value: Any, origin: str) -> None:
-    for key in keys[:-1]:
-        data = data.setdefault(key, {})
-        if not isinstance(data, dict):
-            raise ConfigError(f"{origin}: {key} is not a section")
-    data[keys[-1]] = value
-
-
-def _one_line(error: ValidationError, path: Path | None) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    message = "unknown key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    return ": ".join(part for part in (str(path) if path else "configuration", where, message) if part)

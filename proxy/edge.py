@@ -24,7 +24,8 @@ class EdgeProtocol(HttpToolsProtocol):
     """For `uvicorn.Config(http=EdgeProtocol)`."""
 
     _in_head = False
-    _head_bytes = 0
+    _head_bytes = 0  # of the fields that are whole
+    _raw_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -46,13 +47,13 @@ class EdgeProtocol(HttpToolsProtocol):
         else:
             if self._in_head:
                 self._start_head_timer()
-                self._head_bytes += len(data)
-                if self._head_bytes > HEAD_BYTES:
+                self._raw_bytes += len(data)
+                if self._raw_bytes > 2 * HEAD_BYTES:  # of one field, perhaps; the end of a body before it may be in it
                     self._refuse(too_large=True)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._raw_bytes = True, 0, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:

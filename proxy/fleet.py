@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -16,9 +16,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def open_vllm(session: aiohttp.ClientSession, urls: Sequence[str]) -> Vllm | VllmFleet:
-    """The server at the only URL, or a fleet of those at several."""
-    servers = [Vllm(session, url) for url in urls]
+def open_vllm(
+    session: aiohttp.ClientSession, urls: Sequence[str], headers: Mapping[str, str] | None = None
+) -> Vllm | VllmFleet:
+    """The server at the only URL, or a fleet of those at several; `headers` go with every request."""
+    servers = [Vllm(session, url, headers) for url in urls]
     return servers[0] if len(servers) == 1 else VllmFleet(servers)
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from lightning_proxy.proxy.errors import RateLimited
+from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.types import CallEnd
 
 SECONDS = 60.0
+BYTES_A_TOKEN = 4  # of English text
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,10 @@ class Limiter:
     def leave(self) -> None:
         self._running -= 1
 
-    def spend(self, end: CallEnd) -> None:
-        """Count the tokens of a call that has ended: as the upstream's usage says, else those that were seen."""
+    def spend(self, end: CallEnd, request_bytes: int) -> None:
+        """Count the tokens of a call that has ended: as usage says, else those that were seen, else a guess."""
         if self._tokens is not None:
-            self._tokens.take(_tokens(end), self._clock())
+            self._tokens.take(_tokens(end, request_bytes), self._clock())
 
 
 def _refusal(what: str, bucket: Bucket, wait: float, now: float) -> RateLimited:
@@ -100,10 +102,15 @@ def _refusal(what: str, bucket: Bucket, wait: float, now: float) -> RateLimited:
     )
 
 
-def _tokens(end: CallEnd) -> float:
-    """Of prompt and answer, under the names of OpenAI's and Anthropic's APIs; what is no count counts as none."""
+def _tokens(end: CallEnd, request_bytes: int) -> float:
+    """Of prompt and answer, under the names of OpenAI's and Anthropic's APIs; what is no count counts as none.
+
+    A streamed answer may come without: its bytes, and the request's, are then taken for tokens of `BYTES_A_TOKEN`.
+    """
     if end.usage is None:
-        return len(end.prompt_token_ids) + sum(len(choice.token_ids) for choice in end.choices)
+        seen = len(end.prompt_token_ids) + sum(len(choice.token_ids) for choice in end.choices)
+        answered = end.response is not None and end.http_status == 200
+        return seen or (answered and (request_bytes + len(dumps(end.response))) / BYTES_A_TOKEN)
     names = (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
     found = (next((end.usage[name] for name in pair if name in end.usage), 0) for pair in names)
     return sum(float(count) for count in found if isinstance(count, int) and 0 < count < 2**53)

@@ -100,6 +100,7 @@ class _Call:
         self._engine = engine
         self._path = path
         self._key = key
+        self._secrets = [secret for secret in config.secrets() if len(secret) >= SHORTEST_KEY]
 
     async def begin(self, body: dict[str, Any]) -> LitellmAnswer:
         seconds = self._config.first_byte_timeout_s
@@ -144,8 +145,9 @@ class _Call:
 
     def _masked(self, data: bytes) -> bytes:
         """As the answers of other upstreams: without the upstream's own key."""
-        own = "" if self._config.api_key is None else self._config.api_key.get_secret_value()
-        return KeyMask(own).once(data) if len(own) >= SHORTEST_KEY else data
+        for secret in self._secrets:
+            data = KeyMask(secret).once(data)
+        return data
 
     def _params(self) -> dict[str, Any]:
         """The operator's settings win over the agent's request; litellm's own time limit is only a net under ours."""
@@ -155,8 +157,7 @@ class _Call:
         return self._config.litellm_params | given | {"num_retries": 0, "max_retries": 0}
 
     def _translated(self, error: Exception) -> LightningError:
-        secrets = [self._key or "", *(v for v in self._config.litellm_params.values() if isinstance(v, str))]
-        return translated(error, self._config.name, secrets)
+        return translated(error, self._config.name, [self._key or "", *self._secrets])
 
 
 class LitellmAnswer:

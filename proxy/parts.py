@@ -62,7 +62,8 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
     async with opened(config.store) as database, make_session() as data, operator_session() as control:
         store, ledger, metrics = Store(database), Ledger(database), Metrics()
         upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
-        swap = Swap(ledger, open_vllm(control, upstream.urls), mode, config.policy.directory) if upstream else None
+        vllm = open_vllm(control, upstream.urls, upstream.credentials) if upstream else None
+        swap = Swap(ledger, vllm, mode, config.policy.directory) if vllm else None
         upstreams = Upstreams(data)
         health = upstreams.health
         policy, keys = Policy(config, store, ledger, swap, health), Keys(config.proxy, store, Keyring(database))

@@ -80,6 +80,8 @@ class Relay:
             return
         except LightningError as error:
             await _show(agent, error)
+        except RecursionError:
+            await _show(agent, InvalidRequest("the request body is nested too deeply"))
         except Exception:
             log.exception("%s %s: internal error", scope["method"], scope["path"])
             await _show(agent, LightningError("internal error of the proxy; its log says more"))
@@ -163,7 +165,7 @@ class Relay:
 
         def on_end(end: CallEnd) -> None:
             if limiter is not None:
-                limiter.spend(end)
+                limiter.spend(end, len(request.body))
             if continued:
                 continued.ended(end)
             if self._on_end is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_proxy.proxy.delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
-from lightning_proxy.proxy.json_text import dumps_or_none, loads_or_none
+from lightning_proxy.proxy.json_text import dumps_or_none, loads, loads_or_none
 from lightning_proxy.proxy.types import CallEnd, Choice, ModelCall, PolicyVersion, Reward, Rollout, ToolCall
 
 
@@ -76,7 +76,7 @@ def _read_call(
         model=row["model"],
         policy_version=row["policy_version"],
         policy_versions=_versions(row, log),
-        request=grow_request(loads_or_none(row["request"]), parent.request if parent else None),
+        request=grow_request(_stored_request(row["request"]), parent.request if parent else None),
         response=loads_or_none(row["response"]),
         prompt_token_ids=prompt,
         choices=_read_choices(row),
@@ -94,6 +94,15 @@ def _read_call(
         superseded_by=row["superseded_by"],
         upstream=row["upstream"],
     )
+
+
+def _stored_request(text: str) -> dict[str, Any]:
+    """One as deep as a parser takes them is a level too deep inside of what it is stored in."""
+    try:
+        stored: dict[str, Any] = loads(text)
+        return stored
+    except ValueError:
+        return {"new": loads(text.removeprefix('{"new":')[:-1])}
 
 
 def _extended(prompt: tuple[int, ...], parent: ModelCall | None, earlier: dict[str, ModelCall]) -> str | None:

@@ -43,7 +43,10 @@ ROLLOUT_END = """
 UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at
 WHERE rollout_id = :rollout_id AND status = 'running'
 """
-ROLLOUT_DELETE = "DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'"
+ROLLOUT_DELETE = """
+DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'
+   AND NOT EXISTS (SELECT 1 FROM steps WHERE steps.step = rollouts.step AND steps.status = 'claimed')
+"""
 ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
 
 # Calls ------------------------------------------------------------------------------------------------------------
@@ -73,7 +76,8 @@ UPDATE calls SET
 WHERE call_id = :call_id
 """
 ROLLOUT_CALL_ENDED = """
-UPDATE rollouts SET calls = calls + 1, tokens = tokens + :tokens WHERE rollout_id = :rollout_id
+UPDATE rollouts SET calls = calls + 1, tokens = tokens + :tokens
+WHERE rollout_id = :rollout_id AND EXISTS (SELECT 1 FROM calls WHERE call_id = :call_id)
 """
 CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"
 CALLS = "SELECT * FROM calls WHERE rollout_id = :rollout_id ORDER BY seq"
@@ -134,13 +138,17 @@ CONVERSATION_TIP = """
 INSERT INTO conversation_tips (digest, at, call_id, rollout_id) VALUES (:digest, :at, :call_id, :rollout_id)
 ON CONFLICT (digest, at, call_id) DO NOTHING
 """
-CONVERSATION_LEADS_TO = "SELECT rollout_id FROM conversation_points WHERE digest = :digest"
+CONVERSATION_LEADS_TO = """
+SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :digest
+"""
 CONVERSATION_WAITS = "SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1"
 # The newest; of requests, rather one that failed than one that may still be answered, and that than one that was.
 CONVERSATION_TAKE = """
 DELETE FROM conversation_tips WHERE digest = :digest AND (at, call_id) = (
     SELECT recent.at, recent.call_id
-    FROM (SELECT at, call_id FROM conversation_tips WHERE digest = :digest ORDER BY at DESC LIMIT 64) AS recent
+    FROM (SELECT at, call_id, rollout_id FROM conversation_tips WHERE digest = :digest ORDER BY at DESC LIMIT 64)
+        AS recent
+    JOIN rollouts ON rollouts.rollout_id = recent.rollout_id
     LEFT JOIN calls ON calls.call_id = recent.call_id
     ORDER BY CASE calls.status WHEN 'error' THEN 0 WHEN 'cancelled' THEN 0 WHEN 'incomplete' THEN 1 ELSE 2 END,
              recent.at DESC

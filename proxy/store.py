@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import aiosqlite
@@ -119,11 +120,14 @@ class Store:
         return rollout
 
     async def delete_rollout(self, rollout_id: str) -> None:
-        """Forget a rollout and all that was recorded of it; Conflict while it runs."""
+        """Forget a rollout and all that was recorded of it; Conflict while it runs or is trained on."""
         rollout = await self.rollout(rollout_id)
         if rollout.status == "running":
             raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
         await self.write([(sql.ROLLOUT_DELETE, {"rollout_id": rollout_id})])
+        with suppress(NotFound):
+            await self.rollout(rollout_id)
+            raise Conflict(f"rollout {rollout_id!r} is being trained on: try again after the step", param="status")
 
     # Rewards -------------------------------------------------------------------------------------------------------
 

@@ -139,15 +139,16 @@ async def _open(
     session: aiohttp.ClientSession, upstream: UpstreamConfig, base_url: str, request: Request
 ) -> aiohttp.ClientResponse:
     try:
-        response = await session.request(
-            request.method,
-            _url(base_url, request),
-            headers=_request_headers(upstream, request),
-            data=request.body or None,
-            allow_redirects=False,
-            auto_decompress=request.identity,
-            timeout=_timeout(upstream),
-        )
+        async with asyncio.timeout(upstream.first_byte_timeout_s):
+            response = await session.request(
+                request.method,
+                _url(base_url, request),
+                headers=_request_headers(upstream, request),
+                data=request.body or None,
+                allow_redirects=False,
+                auto_decompress=request.identity,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=upstream.connect_timeout_s),
+            )
     except aiohttp.ConnectionTimeoutError:
         raise NoConnectionInTime(
             f"upstream {upstream.name}: no connection within {upstream.connect_timeout_s} s"
@@ -163,13 +164,6 @@ async def _open(
         protocol.read_timeout = upstream.idle_timeout_s
         protocol.start_timeout()
     return response
-
-
-def _timeout(upstream: UpstreamConfig) -> aiohttp.ClientTimeout:
-    """Until the answer's headers are there; from then on `idle_timeout_s` counts between two reads."""
-    return aiohttp.ClientTimeout(
-        total=None, sock_connect=upstream.connect_timeout_s, sock_read=upstream.first_byte_timeout_s
-    )
 
 
 async def read_chunks(upstream: UpstreamConfig, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

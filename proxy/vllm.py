@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -25,8 +25,16 @@ def operator_session() -> aiohttp.ClientSession:
 class Vllm:
     """One vLLM server, addressed by the `base_url` (ending in /v1) of its upstream."""
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str, *, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        base_url: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        timeout_s: float = 120.0,
+    ) -> None:
         self.base_url = base_url
+        self._headers = dict(headers or {})
         self._session = session
         self._root = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5)
@@ -105,7 +113,8 @@ class Vllm:
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         url = self._root + path
         try:
-            async with self._session.request(method, url, json=body, timeout=self._timeout) as answer:
+            asked = self._session.request(method, url, json=body, headers=self._headers, timeout=self._timeout)
+            async with asked as answer:
                 text = await answer.text()
                 if answer.status >= 400:
                     raise VllmError(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")

@@ -519,7 +519,7 @@ async def test_our_errors_about_an_upstream_do_not_quote_its_key(
 
 
 async def test_a_wrong_configuration_does_not_show_a_key(tmp_path: Path) -> None:
-    from lightning_proxy.proxy.config import load_config
+    from lightning_proxy.proxy.config_file import load_config
     from lightning_proxy.proxy.errors import ConfigError
 
     for text in (

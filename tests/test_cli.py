@@ -12,7 +12,8 @@ import pytest
 
 from lightning_proxy.commands.system import Launch
 from lightning_proxy.commands.vllm import served_model, vllm_program
-from lightning_proxy.proxy.config import Config, load_config
+from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.config_file import load_config
 from lightning_proxy.proxy.errors import ConfigError
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_proxy.proxy.config import Config, load_config
+from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.config_file import load_config
 from lightning_proxy.proxy.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent

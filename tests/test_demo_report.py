@@ -12,7 +12,7 @@ from rich.console import Console
 from lightning_proxy.commands.demo_config import DemoOptions, dump, empty_directory, write_config
 from lightning_proxy.commands.demo_report import DemoResult, curve, save_png, show
 from lightning_proxy.commands.summary import Totals
-from lightning_proxy.proxy.config import load_config
+from lightning_proxy.proxy.config_file import load_config
 from lightning_proxy.proxy.errors import ConfigError
 
 RESULT = DemoResult(

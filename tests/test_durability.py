@@ -48,7 +48,7 @@ async def test_a_killed_proxy_has_lost_no_answer_and_no_reward(tmp_path: Path) -
 
 async def test_a_full_disk_is_a_503_and_leaves_nothing_half_recorded(tmp_path: Path) -> None:
     def little_disk() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY))
 
     async with proxy_in_front(tmp_path) as proxy, aiohttp.ClientSession() as session:
         client = Client(proxy, "c")
@@ -56,9 +56,10 @@ async def test_a_full_disk_is_a_503_and_leaves_nothing_half_recorded(tmp_path: P
         for i in range(60):
             await client.turn(session, f"r{i}", stream=False, padding=20_000 + i)
         assert client.statuses == {200, 503}
-        await proxy.end(signal.SIGTERM)
         assert client.calls == {call for (call,) in proxy.rows("SELECT call_id FROM calls WHERE status = 'ok'")}
-        await proxy.start()
+        assert proxy.process is not None
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE, unlimited)
         await client.turn(session, "afterwards", stream=False, padding=20_000)
         assert proxy.rows("SELECT status FROM calls WHERE rollout_id = 'afterwards'") == [("ok",)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,7 +88,7 @@ def test_refused_requests_cost_nothing(clock: PlayedClock) -> None:
 def test_tokens_are_counted_when_a_call_has_ended(clock: PlayedClock, end: CallEnd) -> None:
     limiter = Limiter(Limits(tokens_per_minute=60), clock)
     limiter.enter()
-    limiter.spend(end)  # 120, twice a minute's worth
+    limiter.spend(end, 0)  # 120, twice a minute's worth
     limiter.leave()
     clock.now += 60.9
     assert enters(limiter) == 0
@@ -96,7 +98,15 @@ def test_tokens_are_counted_when_a_call_has_ended(clock: PlayedClock, end: CallE
 
 def test_a_usage_that_is_no_count_counts_as_nothing(clock: PlayedClock) -> None:
     limiter = Limiter(Limits(tokens_per_minute=60), clock)
-    limiter.spend(ended({"prompt_tokens": -5, "completion_tokens": "many"}))  # type: ignore[dict-item]
+    limiter.spend(ended({"prompt_tokens": -5, "completion_tokens": "many"}), 0)  # type: ignore[dict-item]
+    assert enters(limiter) == 1
+
+
+def test_an_answer_without_usage_counts_by_its_bytes(clock: PlayedClock) -> None:
+    limiter = Limiter(Limits(tokens_per_minute=60), clock)
+    limiter.spend(replace(ended(None), response={"content": "x" * 200}, http_status=200), 280)
+    assert enters(limiter) == 0
+    clock.now += 70
     assert enters(limiter) == 1
 
 

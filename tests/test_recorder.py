@@ -14,9 +14,11 @@ import pytest
 from lightning_proxy.proxy.config import StoreConfig
 from lightning_proxy.proxy.database import Database, _connect_here
 from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
+from lightning_proxy.proxy.json_text import loads
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
+from lightning_proxy.proxy.views import call_view
 
 
 @pytest.fixture
@@ -64,6 +66,32 @@ async def test_a_conversation_is_stored_once_however_often_it_is_sent_again(
         "SELECT SUM(LENGTH(request) + LENGTH(prompt_ids) + LENGTH(token_ids)) AS size FROM calls"
     )
     assert row["size"] < 2 * unique
+
+
+async def test_every_choice_is_read_back_with_its_own_tokens(database: Database, recorder: Recorder) -> None:
+    choices = (Choice(0, (7, 8), (-0.5, -0.25), "stop"), Choice(1, (9,), (-1.0,), "length"))
+    await recorder.start(start("c", {"messages": [], "n": 2}))
+    await recorder.end(replace(end("c", (1, 2)), choices=choices))
+    (call,) = await Store(database).calls("r")
+    assert call.choices == choices
+    assert [choice["token_ids"] for choice in call_view(call)["choices"]] == [(7, 8), (9,)]
+
+
+async def test_a_request_as_deep_as_it_may_be_is_read_back(database: Database, recorder: Recorder) -> None:
+    text = '{"messages":' + "[" * 1023 + "]" * 1023 + "}"
+    await recorder.start(replace(start("c", loads(text)), request_text=text))
+    (call,) = await Store(database).calls("r")
+    depth, inner = 0, call.request["messages"]
+    while inner:
+        depth, inner = depth + 1, inner[0]
+    assert depth == 1022
+
+
+async def test_a_call_that_never_became_a_record_is_not_counted(database: Database, recorder: Recorder) -> None:
+    await recorder.start(start("c", {"messages": []}))
+    await recorder.end(end("c", (1,), (2,)))
+    await recorder.end(end("unknown", (1,), (2,)))
+    assert (await Store(database).rollout("r")).calls == 1
 
 
 async def test_branches_and_edited_histories_are_read_back_as_they_were(database: Database, recorder: Recorder) -> None:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.config import RedactConfig, StoreConfig, load_config
+from lightning_proxy.proxy.config import RedactConfig, StoreConfig
+from lightning_proxy.proxy.config_file import load_config
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.keyring import new_key

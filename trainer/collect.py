@@ -6,10 +6,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
 from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.ledger import Group, Ledger
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import ModelCall, Rollout
@@ -82,7 +84,10 @@ class Collector:
         """The rows of rollouts that were trained on before, without advantages."""
         found: list[Sample] = []
         for rollout in rollouts:
-            calls = await self._store.calls(rollout.rollout_id)
+            try:
+                calls = await self._store.calls(rollout.rollout_id)
+            except NotFound:  # deleted meanwhile
+                continue
             found += self._rows(calls, [0.0] * len(calls), rollout, _Take())
         return found
 
@@ -96,7 +101,11 @@ class Collector:
     async def _take_group(self, take: _Take, siblings: Sequence[Rollout], live: int) -> None:
         take.counts["groups"] += 1
         completed = [r for r in siblings if r.status == "completed"]
-        calls = {r.rollout_id: await self._store.calls(r.rollout_id) for r in completed}
+        calls: dict[str, list[ModelCall]] = {}
+        for rollout in completed:
+            with suppress(NotFound):  # deleted meanwhile
+                calls[rollout.rollout_id] = await self._store.calls(rollout.rollout_id)
+        completed = [r for r in completed if r.rollout_id in calls]
         returns = {r.rollout_id: rollout_return(r, calls[r.rollout_id]) for r in completed}
         rewarded = [r for r in completed if returns[r.rollout_id] is not None]
         stale = [r for r in rewarded if live - _oldest_version(calls[r.rollout_id], live) > self._config.max_staleness]

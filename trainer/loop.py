@@ -185,7 +185,8 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> N
         try:
             async with opened(config.store) as database, operator_session() as session:
                 store, ledger = Store(database), Ledger(database)
-                swap = Swap(ledger, open_vllm(session, upstream.urls), publish_mode(config), config.policy.directory)
+                vllm = open_vllm(session, upstream.urls, upstream.credentials)
+                swap = Swap(ledger, vllm, publish_mode(config), config.policy.directory)
                 publisher = Publisher(config.policy, ledger, swap, trainer)
                 await TrainingLoop(config, store, ledger, trainer, publisher).run(stop, once=once)
         finally:
