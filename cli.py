@@ -52,7 +52,9 @@ Json = Annotated[bool, typer.Option("--json", help="for programs")]
 @app.callback()
 def main(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="a YAML file; ./config.yaml if there is one")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="a YAML file; ./config.yaml if there is one")
+    ] = None,
 ) -> None:
     # Taken where it lies, if it is there: `lightning-proxy up` in a checkout does what config.yaml says.
     here = Path("config.yaml")

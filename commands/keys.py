@@ -80,7 +80,7 @@ def revoke(context: typer.Context, name: Name) -> None:
 
 @app.command()
 def purge(context: typer.Context) -> None:
-    """Forget revoked keys. Where no key was made or configured at all, this machine is served without one."""
+    """Forget revoked keys. With no key left, here or in the configuration, this machine is served without one again."""
     n = _with_keyring(context, lambda ring: ring.purge())
     typer.echo(f"forgot {n} revoked key{'s' * (n != 1)}")
 

@@ -14,7 +14,7 @@ from lightning_proxy.proxy.config_file import load_config
 if TYPE_CHECKING:
     from lightning_proxy.commands.control import ControlClient
 
-app = typer.Typer(no_args_is_help=True, help="Look at rollouts.")
+app = typer.Typer(no_args_is_help=True, help="Look at rollouts, and delete them.")
 
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
 TAIL_POLL_S = 1.0

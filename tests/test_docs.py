@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,13 @@ def test_the_readme_names_every_command() -> None:
     assert missing == []
 
 
-def test_the_readmes_map_names_files_that_are_there() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for name in ("relay.py", "recorder.py", "loop.py", "publish.py", "collect.py", "samples.py", "policy.py"):
-        assert name in readme
-    for name in (line.split("`")[1] for line in readme.splitlines() if line.startswith("| `proxy/")):
-        assert (ROOT / name).exists()
+def test_the_readmes_map_names_every_module_and_no_other() -> None:
+    _, _, after = (ROOT / "README.md").read_text().partition("## Map of the code")
+    named = set(re.findall(r"`(?:\w+/)?(\w+\.py)`", after.partition("\n## ")[0])) - {"cli.py"}
+    modules = {path.name for folder in ("proxy", "trainer") for path in (ROOT / folder).glob("[!_]*.py")}
+    commands = {path.name for path in (ROOT / "commands").glob("*.py")}
+    assert modules - named == set()
+    assert named - modules - commands == set()
 
 
 def test_agents_md_is_short() -> None:

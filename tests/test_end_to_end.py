@@ -21,7 +21,7 @@ CLI = [sys.executable, "-m", "lightning_proxy.cli"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz ?"
 GROUP, TASKS = 8, 4
 
-pytestmark = pytest.mark.timeout(900)  # a minute each on two idle cores
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a minute each on two idle cores
 
 # The reward is the share of vowels: a random model writes few, and every answer says a little about how to get more.
 AGENT = """

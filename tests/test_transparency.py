@@ -24,7 +24,7 @@ import yaml
 from lightning_proxy.commands.demo_model import cache_directory, prepare_model
 from support.clients import CLIENTS, Client
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NAME = "SmolLM2-135M-Instruct"
 SAY = [{"role": "user", "content": "Say hello to Zoë, in French."}]
