@@ -195,9 +195,37 @@ class VllmConfig(Section):
     extra_args: list[str] = []
 
 
+Strategy = Literal["uniform", "discounted", "anchor", "judge"]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class AirConfig(Section):
+    enabled: bool = False
+    tool_error: Number = -0.1
+    bad_arguments: Number = -0.1
+    repeated_call: Number = -0.1
+    truncated: Number = -0.1
+
+
+class JudgeConfig(Section):
+    model: str | None = None
+    api_base: str | None = None
+    weight: Number = 1.0
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    timeout_s: Seconds = 60.0
+
+
 class TrainerConfig(Section):
-    credit: Literal["uniform"] = "uniform"
-    baseline: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    credit: Strategy | dict[str, Strategy] = "uniform"
+    discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    anchor_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    reward_weights: dict[str, Number] = {"reward": 1.0}
+    air: AirConfig = AirConfig()
+    judge: JudgeConfig = JudgeConfig()
+    baseline: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    lone_rollouts: Literal["drop", "running"] = "drop"
+    running_window: Annotated[int, Field(ge=2)] = 32
+    failed_rollouts: Literal["drop", "zero"] | Number = "drop"
     group_size: Annotated[int, Field(ge=2)] = 8
     tasks_per_step: Annotated[int, Field(ge=1)] = 8
     group_timeout_s: Seconds = 600.0
@@ -227,6 +255,28 @@ class TrainerConfig(Section):
     def _decays_to_an_end(self) -> TrainerConfig:
         if self.lr_scheduler in ("linear", "cosine") and self.max_steps is None:
             raise ValueError(f"lr_scheduler {self.lr_scheduler} needs max_steps, to know when the rate is to be 0")
+        return self
+
+    @property
+    def judged(self) -> bool:
+        """Whether any call is scored by a judge."""
+        return "judge" in ([self.credit] if isinstance(self.credit, str) else self.credit.values())
+
+    @property
+    def failed_reward(self) -> float | None:
+        """What a failed rollout counts for; None: it is dropped."""
+        return {"drop": None, "zero": 0.0}[value] if isinstance(value := self.failed_rollouts, str) else value
+
+    @model_validator(mode="after")
+    def _has_a_judge(self) -> TrainerConfig:
+        if self.judged and self.judge.model is None:
+            raise ValueError("credit judge needs judge.model, as litellm names it (openai/gpt-4o-mini)")
+        return self
+
+    @model_validator(mode="after")
+    def _counts_some_reward(self) -> TrainerConfig:
+        if not any(self.reward_weights.values()):
+            raise ValueError("reward_weights: at least one name needs a weight other than 0")
         return self
 
 

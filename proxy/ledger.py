@@ -19,9 +19,12 @@ from lightning_proxy.proxy.types import PolicyVersion, PublishMode, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ended, not yet trained rollouts of one task. `completed` of `ended` have a reward."""
+    """The ended, not yet trained rollouts of one task. `completed` of `ended` have a reward.
 
-    task_id: str
+    `task_id` None: those without a task, which are no siblings; only rewarded ones are counted.
+    """
+
+    task_id: str | None
     completed: int
     ended: int
     oldest: float
@@ -60,6 +63,27 @@ class Ledger:
     async def group_rollouts(self, task_id: str) -> list[Rollout]:
         """The rollouts of a `Group`, in the order in which they ended."""
         return [rows.read_rollout(r) for r in await self._db.all(sql.CLAIMABLE_OF_TASK, {"task_id": task_id})]
+
+    async def lone(self) -> Group | None:
+        """The rewarded rollouts without a task, if there are any."""
+        row = await self._db.one(sql.CLAIMABLE_LONE)
+        assert row is not None  # it counts
+        return Group(None, row["completed"], row["completed"], row["oldest"]) if row["completed"] else None
+
+    async def lone_rollouts(self, limit: int) -> list[Rollout]:
+        """Those rollouts, in the order in which they ended."""
+        return [rows.read_rollout(r) for r in await self._db.all(sql.LONE, {"limit": limit})]
+
+    async def earlier(self, rollout_id: str, task_id: str | None, limit: int) -> list[Rollout]:
+        """Rewarded rollouts that were opened before this one, newest first: of a task, or (None) all."""
+        statement = sql.EARLIER if task_id is None else sql.EARLIER_OF_TASK
+        params = {"rollout_id": rollout_id, "limit": limit} | ({} if task_id is None else {"task_id": task_id})
+        return [rows.read_rollout(r) for r in await self._db.all(statement, params)]
+
+    async def rewarded_as(self, names: Sequence[str]) -> None:
+        """Rollouts that wait for a reward have one if any of these names was posted."""
+        async with self._db.transaction() as db:
+            await db.executemany(sql.ROLLOUTS_REWARDED_AS, [{"name": name} for name in names])
 
     async def claim(self, rollout_ids: Sequence[str], base: int) -> int:
         """Give rollouts to a new step and return its number."""

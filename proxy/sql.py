@@ -220,6 +220,33 @@ SELECT * FROM rollouts
 WHERE task_id = :task_id AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
 ORDER BY ended_at
 """
+# Rollouts without a task: nothing says which others they are siblings of.
+CLAIMABLE_LONE = """
+SELECT COUNT(*) AS completed, MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END) AS oldest
+FROM rollouts
+WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
+  AND status = 'completed' AND rewarded_at IS NOT NULL
+"""
+LONE = """
+SELECT * FROM rollouts
+WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
+  AND status = 'completed' AND rewarded_at IS NOT NULL
+ORDER BY ended_at LIMIT :limit
+"""
+EARLIER = """
+SELECT * FROM rollouts
+WHERE n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+  AND status = 'completed' AND mode = 'train' AND rewarded_at IS NOT NULL
+ORDER BY n DESC LIMIT :limit
+"""
+EARLIER_OF_TASK = EARLIER.replace("WHERE n", "WHERE task_id = :task_id AND n")
+# A reward of another name than `reward` counts as one by the trainer's configuration only, so the trainer says so.
+ROLLOUTS_REWARDED_AS = """
+UPDATE rollouts SET rewarded_at = (
+    SELECT MIN(created_at) FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.name = :name
+)
+WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND rewarded_at IS NULL
+"""
 CLAIM = "UPDATE rollouts SET step = :step WHERE rollout_id = :rollout_id AND step IS NULL"
 CLAIMED = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
 DROP = "UPDATE rollouts SET dropped = :reason WHERE rollout_id = :rollout_id"

@@ -162,6 +162,11 @@ class ModelCall:
         return self.choices[0].token_ids if self.choices else ()
 
     @property
+    def is_decision(self) -> bool:
+        """Whether the agent was answered, and did not send the same request again."""
+        return self.status == "ok" and self.superseded_by is None
+
+    @property
     def row_token_ids(self) -> tuple[int, ...]:
         """Prompt and answer."""
         return self.prompt_token_ids + self.response_token_ids

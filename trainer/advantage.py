@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, pvariance, stdev
 from types import MappingProxyType
 
 from lightning_proxy.proxy.errors import ConfigError
@@ -40,9 +40,19 @@ def rloo(returns: Sequence[float]) -> list[Baseline]:
     return [Baseline((total - r) / (len(returns) - 1)) for r in returns]
 
 
+def reinforce_pp(returns: Sequence[float]) -> list[Baseline]:
+    """(r - mean) / sqrt(variance + 1e-8) of the whole step, whatever the tasks (REINFORCE++, arXiv 2501.03262).
+
+    The paper's variance is that of tokens; here every rollout counts once, as it does in the loss.
+    """
+    return [Baseline(fmean(returns), math.sqrt(pvariance(returns) + 1e-8))] * len(returns)
+
+
 BASELINES: Mapping[str, Callable[[Sequence[float]], list[Baseline]]] = MappingProxyType(
-    {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+    {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce_pp": reinforce_pp}
 )
+# These compare all rollouts of a step, not those of a task.
+ACROSS_TASKS = frozenset({"reinforce_pp"})
 
 
 def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
@@ -15,10 +14,14 @@ from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.ledger import Group, Ledger
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import ModelCall, Rollout
-from lightning_proxy.trainer.advantage import Baseline, group_baselines
-from lightning_proxy.trainer.credit import RolloutRewards, credit_strategy
+from lightning_proxy.trainer.advantage import ACROSS_TASKS
+from lightning_proxy.trainer.credit import Sibling, group_advantages
+from lightning_proxy.trainer.judge import JudgeError
 from lightning_proxy.trainer.samples import rollout_samples
+from lightning_proxy.trainer.siblings import Siblings
 from lightning_proxy.trainer.types import Batch, Sample
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -46,7 +49,18 @@ class _Take:
         }
 
 
-COUNTS = ("groups", "groups_equal", "rollouts_stale", "calls_untrainable", "calls_ambiguous", "rows_too_long")
+COUNTS = (
+    "groups", "groups_equal", "rollouts_stale", "rollouts_failed", "rollouts_lone",
+    "calls_untrainable", "calls_ambiguous", "rows_too_long",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A rollout that a step may train on."""
+
+    rollout: Rollout
+    sibling: Sibling
 
 
 class Collector:
@@ -56,7 +70,7 @@ class Collector:
         self._config = config
         self._store = store
         self._ledger = ledger
-        self._credit = credit_strategy(config.credit)
+        self._siblings = Siblings(config, store, ledger)
 
     async def next_batch(self, live: int, *, fewer: bool = False) -> Batch | None:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
@@ -65,8 +79,12 @@ class Collector:
         """
         while groups := await self._next_groups(fewer):
             take = _Take()
-            for group in groups:
-                await self._take_group(take, await self._ledger.group_rollouts(group.task_id), live)
+            try:
+                for members in await self._compared(take, groups, live):
+                    await self._take_group(take, members)
+            except JudgeError as error:
+                log.warning("the step waits: %s", error)
+                return None
             for reason, rollout_ids in take.dropped.items():
                 await self._ledger.drop(rollout_ids, reason)
             if take.rollout_ids:
@@ -75,10 +93,21 @@ class Collector:
         return None
 
     async def _next_groups(self, fewer: bool) -> list[Group]:
-        now = time.time()
-        ready = [group for group in await self._ledger.groups() if self._is_ready(group, now)]
-        enough = len(ready) >= self._config.tasks_per_step or (ready and (fewer or self._waited(ready[0], now)))
-        return ready[: self._config.tasks_per_step] if enough else []
+        """Groups for a step, the longest waiting first; empty while there are too few."""
+        if names := [name for name in self._config.reward_weights if name != "reward"]:
+            await self._ledger.rewarded_as(names)
+        found = await self._ledger.groups()
+        if self._config.lone_rollouts == "running" and (lone := await self._ledger.lone()):
+            found = sorted([*found, lone], key=lambda group: group.oldest)
+        now, wanted = time.time(), self._config.tasks_per_step
+        ready = [group for group in found if self._is_ready(group, now)]
+        sizes = [self._groups_in(group) for group in ready]
+        enough = sum(sizes) >= wanted or (ready and (fewer or self._waited(ready[0], now)))
+        return [group for i, group in enumerate(ready) if sum(sizes[:i]) < wanted] if enough else []
+
+    def _groups_in(self, group: Group) -> int:
+        """A group is one; of rollouts without a task so many as a group usually has count as one."""
+        return 1 if group.task_id is not None else max(1, group.completed // self._config.group_size)
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         """The rows of rollouts that were trained on before, without advantages."""
@@ -98,36 +127,64 @@ class Collector:
     def _waited(self, group: Group, now: float) -> bool:
         return now - group.oldest >= self._config.group_timeout_s
 
-    async def _take_group(self, take: _Take, siblings: Sequence[Rollout], live: int) -> None:
-        take.counts["groups"] += 1
-        completed = [r for r in siblings if r.status == "completed"]
-        calls: dict[str, list[ModelCall]] = {}
-        for rollout in completed:
-            with suppress(NotFound):  # deleted meanwhile
-                calls[rollout.rollout_id] = await self._store.calls(rollout.rollout_id)
-        completed = [r for r in completed if r.rollout_id in calls]
-        returns = {r.rollout_id: rollout_return(r, calls[r.rollout_id]) for r in completed}
-        rewarded = [r for r in completed if returns[r.rollout_id] is not None]
-        stale = [r for r in rewarded if live - _oldest_version(calls[r.rollout_id], live) > self._config.max_staleness]
-        fresh = [r for r in rewarded if r not in stale]
+    async def _compared(self, take: _Take, groups: Sequence[Group], live: int) -> list[list[_Member]]:
+        """What is compared with each other: the siblings of each task, or all of the step."""
+        lone, found = [], []
+        for group in groups:
+            take.counts["groups"] += 1
+            if group.task_id is not None:
+                found.append(await self._members(take, await self._ledger.group_rollouts(group.task_id), live))
+            else:
+                limit = self._config.group_size * self._config.tasks_per_step
+                lone = await self._members(take, await self._ledger.lone_rollouts(limit), live)
+        if self._config.baseline in ACROSS_TASKS:
+            return [[*(member for members in found for member in members), *lone]]
+        return [*found, *([member] for member in lone)]
+
+    async def _members(self, take: _Take, siblings: Sequence[Rollout], live: int) -> list[_Member]:
+        """Those of `siblings` that can be trained on."""
+        counted = ("completed",) if self._config.failed_reward is None else ("completed", "failed")
+        take.drop("failed or discarded", (r for r in siblings if r.status not in ("running", *counted)))
+        members = [_Member(r, await self._siblings.read(r)) for r in siblings if r.status in counted]
+        rewarded = [m for m in members if m.sibling.rewards.posted is not None]
+        if not rewarded:
+            take.drop("trainer.reward_weights names none of its rewards", await self._have_others(members))
+        stale = [m for m in rewarded if self._is_stale(m.sibling.calls, live)]
         take.counts["rollouts_stale"] += len(stale)
-        take.drop("stale: sampled by too old a policy version", stale)
-        take.drop("failed or discarded", (r for r in siblings if r.status in ("failed", "discarded")))
-        rewards = [value for r in fresh if (value := returns[r.rollout_id]) is not None]
-        take.rewards += rewards
-        baselines = group_baselines(self._config.baseline, rewards)
-        if baselines is None:
-            take.counts["groups_equal"] += len(fresh) > 1
-            take.drop("all rewards of the group are equal" if len(fresh) > 1 else "no siblings", fresh)
+        take.drop("stale: sampled by too old a policy version", (m.rollout for m in stale))
+        fresh = [
+            _Member(m.rollout, await self._siblings.judged(m.rollout, m.sibling)) for m in rewarded if m not in stale
+        ]
+        take.counts["rollouts_failed"] += sum(m.rollout.status == "failed" for m in fresh)
+        take.rewards += [reward for m in fresh if (reward := m.sibling.rewards.posted) is not None]
+        return fresh
+
+    async def _have_others(self, members: Sequence[_Member]) -> list[Rollout]:
+        """Those with rewards of whatever name: they are offered because some name counted once, and does no more."""
+        return [m.rollout for m in members if await self._store.rewards(m.rollout.rollout_id)]
+
+    def _is_stale(self, calls: Sequence[ModelCall], live: int) -> bool:
+        return live - _oldest_version(calls, live) > self._config.max_staleness
+
+    async def _take_group(self, take: _Take, members: Sequence[_Member]) -> None:
+        """Compare `members` with each other, or one that is alone with those before it, and take them."""
+        before: list[Sibling] = []
+        if len(members) == 1 and self._config.lone_rollouts == "running":
+            before = await self._siblings.earlier(members[0].rollout)
+            take.counts["rollouts_lone"] += 1
+        group = [*(member.sibling for member in members), *before]
+        advantages = group_advantages(group, self._config)[: len(members)]
+        if not any(value for own in advantages for value in own):
+            take.counts["groups_equal"] += len(group) > 1
+            reason = "all rewards of the group are equal" if len(group) > 1 else "no siblings"
+            take.drop(reason, (member.rollout for member in members))
             return
-        for rollout, reward, baseline in zip(fresh, rewards, baselines, strict=True):
-            self._take_rollout(take, rollout, reward, calls[rollout.rollout_id], baseline)
+        for member, own in zip(members, advantages, strict=True):
+            self._take_rollout(take, member.rollout, member.sibling.calls, own)
 
     def _take_rollout(
-        self, take: _Take, rollout: Rollout, reward: float, calls: Sequence[ModelCall], baseline: Baseline
+        self, take: _Take, rollout: Rollout, calls: Sequence[ModelCall], advantages: Sequence[float]
     ) -> None:
-        rewards = RolloutRewards(reward, {c.call_id: c.reward for c in calls if c.reward is not None})
-        advantages = [baseline.advantage(value) for value in self._credit(calls, rewards)]
         rows = self._rows(calls, advantages, rollout, take)
         if not rows:
             too_long = any(c.trainable for c in calls)
@@ -145,14 +202,6 @@ class Collector:
         take.counts["calls_ambiguous"] += made.ambiguous_calls
         take.counts["rows_too_long"] += made.long_rows
         return list(made.samples)
-
-
-def rollout_return(rollout: Rollout, calls: Sequence[ModelCall]) -> float | None:
-    """The rollout's own reward, or else the sum of its calls'; None without any."""
-    if rollout.reward is not None:
-        return rollout.reward
-    of_calls = [call.reward for call in calls if call.reward is not None]
-    return math.fsum(of_calls) if of_calls else None
 
 
 def _oldest_version(calls: Sequence[ModelCall], live: int) -> int:

@@ -1,0 +1,102 @@
+"""An LLM that scores every call of a rollout. Its scores are stored as rewards named `judge`, and asked for once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+
+from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import ModelCall, Reward
+from lightning_proxy.proxy.views import message_of
+from lightning_proxy.trainer.credit import strategy_of
+
+JUDGE = "judge"
+MAX_TEXT = 2000  # characters of a message that the judge is shown
+UNDECIDED = 0.5
+INSTRUCTIONS = """\
+Below are the steps of an agent that works on a task: what it saw last, and what it answered.
+Judge how much each step helped the task on. You are asked for one step at a time.
+Answer with one whole number only, from 0 (it did harm) over 5 (neither) to 10 (it was just what was needed)."""
+
+
+class JudgeError(LightningError):
+    """The judge cannot be reached, or refuses. Nothing is lost: what it said is stored, the rest is asked again."""
+
+
+class Judge:
+    """Asks the model `trainer.judge.model`, through litellm, about calls that it has not scored yet."""
+
+    def __init__(self, config: TrainerConfig, store: Store) -> None:
+        self._config = config.judge
+        self._credit = config.credit
+        self._store = store
+        self._slots = asyncio.Semaphore(config.judge.concurrency)
+
+    async def missing(self, calls: Sequence[ModelCall], rewards: Sequence[Reward]) -> list[Reward]:
+        """Score the calls of a rollout that `rewards` has no score of this model for, store and return that."""
+        known = {r.call_id for r in rewards if r.name == JUDGE and r.source == self._config.model}
+        steps = [call for call in calls if call.is_decision]
+        wanted = [
+            (i, call)
+            for i, call in enumerate(steps)
+            if call.call_id not in known and strategy_of(call.agent, self._credit) == JUDGE
+        ]
+        shown = transcript(steps) if wanted else ""
+        return list(await asyncio.gather(*(self._score(call, i, shown) for i, call in wanted)))
+
+    async def _score(self, call: ModelCall, step: int, shown: str) -> Reward:
+        async with self._slots:
+            answer = await self._ask(f"{shown}\n\nThe number for step {step + 1}:")
+        score = read_score(answer)
+        reward = Reward(
+            call.rollout_id,
+            UNDECIDED if score is None else score,
+            call.call_id,
+            name=JUDGE,
+            source=self._config.model,
+            comment=answer[:200] if score is not None else f"no number in the answer: {answer[:200]}",
+            final=False,
+        )
+        await self._store.post_rewards([reward], None, b"")
+        return reward
+
+    async def _ask(self, question: str) -> str:
+        import litellm  # takes seconds
+        from openai import OpenAIError
+
+        config = self._config
+        messages = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": question}]
+        try:
+            answer = await litellm.acompletion(
+                config.model, messages, api_base=config.api_base, temperature=0, timeout=config.timeout_s, num_retries=2
+            )
+        except OpenAIError as error:  # what all of litellm's errors are
+            raise JudgeError(f"trainer.judge: {config.model} gives no answer: {str(error)[:300]}") from None
+        return str(answer.choices[0].message.content or "")
+
+
+def transcript(steps: Sequence[ModelCall]) -> str:
+    """Every step as a text: the last thing that the model was shown, and its answer; long ones are cut."""
+    return "\n\n".join(
+        f"Step {i}\nsaw: {_text(_seen(call))}\nanswered: {_text(message_of(call))}" for i, call in enumerate(steps, 1)
+    )
+
+
+def read_score(answer: str) -> float | None:
+    """The first number from 0 to 10 in an answer, as 0 to 1; None without one."""
+    numbers = (float(found) for found in re.findall(r"\d+(?:\.\d+)?", answer))
+    return next((number / 10 for number in numbers if number <= 10), None)
+
+
+def _seen(call: ModelCall) -> object:
+    conversation = call.request.get("messages", call.request.get("input", call.request.get("prompt")))
+    return conversation[-1:] if isinstance(conversation, list) else conversation
+
+
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} […]"

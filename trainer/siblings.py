@@ -1,0 +1,65 @@
+"""Rollouts as they are compared: read from the store with their calls and all that they were rewarded with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.ledger import Ledger
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import Reward, Rollout
+from lightning_proxy.trainer.air import air_rewards
+from lightning_proxy.trainer.credit import Sibling
+from lightning_proxy.trainer.judge import JUDGE, Judge
+from lightning_proxy.trainer.rewards import RolloutRewards, weighted_rewards
+
+# Fewer earlier rollouts than these say too little of what a reward is usually like.
+MIN_EARLIER = 4
+
+
+class Siblings:
+    """Reads rollouts, and the earlier ones that a rollout without siblings is compared with."""
+
+    def __init__(self, config: TrainerConfig, store: Store, ledger: Ledger) -> None:
+        self._config = config
+        self._store = store
+        self._ledger = ledger
+        self._judge = Judge(config, store) if config.judged else None
+        self._weights = {**config.reward_weights, **({JUDGE: config.judge.weight} if config.judged else {})}
+
+    async def read(self, rollout: Rollout) -> Sibling:
+        """The rollout with what was posted for it, what a judge said before, and automatic intermediate rewards."""
+        return await self._scored(rollout, await self._store.rewards(rollout.rollout_id))
+
+    async def judged(self, rollout: Rollout, sibling: Sibling) -> Sibling:
+        """The same, with the judge's scores of all its calls; raises JudgeError if there is no answer."""
+        if self._judge is None:
+            return sibling
+        rewards = await self._store.rewards(rollout.rollout_id)
+        return await self._scored(rollout, rewards + await self._judge.missing(sibling.calls, rewards))
+
+    async def earlier(self, rollout: Rollout) -> list[Sibling]:
+        """The running baseline: rewarded rollouts opened before this one, of its task if enough are, else of all.
+
+        At most `running_window`, none if there are fewer than MIN_EARLIER. Nothing is kept but the store itself, so a
+        restart changes nothing.
+        """
+        for task_id in dict.fromkeys((rollout.task_id, None)):
+            found = await self._ledger.earlier(rollout.rollout_id, task_id, self._config.running_window)
+            siblings = [await self.read(r) for r in found]
+            siblings = [s for s in siblings if s.rewards.posted is not None]
+            if len(siblings) >= MIN_EARLIER:
+                return siblings
+        return []
+
+    async def _scored(self, rollout: Rollout, posted: list[Reward]) -> Sibling:
+        calls = await self._store.calls(rollout.rollout_id)
+        rewards = self._failed(rollout, weighted_rewards(posted, self._weights))
+        return Sibling(calls, replace(rewards, air=air_rewards(calls, self._config.air)))
+
+    def _failed(self, rollout: Rollout, rewards: RolloutRewards) -> RolloutRewards:
+        """What a failed rollout counts for, unless it was rewarded as a whole before."""
+        penalty = self._config.failed_reward
+        if rollout.status != "failed" or penalty is None or rewards.final is not None:
+            return rewards
+        return replace(rewards, final=penalty)
