@@ -11,7 +11,8 @@ AGENTS := .venv-agents
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store soak agents record-traffic clean
+.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store bench-credit soak agents
+.PHONY: record-traffic clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +70,9 @@ bench-peers: setup  ## install the gateways that bench-proxy compares with, each
 
 bench-store: setup  ## a million calls in one store: what gets slower? (ten minutes, 6 GB)
 	$(BIN)/python benchmarks/store.py $(ARGS)
+
+bench-credit: setup  ## which credit strategy learns what: four small problems, seconds
+	$(BIN)/python benchmarks/credit.py
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -225,12 +225,12 @@ CLAIMABLE_LONE = """
 SELECT COUNT(*) AS completed, MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END) AS oldest
 FROM rollouts
 WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND status = 'completed' AND rewarded_at IS NOT NULL
+  AND status NOT IN ('failed', 'discarded') AND rewarded_at IS NOT NULL
 """
 LONE = """
 SELECT * FROM rollouts
 WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND status = 'completed' AND rewarded_at IS NOT NULL
+  AND status NOT IN ('failed', 'discarded') AND rewarded_at IS NOT NULL
 ORDER BY ended_at LIMIT :limit
 """
 EARLIER = """
@@ -239,7 +239,13 @@ WHERE n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
   AND status = 'completed' AND mode = 'train' AND rewarded_at IS NOT NULL
 ORDER BY n DESC LIMIT :limit
 """
-EARLIER_OF_TASK = EARLIER.replace("WHERE n", "WHERE task_id = :task_id AND n")
+# Not with `=`: SQLite would go through the rollouts of all tasks that have this mode and status.
+EARLIER_OF_TASK = """
+SELECT * FROM rollouts
+WHERE task_id = :task_id AND n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+  AND status NOT IN ('running', 'failed', 'discarded') AND mode <> 'eval' AND rewarded_at IS NOT NULL
+ORDER BY n DESC LIMIT :limit
+"""
 # A reward of another name than `reward` counts as one by the trainer's configuration only, so the trainer says so.
 ROLLOUTS_REWARDED_AS = """
 UPDATE rollouts SET rewarded_at = (

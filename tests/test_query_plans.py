@@ -22,7 +22,7 @@ STATEMENTS = PAGES | {
         "CALL_SUPERSEDED", "ROLLOUT_CALL_ENDED", "TOOL_CALLS", "TOOL_RESULT", "REWARDS", "ROLLOUT_COMPLETE",
         "CLAIMABLE_OF_TASK", "CLAIM", "CLAIMED", "DROP", "RELEASE", "LIVE_VERSION", "PINNED_VERSIONS",
         "IDEMPOTENT_ANSWER", "IDEMPOTENT_FORGET", "CONVERSATION_LEADS_TO", "CONVERSATION_WAITS", "POINTS_FORGET",
-        "TIPS_FORGET",
+        "TIPS_FORGET", "LONE", "EARLIER", "EARLIER_OF_TASK", "ROLLOUTS_REWARDED_AS",
     )
 }  # fmt: skip
 
@@ -74,3 +74,16 @@ async def test_a_tip_is_taken_from_those_of_its_digest(database: Database) -> No
 async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Database, filters: str, index: str) -> None:
     page = sql.ROLLOUTS_PAGE.format(filters=" ".join(sql.ROLLOUT_FILTERS[name] for name in filters.split()))
     assert f"USING INDEX {index}" in (await plan(database, page))[0]
+
+
+@pytest.mark.parametrize(
+    ("statement", "index"),
+    [
+        ("CLAIMABLE_LONE", "rollouts_lone"),
+        ("LONE", "rollouts_lone"),
+        ("EARLIER_OF_TASK", "rollouts_by_task"),
+        ("ROLLOUTS_REWARDED_AS", "rollouts_unrewarded"),
+    ],
+)
+async def test_what_waits_or_came_before_is_read_off_its_index(database: Database, statement: str, index: str) -> None:
+    assert f"INDEX {index} " in (await plan(database, getattr(sql, statement)))[0]

@@ -1,0 +1,238 @@
+"""Which rollouts a step takes, and what their calls' advantages are: on a real store, without a trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from lightning_proxy.proxy.config import StoreConfig, TrainerConfig
+from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.ledger import Ledger
+from lightning_proxy.proxy.recorder import Recorder
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.trainer.collect import Collector
+from lightning_proxy.trainer.types import Batch
+
+
+class Traffic:
+    """Records rollouts in a store, and collects what a step would take."""
+
+    def __init__(self, database: Database) -> None:
+        self.store, self.ledger = Store(database), Ledger(database)
+
+    async def rollout(
+        self,
+        name: str,
+        task: str | None,
+        final: float | None,
+        calls: Sequence[float] = (0.0,),
+        *,
+        status: str | None = None,
+        reward_name: str = "reward",
+        finish: str = "stop",
+    ) -> str:
+        """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i."""
+        async with Recorder(self.store, merged=False) as recorder:
+            for i, value in enumerate(calls):
+                call_id, request = f"{name}-{i}", {"messages": [{"role": "user", "content": f"step {i} of {name}"}]}
+                start = CallStart(
+                    call_id, RolloutName(name, task), "chat/completions", "policy", 0, request, time.time()
+                )
+                await recorder.start(start)
+                choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
+                answer = {"choices": [{"message": {"role": "assistant", "content": f"answer {i} of {name}"}}]}
+                await recorder.end(CallEnd(call_id, name, "ok", answer, 200, (0, 5 + i), (choice,)))
+                if value:
+                    await self.post(Reward(name, value, call_id, final=False))
+        if final is not None:
+            await self.post(Reward(name, final, name=reward_name))
+        if status is not None or final is None:
+            await self.store.end_rollout(name, status or "completed", None)  # type: ignore[arg-type]
+        return name
+
+    async def post(self, reward: Reward) -> None:
+        await self.store.post_rewards([reward], None, b"")
+
+    async def batch(self, **changed: Any) -> Batch | None:
+        settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
+        collector = Collector(TrainerConfig.model_validate(settings), self.store, self.ledger)
+        return await collector.next_batch(0, fewer=True)
+
+    async def dropped(self, *names: str) -> list[str | None]:
+        return [(await self.store.rollout(name)).dropped for name in names]
+
+
+@pytest.fixture
+async def traffic(tmp_path: Path) -> AsyncIterator[Traffic]:
+    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    yield Traffic(database)
+    await database.close()
+
+
+def advantages(batch: Batch | None) -> dict[str, float]:
+    """By call id. Calls here have prompts that nothing continues, so each is a row of its own."""
+    assert batch is not None
+    return {sample.call_ids[0]: sample.advantages[-1] for sample in batch.samples}
+
+
+async def test_rewards_of_calls_are_learned_from_where_the_rollouts_own_are_equal(traffic: Traffic) -> None:
+    for name, rewards in (("a", (1.0, 0.0)), ("b", (0.0, 0.5))):
+        await traffic.rollout(name, "t", 1.0, rewards)
+    found = advantages(await traffic.batch(credit="discounted"))
+    # Returns [2, 1] and [1.5, 1.5].
+    assert found == {"a-0": 0.25, "a-1": -0.25, "b-0": -0.25, "b-1": 0.25}
+
+
+async def test_by_default_such_a_group_teaches_nothing(traffic: Traffic) -> None:
+    for name, rewards in (("a", (1.0, 0.0)), ("b", (0.0, 0.5))):
+        await traffic.rollout(name, "t", 1.0, rewards)
+    assert await traffic.batch() is None
+    assert set(await traffic.dropped("a", "b")) == {"all rewards of the group are equal"}
+
+
+async def test_calls_with_the_same_prompt_are_compared_by_anchor(traffic: Traffic) -> None:
+    for name, final in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, "t", final)
+    found = advantages(await traffic.batch(credit="anchor", anchor_weight=2.0))
+    assert found == {"a-0": 0.5 + 2 * 0.5, "b-0": -1.5}
+
+
+async def test_automatic_rewards_add_to_posted_ones(traffic: Traffic) -> None:
+    await traffic.rollout("a", "t", 1.0, finish="length")
+    await traffic.rollout("b", "t", 1.0)
+    batch = await traffic.batch(air={"enabled": True, "truncated": -0.5})
+    assert advantages(batch) == {"a-0": -0.25, "b-0": 0.25}
+    assert batch is not None and batch.metrics["reward_mean"] == 1.0  # what was posted
+
+
+async def test_rewards_of_other_names_count_by_their_weights(traffic: Traffic) -> None:
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        await traffic.rollout(name, "t", value, reward_name="style")
+    assert await traffic.batch() is None
+    assert await traffic.dropped("a", "b") == [None, None]  # they wait for a reward that counts
+    assert advantages(await traffic.batch(reward_weights={"style": 0.5})) == {"a-0": -0.5, "b-0": 0.5}
+
+
+async def test_what_is_offered_for_a_reward_that_counts_no_more_is_dropped(traffic: Traffic) -> None:
+    await traffic.rollout("a", "t", 1.0)
+    assert await traffic.batch(reward_weights={"style": 0.5}, group_timeout_s=1e-9) is None
+    assert await traffic.dropped("a") == ["trainer.reward_weights names none of its rewards"]
+
+
+@pytest.mark.parametrize(("failed", "reward"), [("zero", 0.0), (-1.0, -1.0)])
+async def test_failed_rollouts_may_have_a_reward(traffic: Traffic, failed: Any, reward: float) -> None:
+    await traffic.rollout("a", "t", 1.0)
+    await traffic.rollout("b", "t", None, status="failed")
+    await traffic.rollout("c", "t", None, status="discarded")
+    batch = await traffic.batch(failed_rollouts=failed)
+    mean = fmean([1.0, reward])
+    assert advantages(batch) == {"a-0": 1.0 - mean, "b-0": reward - mean}
+    assert batch is not None and (batch.metrics["rollouts_failed"], batch.metrics["reward_mean"]) == (1.0, mean)
+    assert await traffic.dropped("c") == ["failed or discarded"]
+
+
+async def test_reinforce_pp_compares_all_rollouts_of_the_step(traffic: Traffic) -> None:
+    for task, value in (("t", 0.0), ("u", 1.0)):
+        for i in range(2):
+            await traffic.rollout(f"{task}{i}", task, value)  # within each task they are equal
+    batch = await traffic.batch(baseline="reinforce_pp", tasks_per_step=2)
+    assert advantages(batch) == pytest.approx({"t0-0": -1.0, "t1-0": -1.0, "u0-0": 1.0, "u1-0": 1.0})
+
+
+async def test_rollouts_without_a_task_are_compared_with_those_before_them(traffic: Traffic) -> None:
+    for i in range(4):
+        await traffic.rollout(f"before-{i}", None, float(i))
+    await traffic.rollout("new", None, 4.0)
+    batch = await traffic.batch(lone_rollouts="running", group_size=5)
+    # Those that had too few before them to be compared with are not trained on, but count: 0, 1, 2, 3 and 4 itself.
+    assert advantages(batch) == {"new-0": 2.0}
+    assert batch is not None and batch.metrics["rollouts_lone"] == 5.0
+    assert await traffic.dropped("before-0", "before-3") == ["no siblings"] * 2
+
+
+async def test_by_default_rollouts_without_a_task_wait(traffic: Traffic) -> None:
+    for i in range(6):
+        await traffic.rollout(str(i), None, float(i))
+    assert await traffic.batch() is None
+    assert await traffic.dropped("5") == [None]
+
+
+async def test_a_rollout_alone_in_its_task_is_compared_with_earlier_ones_of_it(traffic: Traffic) -> None:
+    for i in range(8):
+        await traffic.rollout(f"u{i}", "u", 100.0)
+    for i in range(4):
+        await traffic.rollout(f"t{i}", "t", float(i % 2))
+    await traffic.batch(tasks_per_step=2)  # trains on them
+    await traffic.rollout("alone", "t", 3.0)
+    found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
+    assert advantages(found) == {"alone-0": 3.0 - fmean([3.0, 0.0, 1.0, 0.0, 1.0])}
+    await traffic.rollout("first", "new task", 104.0)
+    found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9, running_window=4)
+    # Nothing of its task: the four before it, whatever their task.
+    assert advantages(found) == {"first-0": 104.0 - fmean([104.0, 3.0, 1.0, 0.0, 1.0])}
+
+
+@pytest.mark.parametrize("text", ["best", {"planner": "best"}, "judge"])
+def test_a_strategy_that_cannot_be_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="credit"):
+        TrainerConfig(credit=text)
+
+
+class Scorer:
+    """An OpenAI-compatible server that gives every step of rollout `a` 8 of 10, of others 2; or is away."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.away = False
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if self.away:
+            return web.json_response({"error": {"message": "no such key"}}, status=401)
+        question = (await request.json())["messages"][-1]["content"]
+        self.asked.append(question)
+        text = "I say 8." if "answer 0 of a" in question else "2"
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        return web.json_response(
+            {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        )
+
+
+async def test_a_judges_scores_are_rewards_that_are_asked_for_once(
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "unused")
+    scorer, app = Scorer(), web.Application()
+    app.router.add_post("/v1/chat/completions", scorer.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        api_base = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        settings = {"credit": "judge", "judge": {"model": "openai/m", "api_base": api_base, "weight": 0.5}}
+        for name in ("a", "b"):
+            await traffic.rollout(name, "t", 1.0, (0.0, 0.0))
+        scorer.away = True
+        assert await traffic.batch(**settings) is None
+        assert await traffic.dropped("a", "b") == [None, None]  # the step waits
+        scorer.away = False
+        batch = await traffic.batch(**settings)
+        # Scores 0.8 or 0.2, half of each: returns [1.8, 1.4] and [1.2, 1.1].
+        assert advantages(batch) == pytest.approx({"a-0": 0.3, "a-1": 0.15, "b-0": -0.3, "b-1": -0.15})
+        assert len(scorer.asked) == 4
+        assert "step 1 of a" in scorer.asked[0] and "The number for step" in scorer.asked[0]
+        stored = [r for r in await traffic.store.rewards("a") if r.name == "judge"]
+        assert {(r.call_id, r.value, r.source, r.comment) for r in stored} == {
+            ("a-0", 0.8, "openai/m", "I say 8."), ("a-1", 0.8, "openai/m", "I say 8."),
+        }  # fmt: skip
+        await traffic.post(Reward("a", 2.0, retrain=True))
+        assert await traffic.batch(**settings) is not None
+        assert len(scorer.asked) == 4
+    finally:
+        await runner.cleanup()
