@@ -120,3 +120,13 @@ def test_the_slope_is_that_of_the_last_two_thirds(monkeypatch: pytest.MonkeyPatc
         return soak.Sample(60.0 * minute, 0, 100.0 if minute < 10 else 200.0 + minute, 0, 0.0, 0.0, 0.0)
 
     assert soak.slope_mib_per_hour([sample(minute) for minute in range(30)]) == pytest.approx(60)
+
+
+async def test_the_credit_benchmark_shows_what_uniform_cannot_learn() -> None:
+    code, out = await run("credit.py")
+    rows = {cells[1].strip(): cells for line in out.splitlines() if (cells := line.split("|"))[0] == "" and cells[1:]}
+    column = [title.strip() for title in rows["strategy"]].index("equal sums, sooner is better")
+    scores = {name: float(rows[name][column].split("±")[0]) for name in ("uniform", "discounted, 0.9", "anchor, 0.9")}
+    assert code == 0
+    assert scores["uniform"] < 0.6
+    assert min(scores["discounted, 0.9"], scores["anchor, 0.9"]) > 0.9

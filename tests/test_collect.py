@@ -18,6 +18,7 @@ from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect import Collector
+from lightning_proxy.trainer.judge import read_score
 from lightning_proxy.trainer.types import Batch
 
 
@@ -183,6 +184,22 @@ async def test_a_rollout_alone_in_its_task_is_compared_with_earlier_ones_of_it(t
 def test_a_strategy_that_cannot_be_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="credit"):
         TrainerConfig(credit=text)
+
+
+async def test_rollouts_that_called_no_model_teach_nothing_whatever_their_rewards(traffic: Traffic) -> None:
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        await traffic.store.open_rollouts([(RolloutName(name, "t"), f"hash of {name}")], {})
+        await traffic.post(Reward(name, value))
+    assert await traffic.batch() is None
+    assert set(await traffic.dropped("a", "b")) == {"no trainable calls"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("8", 0.8), ("**10** of 10", 1.0), ("In 2024 I'd say 7.5.", 0.75), ("0", 0.0), ("very good", None), ("", None)],
+)
+def test_a_score_is_the_first_number_that_can_be_one(answer: str, score: float | None) -> None:
+    assert read_score(answer) == score
 
 
 class Scorer:

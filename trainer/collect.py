@@ -33,6 +33,7 @@ class _Take:
     rewards: list[float] = field(default_factory=list)
     dropped: dict[str, list[str]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    earlier: dict[str, Sibling] = field(default_factory=dict)
 
     def drop(self, reason: str, rollouts: Iterable[Rollout]) -> None:
         self.dropped.setdefault(reason, []).extend(r.rollout_id for r in rollouts)
@@ -170,14 +171,13 @@ class Collector:
         """Compare `members` with each other, or one that is alone with those before it, and take them."""
         before: list[Sibling] = []
         if len(members) == 1 and self._config.lone_rollouts == "running":
-            before = await self._siblings.earlier(members[0].rollout)
+            before = await self._siblings.earlier(members[0].rollout, take.earlier)
             take.counts["rollouts_lone"] += 1
         group = [*(member.sibling for member in members), *before]
         advantages = group_advantages(group, self._config)[: len(members)]
         if not any(value for own in advantages for value in own):
             take.counts["groups_equal"] += len(group) > 1
-            reason = "all rewards of the group are equal" if len(group) > 1 else "no siblings"
-            take.drop(reason, (member.rollout for member in members))
+            take.drop(_why_nothing(group), (member.rollout for member in members))
             return
         for member, own in zip(members, advantages, strict=True):
             self._take_rollout(take, member.rollout, member.sibling.calls, own)
@@ -202,6 +202,13 @@ class Collector:
         take.counts["calls_ambiguous"] += made.ambiguous_calls
         take.counts["rows_too_long"] += made.long_rows
         return list(made.samples)
+
+
+def _why_nothing(group: Sequence[Sibling]) -> str:
+    """Why there is nothing to learn from a group without advantages."""
+    if len(group) < 2:
+        return "no siblings"
+    return "all rewards of the group are equal" if any(s.calls for s in group) else "no trainable calls"
 
 
 def _oldest_version(calls: Sequence[ModelCall], live: int) -> int:

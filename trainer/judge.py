@@ -37,7 +37,10 @@ class Judge:
         self._slots = asyncio.Semaphore(config.judge.concurrency)
 
     async def missing(self, calls: Sequence[ModelCall], rewards: Sequence[Reward]) -> list[Reward]:
-        """Score the calls of a rollout that `rewards` has no score of this model for, store and return that."""
+        """Score the calls of a rollout that `rewards` has no score of this model for, store and return that.
+
+        Raises JudgeError; what was scored until then is stored.
+        """
         known = {r.call_id for r in rewards if r.name == JUDGE and r.source == self._config.model}
         steps = [call for call in calls if call.is_decision]
         wanted = [
@@ -46,7 +49,12 @@ class Judge:
             if call.call_id not in known and strategy_of(call.agent, self._credit) == JUDGE
         ]
         shown = transcript(steps) if wanted else ""
-        return list(await asyncio.gather(*(self._score(call, i, shown) for i, call in wanted)))
+        try:
+            async with asyncio.TaskGroup() as group:  # the first error ends them all
+                scored = [group.create_task(self._score(call, i, shown)) for i, call in wanted]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in scored]
 
     async def _score(self, call: ModelCall, step: int, shown: str) -> Reward:
         async with self._slots:

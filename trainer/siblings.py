@@ -38,16 +38,17 @@ class Siblings:
         rewards = await self._store.rewards(rollout.rollout_id)
         return await self._scored(rollout, rewards + await self._judge.missing(sibling.calls, rewards))
 
-    async def earlier(self, rollout: Rollout) -> list[Sibling]:
+    async def earlier(self, rollout: Rollout, known: dict[str, Sibling]) -> list[Sibling]:
         """The running baseline: rewarded rollouts opened before this one, of its task if enough are, else of all.
 
         At most `running_window`, none if there are fewer than MIN_EARLIER. Nothing is kept but the store itself, so a
-        restart changes nothing.
+        restart changes nothing. `known`: rollouts that were read for this step already, to which these are added.
         """
         for task_id in dict.fromkeys((rollout.task_id, None)):
             found = await self._ledger.earlier(rollout.rollout_id, task_id, self._config.running_window)
-            siblings = [await self.read(r) for r in found]
-            siblings = [s for s in siblings if s.rewards.posted is not None]
+            for missing in (r for r in found if r.rollout_id not in known):
+                known[missing.rollout_id] = await self.read(missing)
+            siblings = [s for r in found if (s := known[r.rollout_id]).rewards.posted is not None]
             if len(siblings) >= MIN_EARLIER:
                 return siblings
         return []
