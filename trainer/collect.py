@@ -146,7 +146,7 @@ class Collector:
         """Those of `siblings` that can be trained on."""
         counted = ("completed",) if self._config.failed_reward is None else ("completed", "failed")
         take.drop("failed or discarded", (r for r in siblings if r.status not in ("running", *counted)))
-        members = [_Member(r, await self._siblings.read(r)) for r in siblings if r.status in counted]
+        members = [_Member(r, s) for r in siblings if r.status in counted and (s := await self._siblings.read(r))]
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
         if not rewarded:
             take.drop("trainer.reward_weights names none of its rewards", await self._have_others(members))
@@ -154,7 +154,9 @@ class Collector:
         take.counts["rollouts_stale"] += len(stale)
         take.drop("stale: sampled by too old a policy version", (m.rollout for m in stale))
         fresh = [
-            _Member(m.rollout, await self._siblings.judged(m.rollout, m.sibling)) for m in rewarded if m not in stale
+            _Member(m.rollout, sibling)
+            for m in rewarded
+            if m not in stale and (sibling := await self._siblings.judged(m.rollout, m.sibling))
         ]
         take.counts["rollouts_failed"] += sum(m.rollout.status == "failed" for m in fresh)
         take.rewards += [reward for m in fresh if (reward := m.sibling.rewards.posted) is not None]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import Reward, Rollout
@@ -27,16 +29,23 @@ class Siblings:
         self._judge = Judge(config, store) if config.judged else None
         self._weights = {**config.reward_weights, **({JUDGE: config.judge.weight} if config.judged else {})}
 
-    async def read(self, rollout: Rollout) -> Sibling:
-        """The rollout with what was posted for it, what a judge said before, and automatic intermediate rewards."""
-        return await self._scored(rollout, await self._store.rewards(rollout.rollout_id))
+    async def read(self, rollout: Rollout) -> Sibling | None:
+        """The rollout with what was posted for it, what a judge said before, and automatic intermediate rewards.
 
-    async def judged(self, rollout: Rollout, sibling: Sibling) -> Sibling:
+        None if it was deleted meanwhile.
+        """
+        with suppress(NotFound):
+            return await self._scored(rollout, await self._store.rewards(rollout.rollout_id))
+        return None
+
+    async def judged(self, rollout: Rollout, sibling: Sibling) -> Sibling | None:
         """The same, with the judge's scores of all its calls; raises JudgeError if there is no answer."""
         if self._judge is None:
             return sibling
-        rewards = await self._store.rewards(rollout.rollout_id)
-        return await self._scored(rollout, rewards + await self._judge.missing(sibling.calls, rewards))
+        with suppress(NotFound):
+            rewards = await self._store.rewards(rollout.rollout_id)
+            return await self._scored(rollout, rewards + await self._judge.missing(sibling.calls, rewards))
+        return None
 
     async def earlier(self, rollout: Rollout, known: dict[str, Sibling]) -> list[Sibling]:
         """The running baseline: rewarded rollouts opened before this one, of its task if enough are, else of all.
@@ -47,8 +56,10 @@ class Siblings:
         for task_id in dict.fromkeys((rollout.task_id, None)):
             found = await self._ledger.earlier(rollout.rollout_id, task_id, self._config.running_window)
             for missing in (r for r in found if r.rollout_id not in known):
-                known[missing.rollout_id] = await self.read(missing)
-            siblings = [s for r in found if (s := known[r.rollout_id]).rewards.posted is not None]
+                if read := await self.read(missing):
+                    known[missing.rollout_id] = read
+            siblings = [known[r.rollout_id] for r in found if r.rollout_id in known]
+            siblings = [s for s in siblings if s.rewards.posted is not None]
             if len(siblings) >= MIN_EARLIER:
                 return siblings
         return []
