@@ -29,6 +29,7 @@ from lightning_proxy.proxy.turns import (
     earlier_turn,
     exact_prompt,
     has_answers,
+    is_last,
     is_supported,
     turns,
     undrifted_prompt,
@@ -90,6 +91,9 @@ class Continuity:
     async def earlier_turn(self, start: CallStart) -> Turn:
         """The turn that a supported call goes on with, kept as the newest: others may branch off. Raises AsText."""
         known = await self.known(start)
+        if not is_last(known, start.request):  # another worker answered the ones since, or all of them
+            self.forget(start.rollout.rollout_id)
+            known = await self.known(start)
         turn = earlier_turn(known, start.request)
         known[:] = [*(other for other in known if other is not turn), turn]
         return turn

@@ -125,6 +125,13 @@ def earlier_turn(known: Sequence[Turn], request: Json) -> Turn:
     return turn
 
 
+def is_last(known: Sequence[Turn], request: Json) -> bool:
+    """Whether one of the turns is the last thing that a model said in the request, or nothing was."""
+    messages = request["messages"]
+    said = [i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "assistant"]
+    return not said or any(len(turn.messages) == said[-1] and _goes_on(messages, turn) for turn in known)
+
+
 def closing(one: Sequence[int], other: Sequence[int]) -> list[int]:
     """What a template puts after an answer: the common end of two conversations that differ in the last answer only."""
     return [*one][len(one) - common_prefix(one[::-1], other[::-1]) :]

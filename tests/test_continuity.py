@@ -203,6 +203,15 @@ async def test_after_a_restart_the_conversation_goes_on_exactly(tmp_path: Path) 
         assert (await proxy.rows(), await proxy.outcomes()) == (1, {"exact": 2})
 
 
+async def test_several_workers_share_a_conversation(tmp_path: Path) -> None:
+    async with served(tmp_path, DriftingServer()) as one, served(tmp_path, DriftingServer()) as other:
+        messages: list[Json] = []
+        for proxy in (one, other, one, other, other, one):
+            messages = await talk(proxy, 1, messages)
+        assert await one.rows() == 1
+        assert (await one.outcomes(), await other.outcomes()) == ({"first": 1, "exact": 2}, {"exact": 3})
+
+
 async def test_what_cannot_be_exact_goes_as_text_and_is_counted(tmp_path: Path) -> None:
     async with served(tmp_path, DriftingServer()) as proxy:
         told = await talk(proxy, 1, [])
