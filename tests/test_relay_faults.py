@@ -1,6 +1,7 @@
 """The relay between an agent and things that go wrong: upstreams, the store, and agents that leave."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -146,6 +147,28 @@ async def test_an_upstream_that_fails_before_the_answer_is_502_or_504(handler, s
         got, body, _ = await post(url, CHAT)
     assert (got, orjson.loads(body)["error"]["type"]) == (status, "upstream_error")
     assert (recorder.ends[0].status, recorder.ends[0].http_status) == ("error", status)
+
+
+async def test_an_upstream_that_takes_no_connection_is_504_in_time():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+        for _ in range(3):  # more than fit into its queue
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        base, recorder = f"http://127.0.0.1:{full.getsockname()[1]}", MemoryRecorder()
+        async with relaying(base, recorder, connect_timeout_s=0.2) as url:
+            status, body, _ = await post(url, CHAT)
+    assert (status, orjson.loads(body)["error"]["message"]) == (504, "upstream up: no connection within 0.2 s")
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+async def test_an_upstream_that_takes_no_more_of_a_request_is_504_in_time():
+    large = CHAT | {"messages": [{"role": "user", "content": "x" * 16_000_000}]}
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        base, recorder = f"http://127.0.0.1:{deaf.getsockname()[1]}", MemoryRecorder()
+        async with relaying(base, recorder, max_body_mb=20, first_byte_timeout_s=0.3) as url:
+            status, body, _ = await post(url, large)
+    assert (status, orjson.loads(body)["error"]["message"]) == (504, "upstream up: no answer within 0.3 s")
 
 
 async def test_an_upstream_that_is_down_is_502():
