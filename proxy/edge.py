@@ -23,9 +23,10 @@ class _HeadTooLarge(Exception):
 class EdgeProtocol(HttpToolsProtocol):
     """For `uvicorn.Config(http=EdgeProtocol)`."""
 
+    _between = True  # no request has begun that has not ended
     _in_head = False
     _head_bytes = 0  # of the fields that are whole
-    _raw_bytes = 0
+    _raw_bytes = 0  # all that came while the head had not ended
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -38,6 +39,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        in_body = not (self._in_head or self._between)  # of the request before: some of these bytes are its
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -47,13 +49,13 @@ class EdgeProtocol(HttpToolsProtocol):
         else:
             if self._in_head:
                 self._start_head_timer()
-                self._raw_bytes += len(data)
-                if self._raw_bytes > 2 * HEAD_BYTES:  # of one field, perhaps; the end of a body before it may be in it
+                self._raw_bytes += 0 if in_body else len(data)
+                if self._raw_bytes > HEAD_BYTES:
                     self._refuse(too_large=True)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes, self._raw_bytes = True, 0, 0
+        self._between, self._in_head, self._head_bytes, self._raw_bytes = False, True, 0, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
@@ -70,6 +72,7 @@ class EdgeProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        self._between = True
         if not self.parser.should_upgrade():
             super().on_message_complete()
 

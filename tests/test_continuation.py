@@ -18,6 +18,7 @@ import openai
 import pytest
 from aiohttp import web
 
+from lightning_proxy.proxy import sql
 from lightning_proxy.proxy.config import RetentionConfig, StoreConfig
 from lightning_proxy.proxy.conversations import Conversations, answered, asked
 from lightning_proxy.proxy.database import Database, opened
@@ -133,7 +134,9 @@ class Remembered:
         return CallStart(f"c{self.calls}", name, "chat/completions", "m", 0, request, float(self.calls))
 
     async def _write(self, statements: Any) -> None:
-        await self.database.commit([(statement, [row]) for statement, row in statements])
+        for statement, row in statements:
+            rollout = row | {"task_id": None, "agent": None, "mode": "train", "policy_version": 0}
+            await self.database.commit([(sql.ROLLOUT_SEEN, [rollout]), (statement, [row])])
 
 
 @pytest.fixture
