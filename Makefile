@@ -1,4 +1,4 @@
-# make setup | test | check | demo. A machine needs python3 >= 3.11 with pip; everything else is put into .venv/.
+# make setup | test | check | demo. A machine needs python3 >= 3.11 with pip; the rest is put into .venv/ (tests: JavaScript clients too).
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

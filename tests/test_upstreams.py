@@ -12,11 +12,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-import uvicorn
 from aiohttp import web
 
-from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config import Config, PolicyConfig, StoreConfig, UpstreamConfig
+from support.in_process import proxy_of
 
 SAY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -98,16 +97,8 @@ async def proxying(tmp_path: Path, *upstreams: UpstreamConfig) -> AsyncIterator[
         upstreams=list(upstreams),
         policy=PolicyConfig(publish="merged", directory=tmp_path / "policy"),
     )
-    server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, log_level="warning", access_log=False))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        async with aiohttp.ClientSession() as session:
-            yield Proxy(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", session)
-    finally:
-        server.should_exit = True
-        await task
+    async with proxy_of(config) as url, aiohttp.ClientSession() as session:
+        yield Proxy(url, session)
 
 
 def free_port() -> int:

@@ -1,0 +1,26 @@
+"""A whole proxy in this process, under a real uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+
+from lightning_proxy.proxy.app import create_app
+from lightning_proxy.proxy.config import Config
+
+
+@asynccontextmanager
+async def proxy_of(config: Config) -> AsyncIterator[str]:
+    """Yields its root URL."""
+    server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, log_level="warning", access_log=False))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
