@@ -55,6 +55,7 @@ class ProcessRunner:
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
     async def close(self) -> None:
         return
@@ -109,6 +110,7 @@ class PreloadRunner:
         )
         assert server.stdout is not None
         if not await server.stdout.readline():
+            await server.wait()
             raise LightningError(f"--preload: {self._command[0]} cannot import {', '.join(self._modules)} (see above)")
         self._reader = asyncio.create_task(self._read(server.stdout))
         return server
