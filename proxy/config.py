@@ -216,6 +216,8 @@ class JudgeConfig(Section):
 
 
 class TrainerConfig(Section):
+    agents: Annotated[list[str], Field(min_length=1)] | None = None
+    agent_credit: Literal["team", "own"] = "team"
     credit: Strategy | dict[str, Strategy] = "uniform"
     discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     anchor_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
+from lightning_proxy.proxy.agents import Agents
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.ledger import Group, Ledger
@@ -17,6 +18,7 @@ from lightning_proxy.proxy.types import ModelCall, Rollout
 from lightning_proxy.trainer.advantage import ACROSS_TASKS
 from lightning_proxy.trainer.credit import Sibling, group_advantages
 from lightning_proxy.trainer.judge import JudgeError
+from lightning_proxy.trainer.roll_call import RollCall
 from lightning_proxy.trainer.samples import rollout_samples
 from lightning_proxy.trainer.siblings import Siblings
 from lightning_proxy.trainer.types import Batch, Sample
@@ -52,7 +54,7 @@ class _Take:
 
 COUNTS = (
     "groups", "groups_equal", "rollouts_stale", "rollouts_failed", "rollouts_lone",
-    "calls_untrainable", "calls_ambiguous", "rows_too_long",
+    "calls_untrainable", "calls_ambiguous", "calls_of_others", "rows_too_long",
 )  # fmt: skip
 
 
@@ -72,6 +74,8 @@ class Collector:
         self._store = store
         self._ledger = ledger
         self._siblings = Siblings(config, store, ledger)
+        self._agents = Agents(config.agents)
+        self._roll_call = RollCall(self._agents)
 
     async def next_batch(self, live: int, *, fewer: bool = False) -> Batch | None:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
@@ -118,6 +122,7 @@ class Collector:
                 calls = await self._store.calls(rollout.rollout_id)
             except NotFound:  # deleted meanwhile
                 continue
+            calls = self._trained(calls)
             found += self._rows(calls, [0.0] * len(calls), rollout, _Take())
         return found
 
@@ -150,6 +155,10 @@ class Collector:
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
         if not rewarded:
             take.drop("trainer.reward_weights names none of its rewards", await self._have_others(members))
+        self._roll_call.look(m.sibling.calls for m in members)
+        others = [m for m in rewarded if m.sibling.calls and not self._trained(m.sibling.calls)]
+        take.drop("trainer.agents names none of its agents", (m.rollout for m in others))
+        rewarded = [m for m in rewarded if m not in others]
         stale = [m for m in rewarded if self._is_stale(m.sibling.calls, live)]
         take.counts["rollouts_stale"] += len(stale)
         take.drop("stale: sampled by too old a policy version", (m.rollout for m in stale))
@@ -167,7 +176,11 @@ class Collector:
         return [m.rollout for m in members if await self._store.rewards(m.rollout.rollout_id)]
 
     def _is_stale(self, calls: Sequence[ModelCall], live: int) -> bool:
-        return live - _oldest_version(calls, live) > self._config.max_staleness
+        return live - _oldest_version(self._trained(calls), live) > self._config.max_staleness
+
+    def _trained(self, calls: Sequence[ModelCall]) -> list[ModelCall]:
+        """Those of agents that are trained; what the others said is context in these calls' prompts."""
+        return [call for call in calls if self._agents.role(call.agent) is not None]
 
     async def _take_group(self, take: _Take, members: Sequence[_Member]) -> None:
         """Compare `members` with each other, or one that is alone with those before it, and take them."""
@@ -179,17 +192,19 @@ class Collector:
         advantages = group_advantages(group, self._config)[: len(members)]
         if not any(value for own in advantages for value in own):
             take.counts["groups_equal"] += len(group) > 1
-            take.drop(_why_nothing(group), (member.rollout for member in members))
+            take.drop(_why_nothing(group, self._agents), (member.rollout for member in members))
             return
         for member, own in zip(members, advantages, strict=True):
             self._take_rollout(take, member.rollout, member.sibling.calls, own)
 
     def _take_rollout(
-        self, take: _Take, rollout: Rollout, calls: Sequence[ModelCall], advantages: Sequence[float]
+        self, take: _Take, rollout: Rollout, calls: Sequence[ModelCall], advantages: Sequence[float | None]
     ) -> None:
-        rows = self._rows(calls, advantages, rollout, take)
+        taught = [(call, a) for call, a in zip(calls, advantages, strict=True) if a is not None]
+        take.counts["calls_of_others"] += len(calls) - len(taught)
+        rows = self._rows([call for call, _ in taught], [a for _, a in taught], rollout, take)
         if not rows:
-            too_long = any(c.trainable for c in calls)
+            too_long = any(call.trainable for call, _ in taught)
             take.drop("longer than trainer.max_sample_tokens" if too_long else "no trainable calls", [rollout])
             return
         take.samples += rows
@@ -206,10 +221,13 @@ class Collector:
         return list(made.samples)
 
 
-def _why_nothing(group: Sequence[Sibling]) -> str:
+def _why_nothing(group: Sequence[Sibling], agents: Agents) -> str:
     """Why there is nothing to learn from a group without advantages."""
     if len(group) < 2:
         return "no siblings"
+    took_part = Counter(role for s in group for role in {agents.role(c.agent) for c in s.calls if c.is_decision})
+    if agents.named and max((n for role, n in took_part.items() if role), default=0) == 1:
+        return "no siblings with calls of the same agent"
     return "all rewards of the group are equal" if any(s.calls for s in group) else "no trainable calls"
 
 

@@ -1,7 +1,8 @@
 """Credit over calls: from the rewards of a group's rollouts to the advantage of each call. One function per strategy.
 
 Every strategy takes a group (rollouts that are compared with each other) and returns one list per rollout, with one
-advantage per call. 0.0: there is nothing to learn from that call; a group of zeros teaches nothing. Pure.
+advantage per call. 0.0: there is nothing to learn from that call; a group of zeros teaches nothing. Where
+`trainer.agents` names agents, each agent's calls are compared with the same agent's alone. Pure.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from lightning_proxy.proxy.agents import Agents
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.types import ModelCall
@@ -27,6 +29,11 @@ class Sibling:
 
     calls: Sequence[ModelCall]
     rewards: RolloutRewards
+
+    def only(self, places: Sequence[int]) -> Sibling:
+        """As if the calls at `places` were all there are: the rewards of the others do not count."""
+        calls = [self.calls[i] for i in places]
+        return Sibling(calls, self.rewards.of({call.call_id for call in calls}))
 
 
 Advantages = list[list[float]]
@@ -64,15 +71,15 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
 def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
     """A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
 
-    A(step) compares the discounted returns of calls that had the same state (prompt), wherever in the group they are;
-    it is 0 for a state that only one call had.
+    A(step) compares the discounted returns of calls of an agent that had the same state (prompt), wherever in the group
+    they are; it is 0 for a state that only one call had.
     """
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     same: dict[Hashable, list[tuple[int, int]]] = {}
     for i, sibling in enumerate(group):
         for j, call in enumerate(sibling.calls):
             if call.is_decision:
-                same.setdefault(state_of(call), []).append((i, j))
+                same.setdefault((call.agent, state_of(call)), []).append((i, j))
     found = uniform(group, config)
     for places in same.values():
         values = _compared(config.baseline, [returns[i][j] for i, j in places])
@@ -87,7 +94,39 @@ STRATEGIES: Mapping[str, Credit] = MappingProxyType(
 )
 
 
-def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
+def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
+    """One advantage per call, and None for calls of agents that are not trained.
+
+    An agent that `trainer.agents` names is compared with itself: rollouts in which it decided nothing say nothing of
+    it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
+    """
+    agents = Agents(config.agents)
+    found: list[list[float | None]] = [[None] * len(sibling.calls) for sibling in group]
+    for role in sorted({role for s in group for call in s.calls if (role := agents.role(call.agent))}):
+        own = [[j for j, call in enumerate(s.calls) if agents.role(call.agent) == role] for s in group]
+        for i, values in enumerate(_of_agent(group, own, config, alone=bool(agents.named))):
+            for j, value in zip(own[i], values, strict=True):
+                found[i][j] = value
+    return found
+
+
+def _of_agent(
+    group: Sequence[Sibling], own: Sequence[Sequence[int]], config: TrainerConfig, *, alone: bool
+) -> Advantages:
+    """The advantages of an agent's calls, which are at the positions `own` of each sibling.
+
+    `alone`: only siblings in which it decided something are compared.
+    """
+    there = [i for i, s in enumerate(group) if not alone or any(s.calls[j].is_decision for j in own[i])]
+    shown = [own[i] if config.agent_credit == "own" else range(len(group[i].calls)) for i in there]
+    compared = _by_strategy([group[i].only(places) for i, places in zip(there, shown, strict=True)], config)
+    found = [[0.0] * len(places) for places in own]
+    for i, places, values in zip(there, shown, compared, strict=True):
+        found[i] = [values[places.index(j)] for j in own[i]]
+    return found
+
+
+def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
     """By `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for those not named)."""
     if isinstance(config.credit, str):
         return credit_strategy(config.credit)(group, config)

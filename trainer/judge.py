@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 
+from lightning_proxy.proxy.agents import Agents
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.store import Store
@@ -32,6 +33,7 @@ class Judge:
 
     def __init__(self, config: TrainerConfig, store: Store) -> None:
         self._config = config.judge
+        self._agents = Agents(config.agents)
         self._credit = config.credit
         self._store = store
         self._slots = asyncio.Semaphore(config.judge.concurrency)
@@ -44,9 +46,7 @@ class Judge:
         known = {r.call_id for r in rewards if r.name == JUDGE and r.source == self._config.model}
         steps = [call for call in calls if call.is_decision]
         wanted = [
-            (i, call)
-            for i, call in enumerate(steps)
-            if call.call_id not in known and strategy_of(call.agent, self._credit) == JUDGE
+            (i, call) for i, call in enumerate(steps) if call.call_id not in known and self._is_judged(call.agent)
         ]
         shown = transcript(steps) if wanted else ""
         try:
@@ -55,6 +55,9 @@ class Judge:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in scored]
+
+    def _is_judged(self, agent: str | None) -> bool:
+        return self._agents.role(agent) is not None and strategy_of(agent, self._credit) == JUDGE
 
     async def _score(self, call: ModelCall, step: int, shown: str) -> Reward:
         async with self._slots:

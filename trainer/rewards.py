@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from lightning_proxy.proxy.types import Reward
@@ -31,6 +31,11 @@ class RolloutRewards:
     def total(self) -> float:
         """The return of the rollout as a whole."""
         return (self.posted or 0.0) + math.fsum(self.air.values())
+
+    def of(self, call_ids: Set[str]) -> RolloutRewards:
+        """The rollout's own reward, and those of some of its calls."""
+        calls, air = ({c: value for c, value in all_.items() if c in call_ids} for all_ in (self.calls, self.air))
+        return RolloutRewards(self.final, calls, air)
 
     def of_call(self, call_id: str) -> float:
         return self.calls.get(call_id, 0.0) + self.air.get(call_id, 0.0)
