@@ -19,7 +19,7 @@ from lightning_proxy.trainer.advantage import ACROSS_TASKS
 from lightning_proxy.trainer.credit import Sibling, group_advantages
 from lightning_proxy.trainer.judge import JudgeError
 from lightning_proxy.trainer.roll_call import RollCall
-from lightning_proxy.trainer.samples import rollout_samples
+from lightning_proxy.trainer.samples import CALL_COUNTS, merge_rate, rollout_samples
 from lightning_proxy.trainer.siblings import Siblings
 from lightning_proxy.trainer.types import Batch, Sample
 
@@ -48,13 +48,13 @@ class _Take:
             "reward_max": max(rewards),
             "rollouts": float(len(self.rewards)),
             "samples": float(len(self.samples)),
+            "merge_rate": merge_rate(self.counts),
             **{name: float(self.counts[name]) for name in COUNTS},
         }
 
 
 COUNTS = (
-    "groups", "groups_equal", "rollouts_stale", "rollouts_failed", "rollouts_lone",
-    "calls_untrainable", "calls_ambiguous", "calls_of_others", "rows_too_long",
+    "groups", "groups_equal", "rollouts_stale", "rollouts_failed", "rollouts_lone", "calls_of_others", *CALL_COUNTS,
 )  # fmt: skip
 
 
@@ -215,9 +215,7 @@ class Collector:
     ) -> list[Sample]:
         task_id = rollout.task_id or rollout.rollout_id
         made = rollout_samples(calls, advantages, task_id=task_id, max_tokens=self._config.max_sample_tokens)
-        take.counts["calls_untrainable"] += made.untrainable_calls
-        take.counts["calls_ambiguous"] += made.ambiguous_calls
-        take.counts["rows_too_long"] += made.long_rows
+        take.counts.update(made.counts)
         return list(made.samples)
 
 

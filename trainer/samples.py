@@ -1,31 +1,50 @@
-"""Samples (training rows) from the calls of a rollout: exact token-prefix merging, masks, weights. Pure, no torch."""
+"""Samples (training rows) from the calls of a rollout: exact token-prefix merging, forks, masks, weights. No torch.
+
+A call's answer is trained on after exactly the tokens that the model saw when it sampled them. So a call joins a row
+only if its prompt begins with all of that row. Where the agent sent an answer back that reads the same but is tokenised
+differently (drift), the sampled answer keeps its place in its own row, and the call opens a new one with its own
+prompt, the re-tokenised answer included, as context. No answer is trained twice, none loses tokens, and no bound is
+needed on how large a drift may be: the prefix tree computes once what rows share, so a fork costs what comes after it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.trainer.prefix_tree import Ints, shared_prefix
 from lightning_proxy.trainer.types import Sample
+
+# Why a call opened a row though its rollout had one: the last answer came back tokenised differently | an earlier part
+# of the history did, or the agent went on from an earlier point | the very same prompt, or less of it, was sent again |
+# it has nothing of an answer in common with any row: another agent, or a new conversation.
+FORKS = ("forks_drift", "forks_edited", "forks_repeated", "forks_new")
+
+CALL_COUNTS = ("calls", "calls_merged", *FORKS, "calls_untrainable", "calls_ambiguous", "rows_too_long")
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSamples:
-    """The rows of one rollout, and how many calls and rows were left out.
+    """The rows of one rollout, and what became of how many of its calls, by the names in CALL_COUNTS.
 
-    `untrainable_calls`: without usable token ids. `ambiguous_calls`: n > 1, so the reward belongs to no one answer.
+    `calls`: in a row, as its first or (`calls_merged`) after others. Left out: `calls_untrainable`, without usable
+    token ids; `calls_ambiguous`, n > 1, so the reward belongs to no one answer; `rows_too_long`, over the limit.
     """
 
     samples: tuple[Sample, ...]
-    untrainable_calls: int = 0
-    ambiguous_calls: int = 0
-    long_rows: int = 0
+    counts: Counter[str]
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row under construction; all lists grow together."""
+    """A row under construction; all lists grow together.
+
+    `ids`: the same as `token_ids`. `first_answer`, `last_answer`: where the first and the last answer begin.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
@@ -33,8 +52,19 @@ class _Row:
     advantages: list[float] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     call_ids: list[str] = field(default_factory=list)
+    ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    first_answer: int = 0
+    last_answer: int = 0
 
-    def add_context(self, token_ids: Sequence[int]) -> None:
+    def add(self, call: ModelCall, advantage: float) -> None:
+        """Go on with a call whose prompt begins with this row."""
+        self._add_context(call.prompt_token_ids[len(self.token_ids) :])
+        self.last_answer = len(self.token_ids)
+        self.first_answer = self.first_answer or self.last_answer
+        self._add_answer(call, advantage)
+        self.ids = np.array(self.token_ids, np.int64)
+
+    def _add_context(self, token_ids: Sequence[int]) -> None:
         n = len(token_ids)
         self.token_ids += token_ids
         self.mask += [0] * n
@@ -42,7 +72,7 @@ class _Row:
         self.advantages += [0.0] * n
         self.temperatures += [1.0] * n
 
-    def add_answer(self, call: ModelCall, advantage: float) -> None:
+    def _add_answer(self, call: ModelCall, advantage: float) -> None:
         n = len(call.response_token_ids)
         self.token_ids += call.response_token_ids
         self.mask += [1] * n
@@ -69,30 +99,30 @@ def rollout_samples(
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 
-    A call continues the longest row that its prompt begins with, token by token; else, or where the row would become
-    too long, it opens a new one.
+    A call continues the longest row that its prompt begins with, token by token; else it opens a new one. Its answer is
+    trained on there and nowhere else: in the prompts of later calls it is context.
     """
     rows: list[_Row] = []
-    left_out: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for call, advantage in zip(calls, advantages, strict=True):
-        reason = _unusable(call)
-        if reason:
-            left_out[reason] += 1
+        if reason := _unusable(call, max_tokens):
+            counts[reason] += 1
             continue
-        row = _continued(rows, call.prompt_token_ids)
-        if row is None or len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens:
+        row, outcome = _place(rows, np.array(call.prompt_token_ids, np.int64))
+        if row is None:
             row = _Row()
             rows.append(row)
-        row.add_context(call.prompt_token_ids[len(row.token_ids) :])
-        row.add_answer(call, advantage)
-    kept = [row for row in rows if len(row.token_ids) <= max_tokens]
+        row.add(call, advantage)
+        counts.update(["calls", outcome] if outcome else ["calls"])
     rollout_id = calls[0].rollout_id if calls else ""
-    return RolloutSamples(
-        samples=tuple(row.sample(rollout_id, task_id) for row in kept),
-        untrainable_calls=left_out["untrainable"],
-        ambiguous_calls=left_out["ambiguous"],
-        long_rows=len(rows) - len(kept),
-    )
+    return RolloutSamples(tuple(row.sample(rollout_id, task_id) for row in rows), counts)
+
+
+def merge_rate(counts: Mapping[str, int]) -> float:
+    """The share of those calls that joined a row that had one to join: all but each rollout's first."""
+    merged = counts["calls_merged"]
+    could = merged + sum(counts[reason] for reason in FORKS)
+    return merged / could if could else 1.0
 
 
 def rollout_weights(samples: Iterable[Sample]) -> dict[str, float]:
@@ -103,14 +133,31 @@ def rollout_weights(samples: Iterable[Sample]) -> dict[str, float]:
     return {rollout_id: 1.0 / n for rollout_id, n in tokens.items() if n}
 
 
-def _unusable(call: ModelCall) -> str | None:
+def _unusable(call: ModelCall, max_tokens: int) -> str | None:
     if len(call.choices) > 1:
-        return "ambiguous"
+        return "calls_ambiguous"
     # Temperature 0 is greedy: there is no sampling distribution to take the gradient of.
-    usable = call.trainable and call.prompt_token_ids and call.response_token_ids and call.temperature > 0
-    return None if usable else "untrainable"
+    if not (call.trainable and call.prompt_token_ids and call.response_token_ids and call.temperature > 0):
+        return "calls_untrainable"
+    return "rows_too_long" if len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens else None
 
 
-def _continued(rows: Sequence[_Row], prompt: tuple[int, ...]) -> _Row | None:
-    matching = (row for row in rows if prompt[: len(row.token_ids)] == tuple(row.token_ids))
-    return max(matching, key=lambda row: len(row.token_ids), default=None)
+def _place(rows: Sequence[_Row], prompt: Ints) -> tuple[_Row | None, str | None]:
+    """The row that a call with this prompt continues, or None and why there is none (None: it is the first)."""
+    if not rows:
+        return None, None
+    shared = [shared_prefix(row.ids, prompt) for row in rows]
+    continued = [row for row, n in zip(rows, shared, strict=True) if n == len(row.ids)]
+    if continued:
+        return max(continued, key=lambda row: len(row.ids)), "calls_merged"
+    # Of rows that share as much, the newest is what the agent most likely had in mind.
+    n, index = max((n, i) for i, n in enumerate(shared))
+    return None, _fork(rows[index], n, len(prompt))
+
+
+def _fork(nearest: _Row, shared: int, prompt: int) -> str:
+    if shared == prompt:
+        return "forks_repeated"
+    if shared > nearest.last_answer:
+        return "forks_drift"
+    return "forks_edited" if shared >= nearest.first_answer else "forks_new"
