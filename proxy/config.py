@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from lightning_proxy.proxy import cron
+
 _SECRET_NAME = re.compile(r"key|token|secret|password|authorization|credential", re.IGNORECASE)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -215,6 +217,35 @@ class JudgeConfig(Section):
     timeout_s: Seconds = 60.0
 
 
+class ScheduleConfig(Section):
+    when: Literal["continuous", "rollouts", "times", "idle"] = "continuous"
+    every_rollouts: Annotated[int, Field(ge=1)] = 512
+    at: list[str] = []
+    idle_s: Seconds = 300.0
+    max_load: Annotated[float, Field(gt=0, le=1)] = 0.5
+
+    @field_validator("at", mode="before")
+    @classmethod
+    def _unquoted(cls, times: Any) -> Any:
+        """12:30 without quotes is a number to YAML: 12 times 60 and 30."""
+        if not isinstance(times, list):
+            return times
+        return [f"{t // 60:02}:{t % 60:02}" if isinstance(t, int) and not isinstance(t, bool) else t for t in times]
+
+    @field_validator("at")
+    @classmethod
+    def _are_times(cls, times: list[str]) -> list[str]:
+        for text in times:
+            cron.expression(text)
+        return times
+
+    @model_validator(mode="after")
+    def _has_times(self) -> ScheduleConfig:
+        if self.when == "times" and not self.at:
+            raise ValueError('schedule.when times needs schedule.at, such as ["02:00"]')
+        return self
+
+
 class TrainerConfig(Section):
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
@@ -224,6 +255,7 @@ class TrainerConfig(Section):
     reward_weights: dict[str, Number] = {"reward": 1.0}
     air: AirConfig = AirConfig()
     judge: JudgeConfig = JudgeConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     baseline: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     lone_rollouts: Literal["drop", "running"] = "drop"
     running_window: Annotated[int, Field(ge=2)] = 32

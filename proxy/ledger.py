@@ -85,6 +85,16 @@ class Ledger:
         async with self._db.transaction() as db:
             await db.executemany(sql.ROLLOUTS_REWARDED_AS, [{"name": name} for name in names])
 
+    async def newest_call(self) -> float | None:
+        """When the newest call ended, or began if it did not end (Unix time)."""
+        row = await self._db.one(sql.CALL_NEWEST)
+        return None if row is None else float(row["started_at"] + (row["latency_ms"] or 0.0) / 1000)
+
+    async def calls_under_way(self, since: float) -> int:
+        """How many calls that began after `since` were not ended."""
+        row = await self._db.one(sql.CALLS_UNDER_WAY, {"since": since})
+        return 0 if row is None else int(row["n"])
+
     async def claim(self, rollout_ids: Sequence[str], base: int) -> int:
         """Give rollouts to a new step and return its number."""
         async with self._db.transaction() as db:

@@ -94,6 +94,9 @@ WHERE result IS NULL AND tool_call_id = :tool_call_id AND call_id = (
     WHERE same.rollout_id = :rollout_id AND same.tool_call_id = :tool_call_id ORDER BY calls.seq DESC LIMIT 1
 )
 """
+# By the order of insertion: an index on the time would have to be kept up at every call.
+CALL_NEWEST = "SELECT started_at, latency_ms FROM calls WHERE rowid = (SELECT MAX(rowid) FROM calls)"
+CALLS_UNDER_WAY = "SELECT COUNT(*) AS n FROM calls WHERE status = 'incomplete' AND started_at > :since"
 TOOL_CALLS = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
 
 # Rewards ----------------------------------------------------------------------------------------------------------

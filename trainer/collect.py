@@ -99,16 +99,25 @@ class Collector:
 
     async def _next_groups(self, fewer: bool) -> list[Group]:
         """Groups for a step, the longest waiting first; empty while there are too few."""
+        now, wanted = time.time(), self._config.tasks_per_step
+        ready = [group for group in await self._found() if self._is_ready(group, now)]
+        sizes = [self._groups_in(group) for group in ready]
+        enough = sum(sizes) >= wanted or (ready and (fewer or self._waited(ready[0], now)))
+        return [group for i, group in enumerate(ready) if sum(sizes[:i]) < wanted] if enough else []
+
+    async def waiting(self) -> tuple[int, float | None]:
+        """How many complete rollouts no step has taken yet, and since when (Unix time) the first of them waits."""
+        found = await self._found()
+        return sum(group.completed for group in found), found[0].oldest if found else None
+
+    async def _found(self) -> list[Group]:
+        """All groups with something to train on, the longest waiting first."""
         if names := [name for name in self._config.reward_weights if name != "reward"]:
             await self._ledger.rewarded_as(names)
         found = await self._ledger.groups()
         if self._config.lone_rollouts == "running" and (lone := await self._ledger.lone()):
             found = sorted([*found, lone], key=lambda group: group.oldest)
-        now, wanted = time.time(), self._config.tasks_per_step
-        ready = [group for group in found if self._is_ready(group, now)]
-        sizes = [self._groups_in(group) for group in ready]
-        enough = sum(sizes) >= wanted or (ready and (fewer or self._waited(ready[0], now)))
-        return [group for i, group in enumerate(ready) if sum(sizes[:i]) < wanted] if enough else []
+        return found
 
     def _groups_in(self, group: Group) -> int:
         """A group is one; of rollouts without a task so many as a group usually has count as one."""

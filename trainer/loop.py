@@ -24,6 +24,7 @@ from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.proxy.vllm import operator_session
 from lightning_proxy.trainer.collect import Collector
 from lightning_proxy.trainer.publish import Publisher
+from lightning_proxy.trainer.schedule import Schedule
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 
@@ -52,6 +53,8 @@ class TrainingLoop:
         self._trainer = trainer
         self._publisher = publisher
         self._collector = Collector(config.trainer, store, ledger)
+        self._schedule = Schedule(config.trainer.schedule, self._collector, ledger)
+        self._waits_for: str | None = None
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
         self._stop = asyncio.Event()
         self._version = 0  # the policy version that the trainer's weights go on from
@@ -62,7 +65,7 @@ class TrainingLoop:
         await self.resume()
         while not stop.is_set() and not await self._is_done():
             await self._follow_live_version()
-            trained = await self.train_once(fewer=once)
+            trained = await self._train_when_due(once)
             if not trained and once:
                 break
             if not trained:
@@ -92,6 +95,14 @@ class TrainingLoop:
         done = last.metrics.get("skipped") or self._publisher.is_done(live, last)
         if live.version == self._version and (not done or self._publisher.is_of_another_mode(live)):
             await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)
+
+    async def _train_when_due(self, once: bool) -> bool:
+        """A step, if the schedule and the rollouts allow one now; `once` asks no schedule."""
+        waits_for = None if once else await self._schedule.waits_for()
+        if waits_for is not None and self._waits_for is None:
+            log.info("the trainer waits for %s", waits_for)
+        self._waits_for = waits_for
+        return waits_for is None and await self.train_once(fewer=once or self._schedule.in_rounds)
 
     async def train_once(self, *, fewer: bool = False) -> bool:
         """One step, if enough rollouts are ready: claim → optimizer step → checkpoint → commit → publish."""
