@@ -87,11 +87,25 @@ def train(
     model: Model = None,
     once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then end")] = False,
     max_steps: Annotated[int | None, typer.Option(help="trainer.max_steps")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="on recorded data, without vLLM and proxy")] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="--offline: a store, or an export; by default store.url. It is only read")
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="--offline: how often to go through the data")] = 1,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="--offline: where the run is kept; by default offline/ in policy.directory"),
+    ] = None,
 ) -> None:
     """Run the trainer alone."""
+    from lightning_proxy.commands.train import Offline
     from lightning_proxy.commands.train import train as run
+    from lightning_proxy.proxy.errors import ConfigError
 
-    run(_load(context, {"policy.model": model, "trainer.max_steps": max_steps})[0], once=once)
+    if not offline and (data or directory or epochs > 1):
+        raise ConfigError("--data, --dir and --epochs go with --offline")
+    config, _ = _load(context, {"policy.model": model, "trainer.max_steps": max_steps})
+    run(config, once=once, offline=Offline(data, directory, epochs) if offline else None)
 
 
 @app.command()

@@ -138,7 +138,14 @@ def _transitions(rollout: Rollout, calls: list[ModelCall]) -> Iterator[dict[str,
             "prompt_token_ids": call.prompt_token_ids if sampled else (),
             "response_token_ids": call.response_token_ids if sampled else (),
             "logprobs": call.logprobs if sampled else (),
+            "temperature": call.temperature if sampled else None,
+            "call_reward": call.reward if sampled else None,
+            "untrainable_reason": _untrainable(call) if sampled else None,
         }
+
+
+def _untrainable(call: ModelCall) -> str | None:
+    return "several answers: the reward belongs to no one of them" if len(call.choices) > 1 else call.untrainable_reason
 
 
 def _without_ids(value: Any) -> Any:

@@ -11,7 +11,8 @@ from lightning_proxy.proxy.errors import ConfigError, LightningError
 from lightning_proxy.proxy.json_text import dumps
 
 ROW_GROUP = 256
-TEXTS = ("rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id")
+TEXTS = ("rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id", "untrainable_reason")
+NUMBERS = ("rollout_reward", "reward", "call_reward", "temperature")
 # Their shape differs from row to row, so that Parquet holds them as JSON text.
 JSON_COLUMNS = {"transitions": ("state", "action", "next_state"), "sft": ("messages", "tools")}
 
@@ -98,6 +99,6 @@ def _schema(kind: str) -> Any:
         names = ("messages", "tools", "rollout_id", "task_id")
         return pa.schema([(name, text) for name in names] + [("reward", number)])
     fields = [(name, text) for name in (*TEXTS, *JSON_COLUMNS[kind])]
-    fields += [("rollout_reward", number), ("reward", number), ("t", pa.int32()), ("policy_version", pa.int32())]
+    fields += [*((name, number) for name in NUMBERS), ("t", pa.int32()), ("policy_version", pa.int32())]
     ids = [(name, pa.list_(pa.int32())) for name in ("prompt_token_ids", "response_token_ids")]
     return pa.schema([*fields, ("done", pa.bool_()), *ids, ("logprobs", pa.list_(pa.float32()))])

@@ -7,13 +7,24 @@ import importlib.util
 import logging
 import os
 import signal
+from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_proxy.commands.vllm import require_model
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import LightningError
 
 
-def train(config: Config, *, once: bool = False) -> None:
+@dataclass(frozen=True, slots=True)
+class Offline:
+    """Train on `data` (None: the configured store) in `directory` (None: beside the policy's), so many times over."""
+
+    data: Path | None = None
+    directory: Path | None = None
+    epochs: int = 1
+
+
+def train(config: Config, *, once: bool = False, offline: Offline | None = None) -> None:
     """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready."""
     require_model(config)
     if importlib.util.find_spec("trl") is None:
@@ -21,13 +32,17 @@ def train(config: Config, *, once: bool = False) -> None:
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(_train(config, once))
+    asyncio.run(_train(config, once, offline))
 
 
-async def _train(config: Config, once: bool) -> None:
+async def _train(config: Config, once: bool, offline: Offline | None) -> None:
     from lightning_proxy.trainer.loop import train as run
+    from lightning_proxy.trainer.offline import train_offline
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    await run(config, stop, once=once)
+    if offline is None:
+        await run(config, stop, once=once)
+    else:
+        await train_offline(config, stop, offline.data, offline.directory, offline.epochs)

@@ -123,6 +123,20 @@ class Ledger:
                 await db.execute(sql.STEP_FORGET, {"step": step})
         return steps
 
+    async def end_epoch(self, step: int, metrics: dict[str, Any], offer: bool) -> None:
+        """Say so in the metrics of the last step, and (if `offer`) offer what was trained on again: both or neither."""
+        async with self._db.transaction() as db:
+            await db.execute(sql.STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
+            if offer:
+                await db.execute(sql.OFFER_ALL)
+
+    async def forget_training(self) -> None:
+        """As if nothing had been trained on and nothing published; the base model is live."""
+        async with self._db.transaction() as db:
+            for statement in sql.FORGET_TRAINING:
+                await db.execute(statement)
+        await self.set_live(0)
+
     async def rollouts_of(self, step: int) -> list[Rollout]:
         """The rollouts that a step took."""
         return [rows.read_rollout(row) for row in await self._db.all(sql.CLAIMED, {"step": step})]

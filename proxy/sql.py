@@ -260,6 +260,14 @@ CLAIM = "UPDATE rollouts SET step = :step WHERE rollout_id = :rollout_id AND ste
 CLAIMED = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
 DROP = "UPDATE rollouts SET dropped = :reason WHERE rollout_id = :rollout_id"
 RELEASE = "UPDATE rollouts SET step = NULL WHERE step = :step"
+# A pass over all the data is done: what was trained on is offered again.
+OFFER_ALL = "UPDATE rollouts SET step = NULL WHERE step IS NOT NULL"
+# A copy of a store knows nothing of the training that was done on the original.
+FORGET_TRAINING = (
+    "UPDATE rollouts SET step = NULL, dropped = NULL WHERE step IS NOT NULL OR dropped IS NOT NULL",
+    "DELETE FROM steps",
+    "UPDATE policy_versions SET step = NULL, path = NULL, status = 'ready' WHERE version > 0",
+)
 STEP_NEW = """
 INSERT INTO steps (step, status, base, created_at)
 SELECT COALESCE(MAX(step), 0) + 1, 'claimed', :base, :at FROM steps

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
+from typing import Any
 
 from lightning_proxy.proxy.agents import Agents
 from lightning_proxy.proxy.config import TrainerConfig
@@ -24,6 +25,8 @@ from lightning_proxy.trainer.siblings import Siblings
 from lightning_proxy.trainer.types import Batch, Sample
 
 log = logging.getLogger(__name__)
+
+Order = Callable[[Group], Any]  # a key to sort groups by: the first ones are taken first
 
 
 @dataclass(slots=True)
@@ -69,13 +72,14 @@ class _Member:
 class Collector:
     """Finds groups that are ready and claims them for a step."""
 
-    def __init__(self, config: TrainerConfig, store: Store, ledger: Ledger) -> None:
+    def __init__(self, config: TrainerConfig, store: Store, ledger: Ledger, order: Order | None = None) -> None:
         self._config = config
         self._store = store
         self._ledger = ledger
         self._siblings = Siblings(config, store, ledger)
         self._agents = Agents(config.agents)
         self._roll_call = RollCall(self._agents)
+        self._order = order or _longest_waiting
 
     async def next_batch(self, live: int, *, fewer: bool = False) -> Batch | None:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
@@ -108,16 +112,16 @@ class Collector:
     async def waiting(self) -> tuple[int, float | None]:
         """How many complete rollouts no step has taken yet, and since when (Unix time) the first of them waits."""
         found = await self._found()
-        return sum(group.completed for group in found), found[0].oldest if found else None
+        return sum(group.completed for group in found), min((group.oldest for group in found), default=None)
 
     async def _found(self) -> list[Group]:
-        """All groups with something to train on, the longest waiting first."""
+        """All groups with something to train on, in order."""
         if names := [name for name in self._config.reward_weights if name != "reward"]:
             await self._ledger.rewarded_as(names)
         found = await self._ledger.groups()
         if self._config.lone_rollouts == "running" and (lone := await self._ledger.lone()):
-            found = sorted([*found, lone], key=lambda group: group.oldest)
-        return found
+            found.append(lone)
+        return sorted(found, key=self._order)
 
     def _groups_in(self, group: Group) -> int:
         """A group is one; of rollouts without a task so many as a group usually has count as one."""
@@ -226,6 +230,10 @@ class Collector:
         made = rollout_samples(calls, advantages, task_id=task_id, max_tokens=self._config.max_sample_tokens)
         take.counts.update(made.counts)
         return list(made.samples)
+
+
+def _longest_waiting(group: Group) -> float:
+    return group.oldest
 
 
 def _why_nothing(group: Sequence[Sibling], agents: Agents) -> str:

@@ -16,13 +16,13 @@ from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.fleet import open_vllm
-from lightning_proxy.proxy.ledger import Ledger
+from lightning_proxy.proxy.ledger import Ledger, Step
 from lightning_proxy.proxy.policy import Superseded, Swap
 from lightning_proxy.proxy.publish_mode import publish_mode
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.proxy.vllm import operator_session
-from lightning_proxy.trainer.collect import Collector
+from lightning_proxy.trainer.collect import Collector, Order
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.schedule import Schedule
 from lightning_proxy.trainer.trainer import LightningTrainer
@@ -38,7 +38,10 @@ class Stopped(Exception):
 
 
 class TrainingLoop:
-    """Trains on what the store holds and publishes every step. Killed at any moment, it goes on from the last step."""
+    """Trains on what the store holds and publishes every step. Killed at any moment, it goes on from the last step.
+
+    `publisher` None: no step is published. `order`: in which groups are taken; by default the longest waiting first.
+    """
 
     def __init__(
         self,
@@ -46,13 +49,14 @@ class TrainingLoop:
         store: Store,
         ledger: Ledger,
         trainer: LightningTrainer,
-        publisher: Publisher,
+        publisher: Publisher | None,
+        order: Order | None = None,
     ) -> None:
         self._config = config.trainer
         self._ledger = ledger
         self._trainer = trainer
         self._publisher = publisher
-        self._collector = Collector(config.trainer, store, ledger)
+        self._collector = Collector(config.trainer, store, ledger, order)
         self._schedule = Schedule(config.trainer.schedule, self._collector, ledger)
         self._waits_for: str | None = None
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
@@ -63,7 +67,7 @@ class TrainingLoop:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no whole group is left."""
         self._stop = stop
         await self.resume()
-        while not stop.is_set() and not await self._is_done():
+        while not stop.is_set() and not await self.is_done():
             await self._follow_live_version()
             trained = await self._train_when_due(once)
             if not trained and once:
@@ -73,14 +77,21 @@ class TrainingLoop:
 
     async def resume(self) -> None:
         """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish if need be."""
+        last = await self._restore()
+        if last is not None and self._publisher is not None:
+            await self._finish_publishing(self._publisher, last)
+
+    async def _restore(self) -> Step | None:
+        """Go on from the last step; None if there was none."""
         if released := await self._ledger.release_unfinished():
             log.warning("step %s was not finished: its rollouts are offered again", released[0])
-        await self._publisher.abandon_unfinished()
+        if self._publisher is not None:
+            await self._publisher.abandon_unfinished()
         if not (self._checkpoints / "0").is_dir():
             await asyncio.to_thread(self._trainer.save, self._checkpoints / "0")
         last = await self._ledger.last_step()
         if last is None:
-            return
+            return None
         if last.checkpoint is None or not Path(last.checkpoint).is_dir():
             raise ConfigError(
                 f"the checkpoint of step {last.step} is gone: {last.checkpoint}; use a new store, or restore it"
@@ -88,12 +99,15 @@ class TrainingLoop:
         await asyncio.to_thread(self._trainer.load, Path(last.checkpoint))
         self._version = last.base if last.version is None else last.version
         log.info("going on after step %d (policy version %d)", last.step, self._version)
+        return last
+
+    async def _finish_publishing(self, publisher: Publisher, last: Step) -> None:
         live = await self._ledger.live()
         if live.status == "failed":  # killed before the version before it was live again
-            await self._publisher.take_back(live.version, last.base)
+            await publisher.take_back(live.version, last.base)
             live = await self._ledger.live()
-        done = last.metrics.get("skipped") or self._publisher.is_done(live, last)
-        if live.version == self._version and (not done or self._publisher.is_of_another_mode(live)):
+        done = last.metrics.get("skipped") or publisher.is_done(live, last)
+        if live.version == self._version and (not done or publisher.is_of_another_mode(live)):
             await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)
 
     async def _train_when_due(self, once: bool) -> bool:
@@ -125,9 +139,11 @@ class TrainingLoop:
         await self._prune_checkpoints()
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
+        if self._publisher is None:
+            return
         started = time.perf_counter()
         try:
-            self._version = (await self._reach(step, samples, metrics)).version
+            self._version = (await self._reach(self._publisher, step, samples, metrics)).version
         except Superseded as error:
             log.warning("step %d is not published: %s", step, error)
             return
@@ -142,14 +158,16 @@ class TrainingLoop:
             metrics["step_s"], metrics["publish_s"], self._version,
         )  # fmt: skip
 
-    async def _reach(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> PolicyVersion:
+    async def _reach(
+        self, publisher: Publisher, step: int, samples: Sequence[Sample], metrics: dict[str, Any]
+    ) -> PolicyVersion:
         """Publish, however long vLLM is away; Stopped if we are to end meanwhile."""
         while True:
             try:
-                return await self._publisher.publish(step, samples, metrics, self._version)
+                return await publisher.publish(step, samples, metrics, self._version)
             except (UpstreamUnreachable, UpstreamTimeout) as error:
                 log.warning("publishing step %d waits: %s", step, error)
-                await self._publisher.abandon_unfinished()
+                await publisher.abandon_unfinished()
             await _sleep(self._stop, RETRY_S)
             if self._stop.is_set():
                 raise Stopped
@@ -166,13 +184,13 @@ class TrainingLoop:
         log.warning("policy version %d was made live: training goes on from it", live.version)
         await asyncio.to_thread(self._trainer.load, checkpoint)
         self._version = live.version
-        if step is not None and self._publisher.is_of_another_mode(live):
+        if step is not None and self._publisher and self._publisher.is_of_another_mode(live):
             await self._publish(step.step, await self._samples_of_step(step.step), step.metrics)
 
     async def _samples_of_step(self, step: int) -> list[Sample]:
         return await self._collector.samples_of(await self._ledger.rollouts_of(step))
 
-    async def _is_done(self) -> bool:
+    async def is_done(self) -> bool:
         last = await self._ledger.last_step()
         return self._config.max_steps is not None and last is not None and last.step >= self._config.max_steps
 
@@ -191,7 +209,7 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> N
     upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
     if upstream is None:
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
-    with _only_trainer(config.policy.directory):
+    with only_trainer(config.policy.directory):
         trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
         try:
             async with opened(config.store) as database, operator_session() as session:
@@ -205,7 +223,7 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> N
 
 
 @contextmanager
-def _only_trainer(directory: Path) -> Iterator[None]:
+def only_trainer(directory: Path) -> Iterator[None]:
     """Two trainers on one policy would overwrite each other's checkpoints; the lock goes with the process."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "trainer.lock").open("w") as file:

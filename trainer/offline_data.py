@@ -1,0 +1,199 @@
+"""What `train --offline` trains on: a store of its own, made once from another store or from an export.
+
+The original is only read. A store that is written to meanwhile is copied as it is at one moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from lightning_proxy.proxy.config import StoreConfig
+from lightning_proxy.proxy.database import opened
+from lightning_proxy.proxy.errors import ConfigError, InvalidRequest, LightningError
+from lightning_proxy.proxy.ledger import Ledger
+from lightning_proxy.proxy.recorder import Recorder
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, check_id
+
+SOURCE_FILE = "source.json"
+NEEDED = ("rollout_id", "task_id", "mode", "status", "rollout_reward", "t", "kind", "call_id", "prompt_token_ids",
+          "response_token_ids", "logprobs", "reward", "policy_version")  # fmt: skip
+ENDED = ("completed", "failed", "discarded")
+
+
+async def prepare(source: Path, directory: Path) -> StoreConfig:
+    """The store to train on in `directory`, made from `source` unless it is there already.
+
+    ConfigError if `source` cannot be read or is something else than what the store was made from.
+    """
+    source, target = source.expanduser().absolute(), directory / "store.db"
+    config = StoreConfig(url=f"sqlite:///{target}")
+    note = directory / SOURCE_FILE
+    if note.is_file() and target.is_file():
+        _check_same(source, json.loads(note.read_text()), directory)
+        return config
+    if not source.is_file():
+        raise ConfigError(f"there is nothing to train on at {source}: name a store or an export (--data)")
+    directory.mkdir(parents=True, exist_ok=True)
+    part = StoreConfig(url=f"sqlite:///{directory / '.store.db.part'}")
+    remove_store(part.path)
+    if _is_store(source):
+        copy_store(source, part.path)
+        async with opened(part) as database:
+            await Ledger(database).forget_training()
+    else:
+        await _import(source, part)
+    _finish(part.path, target)
+    _write_note(note, {"source": str(source), "made_at": time.time()})
+    return config
+
+
+def copy_store(source: Path, target: Path) -> None:
+    """A copy as of one moment. A store that nobody has open is not even opened: SQLite would leave files beside it."""
+    in_use = any(source.with_name(source.name + suffix).exists() for suffix in ("-wal", "-shm"))
+    mode = "mode=ro" if in_use else "immutable=1"
+    try:
+        connection = sqlite3.connect(f"file:{quote(str(source))}?{mode}", uri=True)
+        try:
+            connection.execute("VACUUM INTO ?", (str(target),))
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise LightningError(f"the store {source} cannot be copied to {target}: {error}") from None
+
+
+def remove_store(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def _is_store(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
+
+
+def _finish(part: Path, target: Path) -> None:
+    """Everything into the one file, on disk, before it gets its name."""
+    connection = sqlite3.connect(part)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    remove_store(target)
+    part.replace(target)
+    remove_store(part)
+
+
+def _write_note(path: Path, note: dict[str, Any]) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(note))
+    part.replace(path)
+
+
+def _check_same(source: Path, note: dict[str, Any], directory: Path) -> None:
+    if str(source) != note["source"]:
+        raise ConfigError(
+            f"{directory} holds a run over {note['source']}, not over {source}: name another directory (--dir)"
+        )
+
+
+# Exports -------------------------------------------------------------------------------------------------------------
+
+
+async def _import(source: Path, config: StoreConfig) -> None:
+    """Rollouts as they were recorded, as far as an export of transitions says."""
+    async with opened(config) as database:
+        store = Store(database)
+        async with Recorder(store, merged=False) as recorder:
+            for rollout_id, group in groupby(_rows(source), key=itemgetter("rollout_id")):
+                rows = list(group)
+                if rows[0]["mode"] == "train" and rows[0]["status"] in ENDED:
+                    await _import_rollout(store, recorder, check_id(rollout_id, "rollout_id"), rows)
+
+
+async def _import_rollout(store: Store, recorder: Recorder, rollout_id: str, rows: list[dict[str, Any]]) -> None:
+    name = RolloutName(rollout_id, rows[0]["task_id"])
+    calls = [row for row in rows if row["kind"] == "llm"]
+    rewards = [
+        Reward(rollout_id, value, call_id=row["call_id"], final=False)
+        for row in calls
+        if (value := row.get("call_reward")) is not None
+    ]
+    for at, row in enumerate(calls):
+        await _import_call(recorder, name, row, float(at))
+    if (final := rows[0]["rollout_reward"]) is not None:
+        rewards.append(Reward(rollout_id, final, final=False))
+    if rewards:
+        await store.post_rewards(rewards, None, b"")
+    await store.end_rollout(rollout_id, rows[0]["status"], None)
+
+
+async def _import_call(recorder: Recorder, name: RolloutName, row: dict[str, Any], at: float) -> None:
+    shown = json.loads(row["state"]) if isinstance(row.get("state"), str) else row.get("state") or {}
+    request = shown if row.get("temperature") is None else shown | {"temperature": row["temperature"]}
+    named = RolloutName(name.rollout_id, name.task_id, row.get("agent"))
+    start = CallStart(row["call_id"], named, "chat/completions", None, row["policy_version"], request, at)
+    ids, logprobs = tuple(row["response_token_ids"]), tuple(row["logprobs"])
+    reason = row.get("untrainable_reason")
+    if reason is None and not (ids and len(ids) == len(logprobs)):
+        reason = "no token ids or log-probabilities in the export"
+    choices = (Choice(0, ids, logprobs, "stop"),) if len(ids) == len(logprobs) else ()
+    await recorder.start(start)
+    end = CallEnd(row["call_id"], name.rollout_id, "ok", None, 200, tuple(row["prompt_token_ids"]), choices,
+                  untrainable_reason=reason)  # fmt: skip
+    await recorder.end(end)
+
+
+def _rows(source: Path) -> Iterator[dict[str, Any]]:
+    """The rows of an export of transitions; ConfigError with the row's number for one that is none."""
+    found = False
+    for number, row in enumerate(_parquet(source) if _is_parquet(source) else _json_lines(source), 1):
+        missing = [name for name in NEEDED if name not in row] if isinstance(row, dict) else ["an object"]
+        if missing:
+            raise ConfigError(
+                f"{source}, row {number}: no {missing[0]}; what can be trained on is a store, or an export with "
+                "--kind transitions"
+            )
+        found = True
+        try:
+            check_id(row["rollout_id"], "rollout_id")
+        except InvalidRequest as error:
+            raise ConfigError(f"{source}, row {number}: {error.message}") from None
+        yield row
+    if not found:
+        raise ConfigError(f"{source} is empty: there is nothing to train on")
+
+
+def _is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def _json_lines(source: Path) -> Iterator[Any]:
+    with source.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{source}, line {number} is no JSON: {error}") from None
+
+
+def _parquet(source: Path) -> Iterator[Any]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise LightningError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'") from None
+    try:
+        for batch in pyarrow.parquet.ParquetFile(source).iter_batches(256):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{source} is no Parquet file that can be read: {error}") from None
