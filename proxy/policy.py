@@ -201,7 +201,8 @@ class Policy:
             version = await self._pinned(rollout, live)
             served = self._base if version.version == 0 else version.served_model
             return Route(upstream, served, version.version)
-        return Route(upstream, None, 0 if model in (None, self._base) else await self._version_named(model))
+        asked = 0 if model in (None, self._base) else await self._version_named(model)
+        return Route(upstream, None, asked, pins=False)
 
     def forget(self, rollout_id: str) -> None:
         """The rollout was deleted: under its name another one may begin, with the version that is live then."""

@@ -18,12 +18,14 @@ class Route:
     """Where a call goes, under which model name (None: the agent's), and the policy version (None: not one of ours).
 
     `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
+    `pins`: the version is what the rollout is answered by from now on; not one that was asked for by its own name.
     """
 
     upstream: UpstreamConfig
     model: str | None
     version: int | None
     fallbacks: tuple[Route, ...] = ()
+    pins: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ class Recorder:
             "agent": start.rollout.agent,
             "mode": start.rollout.mode,
             "policy_version": start.policy_version,
+            "pin": start.policy_version if start.pins else None,
             "at": start.started_at,
             "call_id": start.call_id,
             "parent_id": parent.call_id if parent else None,

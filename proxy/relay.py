@@ -150,6 +150,7 @@ class Relay:
             is_retry=is_retry,
             request_text=request.body.decode(),
             upstream=route.upstream.name,
+            pins=route.pins,
         )
         if recorder is not None:
             agent.extra += [(b"x-rollout-id", rollout.rollout_id.encode()), (b"x-call-id", start.call_id.encode())]

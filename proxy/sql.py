@@ -7,7 +7,7 @@ Rows of `calls` are written twice: by `CALL_START` when the request goes upstrea
 
 ROLLOUT_SEEN = """
 INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, created_at)
-VALUES (:rollout_id, :task_id, :agent, :mode, :policy_version, :at)
+VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :at)
 ON CONFLICT (rollout_id) DO UPDATE SET
     task_id = COALESCE(rollouts.task_id, excluded.task_id),
     agent = COALESCE(rollouts.agent, excluded.agent),

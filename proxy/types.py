@@ -77,6 +77,7 @@ class CallStart:
 
     `request` is the body as the agent sent it, `request_text` its text if that is at hand.
     `policy_version`: 0 is the base model, None a model outside the policy.
+    `pins`: the rollout is to be answered by this policy version from now on.
     `is_retry`: the agent's client says that it sends the same request again.
     """
 
@@ -90,6 +91,7 @@ class CallStart:
     is_retry: bool = False
     request_text: str | None = None
     upstream: str | None = None
+    pins: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.agents import Agents
-from lightning_proxy.proxy.config import StoreConfig, TrainerConfig
+from lightning_proxy.proxy.config import StoreConfig, TrainerConfig, UpstreamConfig
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
+from lightning_proxy.trainer.agents import Agents
 from lightning_proxy.trainer.collect import Collector
 from lightning_proxy.trainer.credit import Sibling, group_advantages
 from lightning_proxy.trainer.rewards import RolloutRewards
@@ -169,3 +169,38 @@ async def test_a_group_in_which_no_agent_has_a_sibling_is_dropped_for_that(traff
     await traffic.rollout("b", 0.0, [("writer", (0, 1))])
     assert await traffic.batch(agents=["planner", "writer"]) is None
     assert (await traffic.store.rollout("a")).dropped == "no siblings with calls of the same agent"
+
+
+async def ask(system: Any, agent: str, model: str) -> str:
+    """Who answers this agent of rollout r, and with which weights."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    _, answer = await system.call("POST", "/rollouts/r/v1/chat/completions", body, X_Agent_Name=agent)
+    return str(answer["choices"][0]["message"]["content"])
+
+
+async def test_with_adapters_an_agent_that_asks_for_the_base_model_leaves_the_policy_to_the_others(
+    running: Any, tmp_path: Path
+) -> None:
+    async with running(tmp_path, publish="lora") as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        await system.call("POST", "/policy/promote", {"version": version})
+        assert await ask(system, "executor", "base") == f"by base with {tmp_path.name}"
+        assert (await ask(system, "planner", "policy")).startswith("by policy-v1 ")
+        assert (await ask(system, "executor", "policy")).startswith("by policy-v1 ")
+        _, rollout = await system.call("GET", "/rollouts/r")
+        assert [call["policy_version"] for call in rollout["calls"]] == [0, 1, 1]
+
+
+async def test_with_merged_weights_an_agent_keeps_the_base_model_by_a_server_of_its_own(
+    running: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    async with running(tmp_path / "other") as other:
+        url = other.config.upstreams[0].base_url
+        base = UpstreamConfig(name="executor", kind="openai", base_url=url, model_map={"untrained": "base"})
+        async with running(tmp_path, publish="merged", others=[base]) as system, system.ledger() as ledger:
+            version = await system.earlier_version(ledger, tmp_path)
+            await system.call("POST", "/policy/promote", {"version": version})
+            assert await ask(system, "executor", "untrained") == "by base with other"
+            assert await ask(system, "planner", "policy") == "by base with v1"
+            assert await ask(system, "planner", "base") == "by base with v1"

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
-from lightning_proxy.proxy.agents import Agents
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.ledger import Group, Ledger
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import ModelCall, Rollout
 from lightning_proxy.trainer.advantage import ACROSS_TASKS
+from lightning_proxy.trainer.agents import Agents, RollCall
 from lightning_proxy.trainer.credit import Sibling, group_advantages
 from lightning_proxy.trainer.judge import JudgeError
-from lightning_proxy.trainer.roll_call import RollCall
 from lightning_proxy.trainer.samples import CALL_COUNTS, merge_rate, rollout_samples
 from lightning_proxy.trainer.siblings import Siblings
 from lightning_proxy.trainer.types import Batch, Sample

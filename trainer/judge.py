@@ -7,12 +7,12 @@ import json
 import re
 from collections.abc import Sequence
 
-from lightning_proxy.proxy.agents import Agents
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import ModelCall, Reward
 from lightning_proxy.proxy.views import message_of
+from lightning_proxy.trainer.agents import Agents
 from lightning_proxy.trainer.credit import strategy_of
 
 JUDGE = "judge"

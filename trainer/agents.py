@@ -1,21 +1,42 @@
-"""Says so, once each, when `trainer.agents` names an agent that no rollout knows: a typo would train nothing."""
+"""Which agents of a rollout are trained: `trainer.agents`, and what is said where it names an agent that nobody met."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
 
-from lightning_proxy.proxy.agents import Agents
 from lightning_proxy.proxy.types import ModelCall
 
 log = logging.getLogger(__name__)
 
+OTHERS = "*"  # every agent that is not named, and calls that name none
 SHOWN = 10
 NO_NAME = "no name (calls without X-Agent-Name)"
 
 
+class Agents:
+    """The agents that are trained, by name; None: all of them, as one."""
+
+    def __init__(self, configured: Sequence[str] | None) -> None:
+        self._trained = (OTHERS,) if configured is None else tuple(configured)
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Those that are trained by their own names."""
+        return tuple(name for name in self._trained if name != OTHERS)
+
+    def role(self, agent: str | None) -> str | None:
+        """What a call of this agent counts as: the agent's own name, `*`, or None where it is not trained."""
+        if agent in self._trained:
+            return agent
+        return OTHERS if OTHERS in self._trained else None
+
+
 class RollCall:
-    """Keeps the names that were seen among the calls of rollouts, and those that were missed."""
+    """Warns, once each, of agents that are named and that no rollout knows: a typo would train nothing.
+
+    Keeps the names that were seen among the calls of rollouts, and those that were missed.
+    """
 
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
