@@ -71,7 +71,7 @@ bench-peers: setup  ## install the gateways that bench-proxy compares with, each
 bench-store: setup  ## a million calls in one store: what gets slower? (ten minutes, 6 GB)
 	$(BIN)/python benchmarks/store.py $(ARGS)
 
-bench-credit: setup  ## which credit strategy learns what: four small problems, seconds
+bench-credit: setup  ## what each credit strategy, choice of agents and baseline learns: small problems, half a minute
 	$(BIN)/python benchmarks/credit.py
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?

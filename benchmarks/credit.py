@@ -1,4 +1,4 @@
-"""When each credit strategy pays: strategy x small learning problem, final reward over five seeds, as a Markdown table.
+"""What each credit strategy, choice of agents and baseline learns on small problems: five seeds each, Markdown tables.
 
 The policy is a table: a softmax over two actions for each state, trained by plain REINFORCE. Rollouts are the records
 that the proxy would have made of it, and their advantages come from the trainer's own credit and baselines. A state is
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
@@ -18,6 +18,7 @@ from rich.progress import track
 
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.trainer import advantage
 from lightning_proxy.trainer.credit import Sibling, group_advantages
 from lightning_proxy.trainer.rewards import RolloutRewards
 
@@ -35,6 +36,20 @@ STRATEGIES = {
     "anchor, 0.9": {"credit": "anchor", "discount": 0.9},
     "anchor, 0": {"credit": "anchor", "discount": 0.0},
 }
+ONE, EACH = {"agents": ["planner"]}, {"agents": ["planner", "executor"]}
+AGENTS = {
+    "uniform, all as one": {},
+    "uniform, planner only": ONE,
+    "uniform, by agent (own)": {**EACH, "agent_credit": "own"},
+    "discounted, all as one": {"credit": "discounted"},
+    "discounted, planner only": {"credit": "discounted", **ONE},
+    "discounted, by agent (own)": {"credit": "discounted", **EACH, "agent_credit": "own"},
+}
+BASELINES = {name: {"credit": "discounted", "discount": 0.9, "baseline": name} for name in advantage.BASELINES}
+BASELINE_GROUPS = 4  # in a step: reinforce_pp compares all rollouts of it
+
+
+Advantages = Sequence[Sequence[float | None]]
 
 
 class Policy:
@@ -57,12 +72,13 @@ class Policy:
     def draw(self, kinds: int) -> int:
         return self._random.randrange(kinds)
 
-    def learn(self, episodes: Sequence[Episode], advantages: Sequence[Sequence[float]], rate: float) -> None:
+    def learn(self, episodes: Sequence[Episode], advantages: Advantages, rate: float) -> None:
         """One step along the advantage-weighted gradient of log-probabilities, every rollout with the same weight."""
         steps: defaultdict[int, float] = defaultdict(float)
         for episode, own in zip(episodes, advantages, strict=True):
-            for (state, action), advantage in zip(episode.decisions, own, strict=True):
-                steps[state] += advantage * (action - self.probability(state)) / len(episode.decisions)
+            trained = [(decision, a) for decision, a in zip(episode.decisions, own, strict=True) if a is not None]
+            for (state, action), of_call in trained:
+                steps[state] += of_call * (action - self.probability(state)) / len(trained)
         for state, step in steps.items():
             self._parameters[state] += rate * step
 
@@ -71,20 +87,27 @@ class Policy:
 class Episode:
     """A rollout in the making: (state, action) of each call, the rewards of calls by position, the rollout's own.
 
-    `score`: how well it went, from 0 to 1, without the noise of rewards.
+    `agents`: who made each call, where they have names. `score`: how well it went, from 0 to 1, without the noise of
+    rewards; of two agents each its own.
     """
 
     decisions: list[tuple[int, int]] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
     final: float | None = None
-    score: float = 0.0
+    score: float | tuple[float, float] = 0.0
+    agents: list[str | None] = field(default_factory=list)
 
-    def act(self, policy: Policy, state: int) -> int:
+    def act(self, policy: Policy, state: int, agent: str | None = None) -> int:
         self.decisions.append((state, policy.act(state)))
+        self.agents.append(agent)
         return self.decisions[-1][1]
 
+    @property
+    def scores(self) -> tuple[float, ...]:
+        return self.score if isinstance(self.score, tuple) else (self.score,)
+
     def sibling(self) -> Sibling:
-        calls = [_call(str(i), state) for i, (state, _) in enumerate(self.decisions)]
+        calls = [_call(i, state, self.agents[i]) for i, (state, _) in enumerate(self.decisions)]
         return Sibling(calls, RolloutRewards(self.final, {str(i): r for i, r in self.rewards.items()}))
 
 
@@ -141,6 +164,30 @@ def sparse(policy: Policy) -> Episode:
     return episode
 
 
+def work_together(policy: Policy) -> tuple[Episode, list[int], list[int]]:
+    """A planner's two decisions, then an executor's six: the rollout, and what of theirs was right."""
+    episode = Episode()
+    plans = [episode.act(policy, state, "planner") for state in range(2)]
+    steps = [episode.act(policy, 10 + state, "executor") for state in range(6)]
+    episode.score = (fmean(plans), fmean(steps))
+    return episode, plans, steps
+
+
+def each_rewarded(policy: Policy) -> Episode:
+    """Every right decision is worth 1; an executor's step is also paid for with luck that nobody has a part in."""
+    episode, plans, steps = work_together(policy)
+    luck = [3.0 if policy.chance(0.25) else -1.0 for _ in steps]
+    episode.rewards = dict(enumerate([*map(float, plans), *(s + more for s, more in zip(steps, luck, strict=True))]))
+    return episode
+
+
+def last_rewarded(policy: Policy) -> Episode:
+    """The executor's right steps are rewarded, each by what share of the plan was right; the plan itself is not."""
+    episode, plans, steps = work_together(policy)
+    episode.rewards = {2 + i: step * fmean(plans) for i, step in enumerate(steps)}
+    return episode
+
+
 PROBLEMS = (
     Problem("delayed reward", delayed),
     Problem("noisy reward of each action", noisy),
@@ -148,43 +195,60 @@ PROBLEMS = (
     Problem("equal sums, sooner is better", early),
     Problem("sparse, long horizon", sparse),
 )
+TWO_AGENTS = (
+    Problem("each is rewarded: planner, executor", each_rewarded),
+    Problem("the executor is rewarded for both: planner, executor", last_rewarded),
+)
 
 
-def trained(problem: Problem, config: TrainerConfig, seed: int) -> float:
-    """The mean score of a policy that was trained on `GROUPS` groups."""
+def trained(problem: Problem, config: TrainerConfig, seed: int, groups: int) -> list[float]:
+    """The mean scores of a policy that was trained on `GROUPS` groups, `groups` in a step."""
     policy = Policy(seed)
     # Anchor's advantages are sums of two: it is not to win by longer steps.
     rate = RATE / (1 + config.anchor_weight) if config.credit == "anchor" else RATE
-    for _ in range(GROUPS):
-        episodes = [problem.play(policy) for _ in range(SIBLINGS)]
-        policy.learn(episodes, group_advantages([episode.sibling() for episode in episodes], config), rate)
-    return fmean(problem.play(policy).score for _ in range(EVALUATED))
+    for _ in range(GROUPS // groups):
+        episodes = [[problem.play(policy) for _ in range(SIBLINGS)] for _ in range(groups)]
+        if config.baseline in advantage.ACROSS_TASKS:
+            episodes = [[episode for group in episodes for episode in group]]
+        advantages = [group_advantages([episode.sibling() for episode in group], config) for group in episodes]
+        for group, own in zip(episodes, advantages, strict=True):
+            policy.learn(group, own, rate)
+    return mean_scores(problem, policy, EVALUATED)
 
 
-def untrained(problem: Problem) -> float:
-    return fmean(problem.play(policy).score for policy in [Policy(0)] for _ in range(5 * EVALUATED))
+def mean_scores(problem: Problem, policy: Policy, rollouts: int) -> list[float]:
+    return [fmean(scores) for scores in zip(*(problem.play(policy).scores for _ in range(rollouts)), strict=True)]
 
 
-def _call(call_id: str, state: int) -> ModelCall:
+def show(title: str, rows: Mapping[str, Mapping[str, object]], problems: Sequence[Problem], groups: int = 1) -> None:
+    """Train on every problem with every row's settings, and print what came of it."""
+    before = [[f"{score:.2f}" for score in mean_scores(problem, Policy(0), 5 * EVALUATED)] for problem in problems]
+    cells = {"untrained": before}
+    for name, settings in track(rows.items(), description=title, transient=True):
+        config = TrainerConfig.model_validate(settings)
+        cells[name] = [
+            [f"{fmean(of):.2f} ± {stdev(of):.2f}" for of in zip(*seeds, strict=True)]
+            for problem in problems
+            for seeds in [[trained(problem, config, seed, groups) for seed in SEEDS]]
+        ]
+    print(f"| {title} |", " | ".join(problem.title for problem in problems), "|")
+    print("|---|" + "---|" * len(problems))
+    for name, row in cells.items():
+        print(f"| {name} |", " | ".join(", ".join(scores) for scores in row), "|")
+    print()
+
+
+def _call(position: int, state: int, agent: str | None) -> ModelCall:
     return ModelCall(
-        call_id, "r", int(call_id), None, "chat.completions", "ok", "policy", 0, (0,), {}, {}, (state,), (), None, (),
-        None, True, None, None, 200, 0.0, None, None,
+        str(position), "r", position, agent, "chat.completions", "ok", "policy", 0, (0,), {}, {}, (state,), (), None,
+        (), None, True, None, None, 200, 0.0, None, None,
     )  # fmt: skip
 
 
 def main() -> None:
-    rows = []
-    for name, settings in track(STRATEGIES.items(), description="training", transient=True):
-        config = TrainerConfig.model_validate(settings)
-        cells = []
-        for problem in PROBLEMS:
-            scores = [trained(problem, config, seed) for seed in SEEDS]
-            cells.append(f"{fmean(scores):.2f} ± {stdev(scores):.2f}")
-        rows.append([name, *cells])
-    print("| strategy |", " | ".join(problem.title for problem in PROBLEMS), "|")
-    print("|---|" + "---|" * len(PROBLEMS))
-    for row in (["untrained", *(f"{untrained(problem):.2f}" for problem in PROBLEMS)], *rows):
-        print("|", " | ".join(row), "|")
+    show("strategy", STRATEGIES, PROBLEMS)
+    show("agents", AGENTS, TWO_AGENTS)
+    show("baseline", BASELINES, PROBLEMS, BASELINE_GROUPS)
 
 
 if __name__ == "__main__":

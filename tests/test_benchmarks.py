@@ -130,3 +130,10 @@ async def test_the_credit_benchmark_shows_what_uniform_cannot_learn() -> None:
     assert code == 0
     assert scores["uniform"] < 0.6
     assert min(scores["discounted, 0.9"], scores["anchor, 0.9"]) > 0.9
+    # Two agents, "planner, executor" in each cell: with rewards of their own, and with the executor's for both.
+    own, team = (
+        [float(cell.split("±")[0]) for cell in rows[f"uniform, {name}"][2:4]]
+        for name in ("by agent (own)", "all as one")
+    )
+    assert own[0] > 0.85 > 0.7 > team[0]
+    assert team[1] > 0.8 > 0.6 > own[1]
