@@ -1,21 +1,22 @@
-"""A tree of prefixes stands for its rows exactly: same scores, same gradients, fewer tokens."""
+"""A tree of prefixes holds every row, each prefix once; and how samples are cut into trees."""
 
+import math
 import random
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.microbatches import TreeCost, micro_batches
-from lightning_proxy.trainer.prefix_tree import build_tree
+from lightning_proxy.trainer.prefix_tree import build_tree, padded_tree
 from lightning_proxy.trainer.types import Sample
 
 torch = pytest.importorskip("torch")
 
-from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
 
-from lightning_proxy.trainer.scoring import check_tree_support, score, tree_attention_mask  # noqa: E402
+from lightning_proxy.trainer.scoring import check_tree_support  # noqa: E402
 
 VOCABULARY = 50
 
@@ -32,68 +33,6 @@ def random_rows(seed: int, count: int = 9) -> list[list[int]]:
     return [*rows, rows[0]]
 
 
-def lora_llama(seed: int) -> PeftModel:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa",
-    )  # fmt: skip
-    model = get_peft_model(
-        LlamaForCausalLM(config), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def padded_logprobs(model: PeftModel, rows: list[list[int]], temperatures: list[list[float]]):  # type: ignore[no-untyped-def]
-    """The plain way: every row for itself. (B, T) log-probabilities and entropies, zero at position 0."""
-    shape = (len(rows), max(map(len, rows)))
-    logprobs, entropies = torch.zeros(shape), torch.zeros(shape)
-    for i, (row, temperature) in enumerate(zip(rows, temperatures, strict=True)):
-        logits = model(input_ids=torch.tensor([row])).logits[0, :-1] / torch.tensor(temperature)[1:, None]
-        logp = logits.log_softmax(-1)
-        logprobs[i, 1 : len(row)] = logp.gather(1, torch.tensor(row)[1:, None])[:, 0]
-        entropies[i, 1 : len(row)] = -(logp.exp() * logp).sum(-1)
-    return logprobs, entropies
-
-
-def gradients(model: PeftModel) -> "torch.Tensor":
-    found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_scores_and_gradients_equal_those_of_the_rows_one_by_one(seed: int) -> None:
-    rows, model, rng = random_rows(seed), lora_llama(seed), random.Random(seed)
-    masks = [[0, *[rng.randrange(2) for _ in row[1:]]] for row in rows]
-    masks[0] = [0, *[1] * (len(rows[0]) - 1)]
-    temperatures = [[rng.choice([0.5, 1.0])] * len(row) for row in rows]
-    order = sorted(range(len(rows)), key=lambda i: rows[i])  # the order that micro_batches gives them
-    rows, masks, temperatures = ([x[i] for i in order] for x in (rows, masks, temperatures))
-    mask = torch.nn.utils.rnn.pad_sequence([torch.tensor(m) for m in masks], batch_first=True)
-    weights = torch.randn(mask.shape) * mask
-    expected, expected_entropies = padded_logprobs(model, rows, temperatures)
-    (expected * weights).sum().backward()
-    expected_gradients = gradients(model)
-    (together,) = micro_batches(
-        [
-            Sample(str(i), "t", tuple(row), tuple(masks[i]), *[(0.0,) * len(row)] * 2, tuple(temperatures[i]))
-            for i, row in enumerate(rows)
-        ],
-        TreeCost(attention=0.0, max_nodes=1000),
-    )
-    scores = score(model.get_base_model(), together.tree, together.samples)
-    (scores.logprobs * weights).sum().backward()
-
-    assert torch.allclose(scores.logprobs, expected * mask, atol=1e-5)
-    assert torch.allclose(scores.entropies, expected_entropies * mask, atol=1e-5)
-    difference = (gradients(model) - expected_gradients).norm() / expected_gradients.norm()
-    assert difference < 1e-4
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_tree_holds_every_row_and_each_prefix_once(seed: int) -> None:
     rows = random_rows(seed)
@@ -103,15 +42,11 @@ def test_a_tree_holds_every_row_and_each_prefix_once(seed: int) -> None:
     assert len(tree) == len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_node_sees_its_ancestors_and_itself_only(seed: int) -> None:
-    tree = build_tree(random_rows(seed))
-    visible = tree_attention_mask(tree, torch.float32, torch.device("cpu"))[0, 0] == 0
-    expected = torch.zeros_like(visible)
-    for path in tree.paths:
-        for i, node in enumerate(path):
-            expected[node, torch.from_numpy(path[: i + 1])] = True
-    assert torch.equal(visible, expected)
+def test_a_padded_tree_has_more_nodes_that_nobody_sees() -> None:
+    tree = build_tree([[1, 2, 3], [1, 2, 4], [5]])
+    padded = padded_tree(tree, 4)
+    assert len(padded) == 8 and padded.ends.tolist() == [*tree.ends.tolist(), 6, 7, 8]
+    assert padded_tree(padded, 4).ends.tolist() == padded.ends.tolist()
 
 
 def test_no_rows_make_an_empty_tree() -> None:
@@ -156,12 +91,38 @@ def test_a_sample_over_the_budget_stands_alone() -> None:
     assert [len(batch.tree) for batch in made] == [29, 1]
 
 
-def test_tasks_are_joined_only_where_sharing_pays() -> None:
+def test_unrelated_tasks_share_a_pass_where_they_fit() -> None:
     given = samples("a", [[1, 2, 3, 4]]) + samples("b", [[1, 5, 6, 7]]) + samples("c", [[9, 8, 7, 6]])
-    together = micro_batches(given, TreeCost(attention=0.0, max_nodes=100))
-    assert [len(batch.samples) for batch in together] == [2, 1]
-    apart = micro_batches(given, TreeCost(attention=1.0, max_nodes=100))
-    assert [len(batch.samples) for batch in apart] == [1, 1, 1]
+    assert [len(batch.samples) for batch in micro_batches(given, TreeCost(attention=1.0, max_nodes=100))] == [3]
+    assert [len(batch.samples) for batch in micro_batches(given, TreeCost(attention=1.0, max_nodes=5))] == [2, 1]
+
+
+def test_no_samples_make_no_micro_batches() -> None:
+    assert micro_batches([], TreeCost(attention=0.0, max_nodes=10)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cuts_compute_less_twice(seed: int) -> None:
+    given = sorted(samples("a", random_rows(seed, count=8)), key=lambda s: s.token_ids)
+    cost = TreeCost(attention=0.1, max_nodes=random.Random(seed).choice([15, 25, 40]))
+    found = micro_batches(given, cost)
+
+    def total(cuts: tuple[int, ...]) -> float:
+        groups = [[s.token_ids[:-1] for s in given[a:b]] for a, b in pairwise((0, *cuts, len(given)))]
+        trees = [build_tree(group) for group in groups]
+        fits = all(len(tree) <= cost.max_nodes or len(tree.paths) == 1 for tree in trees)
+        return sum(cost(tree) + 1.0 for tree in trees) if fits else math.inf
+
+    cuts = range(1, len(given))
+    best = min(total(chosen) for n in range(len(given)) for chosen in combinations(cuts, n))
+    assert sum(cost(batch.tree) + 1.0 for batch in found) == pytest.approx(best)
+
+
+def test_thousands_of_samples_are_cut_quickly() -> None:
+    rng = np.random.default_rng(0)
+    given = samples("a", [[1, 2, 3, *rng.integers(0, 50, 20).tolist()] for _ in range(3000)])
+    made = micro_batches(given, TreeCost(attention=0.01, max_nodes=8192))
+    assert sum(len(batch.samples) for batch in made) == 3000 and len(made) < 10
 
 
 def test_a_tree_of_many_tokens_is_quick_to_describe() -> None:

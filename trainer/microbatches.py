@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from lightning_proxy.trainer.prefix_tree import PrefixTree, build_tree
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_proxy.trainer.prefix_tree import Ints, PrefixTree, build_tree, shared_prefix
 from lightning_proxy.trainer.types import Sample
 
 
@@ -24,46 +28,56 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class TreeCost:
-    """Relative cost of a tree of N nodes: N for the linear layers, plus N² · `attention` for the masked attention."""
+    """What computing a tree costs, in nodes' work in the linear layers; `max_nodes`: more do not fit into one pass.
+
+    `attention`: the work of a node and one that it sees, of which there are as many as there are ancestors.
+    """
 
     attention: float
     max_nodes: int
 
     def __call__(self, tree: PrefixTree) -> float:
-        return len(tree) + self.attention * len(tree) ** 2
+        return len(tree) + self.attention * float(tree.depths.sum() + len(tree))
+
+    def prefix(self, lengths: Ints) -> NDArray[np.float64]:
+        """The same of the first so many nodes of a row."""
+        return lengths + self.attention * lengths * (lengths + 1) / 2
+
+
+# What a forward and backward pass costs whatever its size, in nodes: prefers fewer where nothing else decides.
+_PASS_COST = 1.0
 
 
 def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
-    """Samples of a task stay together; tasks are joined where sharing their prefix saves more than attention costs.
+    """Cut `samples`, in the order of their tokens, so that as little as possible is computed twice.
 
-    No micro-batch has more than `cost.max_nodes` nodes, unless a single sample has.
+    No micro-batch has more than `cost.max_nodes` nodes, unless a single sample has. In that order a sample shares most
+    with its neighbours, and a cut costs just what the two samples beside it share: the best cuts are found one by one.
     """
-    done: list[MicroBatch] = []
-    for piece in _pieces(samples, cost.max_nodes):
-        joined = _batch((*done[-1].samples, *piece.samples)) if done else None
-        if joined and len(joined.tree) <= cost.max_nodes and cost(joined.tree) < cost(done[-1].tree) + cost(piece.tree):
-            done[-1] = joined
-        else:
-            done.append(piece)
-    return done
+    ordered = sorted(samples, key=lambda sample: sample.token_ids)
+    rows = [np.asarray(sample.token_ids[:-1], np.int64) for sample in ordered]
+    shared = np.array([shared_prefix(a, b) for a, b in pairwise([np.empty(0, np.int64), *rows])], np.int64)
+    cuts = _cheapest_cuts(np.array([len(row) for row in rows], np.int64), shared, cost)
+    return [_batch(tuple(ordered[start:stop])) for start, stop in pairwise(cuts)]
 
 
-def _pieces(samples: Sequence[Sample], max_nodes: int) -> Iterator[MicroBatch]:
-    tasks: dict[str, list[Sample]] = {}
-    for sample in samples:
-        tasks.setdefault(sample.task_id, []).append(sample)
-    for group in tasks.values():
-        yield from _split(_batch(tuple(sorted(group, key=lambda s: s.token_ids))), max_nodes)
-
-
-def _split(batch: MicroBatch, max_nodes: int) -> Iterator[MicroBatch]:
-    """Halve a batch until it fits; its samples are sorted, so the halves keep most of what they share."""
-    if len(batch.tree) <= max_nodes or len(batch.samples) == 1:
-        yield batch
-        return
-    middle = len(batch.samples) // 2
-    for half in (batch.samples[:middle], batch.samples[middle:]):
-        yield from _split(_batch(half), max_nodes)
+def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
+    """Where groups of rows begin, and the number of rows; row i has its first `shared[i]` nodes from row i - 1."""
+    total = np.concatenate([[0], np.cumsum(lengths - shared)])
+    price = cost.prefix(shared) + _PASS_COST
+    spent = np.zeros(len(lengths))  # with a cut before row i, on it and all before it
+    begins = np.zeros(len(lengths) + 1, np.int64)
+    first = 0
+    for stop in range(1, len(lengths) + 1):
+        while first < stop - 1 and total[stop] - total[first] + shared[first] > cost.max_nodes:
+            first += 1
+        begins[stop] = first + int(np.argmin(spent[first:stop]))
+        if stop < len(lengths):
+            spent[stop] = spent[begins[stop]] + price[stop]
+    cuts = [len(lengths)]
+    while cuts[-1]:
+        cuts.append(int(begins[cuts[-1]]))
+    return cuts[::-1]
 
 
 def _batch(samples: tuple[Sample, ...]) -> MicroBatch:

@@ -51,6 +51,18 @@ def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
     return PrefixTree(_joined(tokens), _joined(depths), ends[:size].copy(), tuple(paths))
 
 
+def padded_tree(tree: PrefixTree, multiple: int) -> PrefixTree:
+    """The same with nodes added that nobody sees, until there are a multiple of `multiple`."""
+    extra = np.arange(len(tree), -(-len(tree) // multiple) * multiple)
+    zeros = np.zeros(len(extra), np.int64)
+    return PrefixTree(
+        np.concatenate([tree.token_ids, zeros]),
+        np.concatenate([tree.depths, zeros]),
+        np.concatenate([tree.ends, extra + 1]),
+        tree.paths,
+    )
+
+
 def shared_prefix(a: Ints, b: Ints) -> int:
     """How many leading tokens `a` and `b` have in common."""
     n = min(len(a), len(b))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.trainer.prefix_tree import Ints, PrefixTree
+from lightning_proxy.trainer.prefix_tree import Ints, PrefixTree, padded_tree
+from lightning_proxy.trainer.tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention
 from lightning_proxy.trainer.types import Sample
 
 # Logits are made this many at a time (64 MiB in float32); larger pieces are slower on a CPU, whose caches they miss.
@@ -73,15 +74,6 @@ def score(model: PreTrainedModel, tree: PrefixTree, samples: Sequence[Sample]) -
     return Scores(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
 
 
-def tree_attention_mask(tree: PrefixTree, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(1, 1, N, N), additive: 0 from a node to its ancestors and itself, else -inf."""
-    nodes = torch.arange(len(tree), device=device)
-    ends = torch.from_numpy(tree.ends).to(device)
-    visible = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < ends[None, :])
-    mask = torch.full(visible.shape, -torch.inf, dtype=dtype, device=device).masked_fill_(visible, 0.0)
-    return mask[None, None]
-
-
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
     """Raise ConfigError where a tree cannot stand for its rows: recurrent layers, or a window shorter than a sample."""
     text = config.get_text_config()
@@ -102,15 +94,20 @@ def attention_cost(config: PreTrainedConfig, linear_parameters: int) -> float:
 
 def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
     """(N, H): the last hidden state of every node."""
-    device = model.device
+    use_tree_attention(model)
+    device, n = model.device, len(tree)
+    if device.type == "cuda":
+        tree = padded_tree(tree, FLEX_BLOCK)
     output = model.base_model(
         input_ids=torch.from_numpy(tree.token_ids).to(device)[None],
-        attention_mask=tree_attention_mask(tree, model.dtype, device),
+        # A mask of four dimensions is passed on as it is. This empty one fits nothing, should a model drop `tree_mask`.
+        attention_mask=torch.empty(1, 1, 0, 0, device=device),
         position_ids=torch.from_numpy(tree.depths).to(device)[None],
         use_cache=False,
+        tree_mask=TreeMask(tree, device),
     )
     states: Tensor = output.last_hidden_state
-    return states[0]
+    return states[0, :n]
 
 
 class _TokenLogprobs(torch.autograd.Function):
