@@ -117,7 +117,8 @@ class Recorder:
             # Of results with the same id, which some agents count anew in every turn, only the newest can be new.
             for r in {r.tool_call_id: r for r in tool_results(messages[known:])}.values()
         ]
-        statements: Statements = [(sql.ROLLOUT_SEEN, row), (sql.CALL_START, row), *results, *also]
+        statements: Statements = [(one, row) for one in (sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_REQUEST)]
+        statements += [*results, *also]
         running = self._parents.keys()
         if start.is_retry and (earlier := await self._store.superseded(rollout_id, start.request, running)):
             statements.append((sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
@@ -234,8 +235,8 @@ def _settle(group: Sequence[Entry], error: Exception | None) -> None:
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
 _ORDER = [
-    sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_SUPERSEDED, sql.CALL_END, sql.ROLLOUT_CALL_ENDED, sql.TOOL_CALL,
-    sql.TOOL_RESULT, sql.CONVERSATION_TIP, sql.CONVERSATION_POINT, sql.CONVERSATION_ORIGIN,
+    sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_REQUEST, sql.CALL_SUPERSEDED, sql.CALL_END, sql.ROLLOUT_CALL_ENDED,
+    sql.TOOL_CALL, sql.TOOL_RESULT, sql.CONVERSATION_TIP, sql.CONVERSATION_POINT, sql.CONVERSATION_ORIGIN,
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Every SQL statement of the project, with named parameters, in the SQL that SQLite and PostgreSQL share.
 
 Rows of `calls` are written twice: by `CALL_START` when the request goes upstream, as `incomplete`, and by `CALL_END`.
+SQLite writes a changed row anew, all of it: the request, which may be large, is in a table of its own.
 """
 
 # Rollouts ---------------------------------------------------------------------------------------------------------
@@ -51,15 +52,19 @@ ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
 
 # Calls ------------------------------------------------------------------------------------------------------------
 
-# Refused (`request` would be NULL) when the parent that it is stored against is gone.
 CALL_START = """
 INSERT INTO calls
-    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, upstream, model, policy_version, request,
-     started_at)
+    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, upstream, model, policy_version, started_at)
 VALUES (
     :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
-    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version,
-    CASE WHEN :parent_id IS NULL OR EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN :request END, :at
+    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version, :at
+)
+"""
+# Refused (`request` would be NULL) when the parent that it is stored against is gone.
+CALL_REQUEST = """
+INSERT INTO requests (call_id, request) VALUES (
+    :call_id,
+    CASE WHEN :parent_id IS NULL OR EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN :request END
 )
 """
 CALL_END = """
@@ -80,7 +85,7 @@ UPDATE rollouts SET calls = calls + 1, tokens = tokens + :tokens
 WHERE rollout_id = :rollout_id AND EXISTS (SELECT 1 FROM calls WHERE call_id = :call_id)
 """
 CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"
-CALLS = "SELECT * FROM calls WHERE rollout_id = :rollout_id ORDER BY seq"
+CALLS = "SELECT * FROM calls JOIN requests USING (call_id) WHERE rollout_id = :rollout_id ORDER BY seq"
 CALL_EXISTS = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
 # Of a call that is still there: its rollout may have been deleted meanwhile.
 TOOL_CALL = """

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_proxy.proxy.config import StoreConfig
-from lightning_proxy.proxy.database import Database, _connect_here
+from lightning_proxy.proxy.database import Database, _connect_here, opened
 from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
 from lightning_proxy.proxy.json_text import loads
 from lightning_proxy.proxy.recorder import Recorder
@@ -23,9 +25,8 @@ from lightning_proxy.proxy.views import call_view
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
-    yield opened
-    await opened.close()
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as running:
+        yield running
 
 
 @pytest.fixture
@@ -63,7 +64,8 @@ async def test_a_conversation_is_stored_once_however_often_it_is_sent_again(
     assert calls[-1].request["messages"] == messages[:-1]
     assert calls[-1].prompt_token_ids + calls[-1].response_token_ids == prompt
     (row,) = await database.all(
-        "SELECT SUM(LENGTH(request) + LENGTH(prompt_ids) + LENGTH(token_ids)) AS size FROM calls"
+        "SELECT SUM(LENGTH(request) + LENGTH(prompt_ids) + LENGTH(token_ids)) AS size"
+        " FROM calls JOIN requests USING (call_id)"
     )
     assert row["size"] < 2 * unique
 
@@ -230,3 +232,25 @@ async def test_a_store_is_opened_while_another_writes_to_it(database: Database) 
     async with database.transaction():
         connection = _connect_here(database.path, StoreConfig(), wait=False)  # would wait for the very thread it is in
         connection.close()
+
+
+async def test_a_store_of_before_requests_were_apart_is_read_as_ever(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    old = sqlite3.connect(path, isolation_level=None)
+    for script in sorted(resources.files("lightning_proxy.proxy").joinpath("migrations").iterdir(), key=str):
+        if script.name.endswith(".sql") and int(script.name[:4]) < 11:
+            old.executescript(script.read_text())
+            old.execute(f"PRAGMA user_version = {int(script.name[:4])}")
+    old.execute("INSERT INTO rollouts (rollout_id, created_at) VALUES ('r', 1)")
+    old.executemany(
+        "INSERT INTO calls (call_id, rollout_id, seq, parent_id, endpoint, status, request, started_at)"
+        " VALUES (?, 'r', ?, ?, 'chat/completions', 'ok', ?, 1)",
+        [
+            ("c0", 0, None, '{"new":{"model":"m","messages":[1]}}'),
+            ("c1", 1, "c0", '{"same":["model"],"grown":{"messages":[1,[2]]},"new":{}}'),
+        ],
+    )
+    old.close()
+    async with opened(StoreConfig(url=f"sqlite:///{path}")) as database:
+        calls = await Store(database).calls("r")
+    assert [call.request for call in calls] == [{"model": "m", "messages": [1]}, {"model": "m", "messages": [1, 2]}]
