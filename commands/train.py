@@ -14,6 +14,8 @@ from lightning_proxy.commands.vllm import require_model
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import LightningError
 
+LAUNCHER_POLL_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Offline:
@@ -32,7 +34,13 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None)
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(_train(config, once, offline))
+    from lightning_proxy.trainer.loop import follow
+    from lightning_proxy.trainer.ranks import leads
+
+    if leads():
+        asyncio.run(_train(config, once, offline))
+    else:
+        follow(config)
 
 
 async def _train(config: Config, once: bool, offline: Offline | None) -> None:
@@ -42,7 +50,18 @@ async def _train(config: Config, once: bool, offline: Offline | None) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    watch = asyncio.create_task(_stop_without_launcher(stop)) if "RANK" in os.environ else None
     if offline is None:
         await run(config, stop, once=once)
     else:
         await train_offline(config, stop, offline.data, offline.directory, offline.epochs)
+    if watch is not None:
+        watch.cancel()
+
+
+async def _stop_without_launcher(stop: asyncio.Event) -> None:
+    """The launcher of several trainer processes passes signals on; when it is killed there is nobody who would."""
+    launcher = os.getppid()
+    while os.getppid() == launcher:  # noqa: ASYNC110 - of a parent nothing but this is told
+        await asyncio.sleep(LAUNCHER_POLL_S)
+    stop.set()

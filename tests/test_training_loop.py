@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import yaml
 from aiohttp import web
 from peft import PeftModel
 from tokenizers import Tokenizer, models
@@ -514,6 +519,32 @@ async def test_a_changed_way_of_publishing_publishes_the_last_step_anew(base: Pa
         await swap.restore(set())
         live = await b.ledger.live()
         assert (live.version, live.step, live.publish, live.verified) == (2, 1, "lora", True)
+
+
+async def test_two_processes_train_from_the_store_and_publish_until_ctrl_c(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        rollouts = await b.groups("t1", "t2")
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(b.config.model_dump(mode="json", exclude_unset=True)))
+        launcher = Path(__file__).parents[1] / "examples/distributed/cpu.yaml"
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", launcher),
+            *("-m", "lightning_proxy.cli", "--config", config, "train"),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        while not (await b.ledger.live()).verified or (await b.ledger.live()).version < 1:
+            assert process.returncode is None, (await process.communicate())[0].decode()
+            await asyncio.sleep(0.2)
+        trainers = psutil.Process(process.pid).children(recursive=True)
+        assert len(trainers) == 2
+        process.send_signal(signal.SIGINT)
+        output = (await process.communicate())[0].decode()
+        assert "RankLost" not in output and not any(trainer.is_running() for trainer in trainers)
+        assert output.count("step 1: reward") == 1, "only one of them reports"
+        assert await b.steps_of(rollouts) == {1}
+        assert (await b.ledger.live()).publish == "merged"
 
 
 async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_path: Path) -> None:

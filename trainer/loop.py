@@ -204,6 +204,12 @@ class TrainingLoop:
                 await self._ledger.forget_checkpoint(step.step)
 
 
+def follow(config: Config) -> None:
+    """What every rank but the first does, whatever that one trains on."""
+    trainer = LightningTrainer(config.trainer, config.policy)
+    trainer.ranks.follow(trainer)
+
+
 async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> None:
     """Run the trainer on the configuration's store and vLLM server until `stop` is set."""
     upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
@@ -218,6 +224,7 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> N
                 swap = Swap(ledger, vllm, publish_mode(config), config.policy.directory)
                 publisher = Publisher(config.policy, ledger, swap, trainer)
                 await TrainingLoop(config, store, ledger, trainer, publisher).run(stop, once=once)
+            trainer.ranks.end()
         finally:
             trainer.close()
 

@@ -80,5 +80,11 @@ def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
     return cuts[::-1]
 
 
+def halves(batch: MicroBatch) -> Iterator[MicroBatch]:
+    """Two batches of as many samples each, or the batch itself if it has but one sample."""
+    middle = len(batch.samples) // 2
+    yield from (_batch(half) for half in (batch.samples[:middle], batch.samples[middle:]) if half)
+
+
 def _batch(samples: tuple[Sample, ...]) -> MicroBatch:
     return MicroBatch(samples, build_tree([s.token_ids[:-1] for s in samples]))

@@ -17,7 +17,6 @@ from lightning_proxy.trainer.collect import Collector
 from lightning_proxy.trainer.loop import TrainingLoop, only_trainer
 from lightning_proxy.trainer.offline_data import prepare
 from lightning_proxy.trainer.trainer import LightningTrainer
-from lightning_proxy.trainer.weights import save_adapter, save_merged
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +106,7 @@ async def train_offline(
                 last = await run.run(stop)
             if last is not None:
                 await asyncio.to_thread(save_weights, config, trainer, last.step)
+            trainer.ranks.end()
         finally:
             trainer.close()
 
@@ -115,9 +115,9 @@ def save_weights(config: Config, trainer: LightningTrainer, step: int) -> None:
     """Write the weights for whoever serves them, and say where they are and what can be done with them."""
     directory = config.policy.directory
     adapter, merged = directory / "adapter", directory / "model"
-    save_adapter(trainer.peft_model, adapter)
+    trainer.save_weights(adapter, merged=False)
     if publish_mode(config) == "merged":
-        save_merged(trainer.peft_model, trainer.processing_class, merged)
+        trainer.save_weights(merged, merged=True)
         log.info("the weights of step %d, merged into the model: %s", step, merged)
     log.info("the weights of step %d, as a LoRA adapter: %s", step, adapter)
     alias, model = config.policy.alias, shlex.quote(str(config.policy.model))

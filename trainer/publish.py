@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.proxy.vllm import Vllm
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
-from lightning_proxy.trainer.weights import save_adapter, save_merged
 
 log = logging.getLogger(__name__)
 
@@ -124,16 +122,10 @@ class Publisher:
         number = await self._ledger.new_version(self._swap.mode, step, metrics)
         path = self._directory / f"v{number}"
         lora = self._swap.mode == "lora"
-        await asyncio.to_thread(self._write, path)
+        await asyncio.to_thread(self._trainer.save_weights, path, merged=not lora)
         served = f"{self._config.alias}-v{number}" if lora else await self._swap.vllm.base_model()
         await self._ledger.saved(number, str(path), served)
         return await self._ledger.version(number)
-
-    def _write(self, path: Path) -> None:
-        if self._swap.mode == "lora":
-            save_adapter(self._trainer.peft_model, path)
-        else:
-            save_merged(self._trainer.peft_model, self._trainer.processing_class, path)
 
     async def _verify(self, model: str, samples: Sequence[Sample]) -> None:
         """Let vLLM go on from the prompts of a few samples, and compare its log-probabilities with the trainer's own.

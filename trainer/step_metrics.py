@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ from lightning_proxy.trainer.scoring import Scores
 
 # exp() of anything larger is of no use in a metric and may overflow.
 _MAX_LOG_RATIO = 20.0
+
+
+SUMS = (
+    "loss", "entropy_sum", "kl_sum", "ratio_sum", "clipped", "trained_tokens", "computed_tokens", "padded_tokens",
+    "micro_batches",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -56,6 +63,16 @@ class StepMetrics:
         self.computed_tokens += len(micro_batch.tree)
         self.padded_tokens += micro_batch.padded_tokens
         self.micro_batches += 1
+
+    def sum(self, parts: Sequence[StepMetrics]) -> StepMetrics:
+        """The metrics of all ranks' parts; what is no sum over micro-batches is ours."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = replace(self)
+        for name in SUMS:
+            setattr(whole, name, sum(getattr(part, name) for part in parts))
+        whole.ratio_max = max(part.ratio_max for part in parts)
+        return whole
 
     def result(self) -> dict[str, float]:
         """Finite or not as they came out; means are over trained tokens."""

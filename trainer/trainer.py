@@ -19,10 +19,13 @@ from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.checkpoint import whole_directory
 from lightning_proxy.trainer.microbatches import MicroBatch, TreeCost, micro_batches
+from lightning_proxy.trainer.ranks import alone, on_every_rank, on_every_shard, prepare
 from lightning_proxy.trainer.samples import rollout_weights
 from lightning_proxy.trainer.scoring import Scores, attention_cost, check_tree_support, score
+from lightning_proxy.trainer.shares import turns
 from lightning_proxy.trainer.step_metrics import StepMetrics
 from lightning_proxy.trainer.types import Batch, Sample
+from lightning_proxy.trainer.weights import save_adapter, save_merged
 
 STATE_FILE = "state.pt"
 
@@ -38,6 +41,7 @@ class LightningTrainer(GRPOTrainer):
     model: Any
     optimizer: Any
     control: Any
+    accelerator: Any
 
     def __init__(self, config: TrainerConfig, policy: PolicyConfig) -> None:
         if policy.model is None:
@@ -58,7 +62,7 @@ class LightningTrainer(GRPOTrainer):
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or 10**9)
-        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        self.model, self.optimizer, self.ranks = prepare(self.accelerator, self.model, self.optimizer)
         self.current_gradient_accumulation_steps = 1
         self._scores: Scores | None = None
         check_tree_support(self.policy_model.config, config.max_sample_tokens)
@@ -81,6 +85,7 @@ class LightningTrainer(GRPOTrainer):
         assert isinstance(model, PreTrainedModel)
         return model
 
+    @on_every_rank
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on `batch`; returns its metrics together with the batch's own, and logs them.
 
@@ -92,17 +97,21 @@ class LightningTrainer(GRPOTrainer):
         self.optimizer.zero_grad()
         weights = rollout_weights(batch.samples)
         samples = [sample for sample in batch.samples if sample.rollout_id in weights and sample.trained_tokens]
-        for micro_batch in micro_batches(samples, self._cost):
+        for micro_batch, counts in turns(micro_batches(samples, self._cost), self._cost, self.ranks):
             inputs = self._inputs(micro_batch, weights, batch.compared or len(weights))
             self._scores = self._score(micro_batch)
             loss = self._compute_loss(self.model, inputs)
-            metrics.add(micro_batch, loss.detach(), inputs, self._scores)
-            if not metrics.finite:
+            if counts:
+                metrics.add(micro_batch, loss.detach(), inputs, self._scores)
+            else:
+                loss = loss * 0.0
+            if not metrics.finite and not self.ranks.sharded:
                 break
             self.accelerator.backward(loss)
+        metrics = metrics.sum(self.ranks.gathered(metrics))
         if samples and metrics.finite:
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-            metrics.grad_norm = float(norm)
+            self.ranks.sum_gradients(self._trained)
+            metrics.grad_norm = float(self.accelerator.clip_grad_norm_(self._trained, self.args.max_grad_norm))
         metrics.learning_rate = self._get_learning_rate()
         metrics.skipped = not samples or not metrics.finite
         if not metrics.skipped:
@@ -116,6 +125,7 @@ class LightningTrainer(GRPOTrainer):
         """A copy of the adapter's weights."""
         return {name: value.clone() for name, value in get_peft_model_state_dict(self.peft_model).items()}
 
+    @on_every_shard
     @torch.no_grad()
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], adapter: dict[str, Tensor] | None = None
@@ -155,6 +165,11 @@ class LightningTrainer(GRPOTrainer):
     def load(self, directory: Path) -> int:
         """Go on from what `save` wrote, exactly; returns the step it was written after."""
         state = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
+        self._restore(state)
+        return int(state["step"])
+
+    @on_every_rank
+    def _restore(self, state: dict[str, Any]) -> None:
         set_peft_model_state_dict(self.peft_model, state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scheduler.load_state_dict(state["scheduler"])
@@ -163,7 +178,14 @@ class LightningTrainer(GRPOTrainer):
         if torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda_rng"])
         self.state.global_step = state["step"]
-        return int(state["step"])
+
+    @on_every_shard
+    def save_weights(self, directory: Path, *, merged: bool) -> None:
+        """Write what vLLM loads: the adapter, or the whole model with the adapter merged in."""
+        if merged:
+            save_merged(self.peft_model, self.processing_class, directory, writes=self.ranks.rank == 0)
+        elif self.ranks.rank == 0:
+            save_adapter(self.peft_model, directory)
 
     def _set_learning_rate(self) -> None:
         """The configured rate counts, not the one that a checkpoint was written with."""
@@ -186,6 +208,19 @@ class LightningTrainer(GRPOTrainer):
         """What TRL's loss asks for, from the prefix tree's one forward pass: (B, T - 1) twice, and no router loss."""
         assert self._scores is not None, "step() scores a micro-batch before it asks for its loss"
         return self._scores.logprobs[:, 1:], self._scores.entropies[:, 1:], None
+
+    @property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """TRL's, of this rank's samples alone: it would wait for the other ranks in every micro-batch."""
+        everybody, self.accelerator = self.accelerator, alone(self.accelerator)
+        try:
+            loss: Tensor = super()._compute_loss(model, inputs)
+            return loss
+        finally:
+            self.accelerator = everybody
 
     def _score(self, micro_batch: MicroBatch) -> Scores:
         with self.accelerator.autocast():
@@ -222,7 +257,7 @@ class LightningTrainer(GRPOTrainer):
         self._metrics["train"].clear()  # TRL's own, under names that vary with the loss
         self.model.train()
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.log(dict(finite))
+        self.log(dict(finite))  # by rank 0 alone
         return finite
 
 

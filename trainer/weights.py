@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_proxy.trainer.checkpoint import whole_directory
+from lightning_proxy.trainer.shards import gathered
 
 MARKER = "COMPLETE"
 
@@ -22,29 +23,41 @@ def save_adapter(model: PeftModel, directory: Path) -> None:
         (temporary / MARKER).touch()
 
 
-def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write base + LoRA as an ordinary checkpoint, whole or not at all. The weights in memory stay as they are."""
+def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, directory: Path, *, writes: bool = True) -> None:
+    """Write base + LoRA as an ordinary checkpoint, whole or not at all. The weights in memory stay as they are.
+
+    Where the base is sharded every rank calls this, and one `writes`.
+    """
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
+    state = merged_state(base, keep=writes)
+    if not writes:
+        return
     with whole_directory(directory) as temporary:
-        base.save_pretrained(str(temporary), state_dict=merged_state(base))
+        base.save_pretrained(str(temporary), state_dict=state)
         tokenizer.save_pretrained(str(temporary))
         (temporary / MARKER).touch()
 
 
 @torch.no_grad()
-def merged_state(base: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict that `base` would have without PEFT, the weights under LoRA layers replaced by W + BA·scale."""
+def merged_state(base: PreTrainedModel, *, keep: bool = True) -> dict[str, Tensor]:
+    """The state dict that `base` would have without PEFT, the weights under LoRA layers replaced by W + BA·scale.
+
+    `keep=False`: help the other ranks to gather theirs, and return nothing.
+    """
     deltas = {
         f"{name}.base_layer.weight": layer.get_delta_weight("default")
         for name, layer in base.named_modules()
         if isinstance(layer, LoraLayer)
     }
     merged = {}
-    for name, weight in base.state_dict().items():
+    for name, part in base.state_dict().items():
         if ".lora_" in name:
+            continue
+        weight = gathered(part)
+        if not keep:
             continue
         delta = deltas.get(name)
         whole = weight if delta is None else (weight.float() + delta.float()).to(weight.dtype)
-        merged[name.replace(".base_layer.", ".")] = whole
+        merged[name.replace(".base_layer.", ".")] = whole if part is weight else whole.cpu()
     return merged

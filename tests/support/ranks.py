@@ -1,0 +1,109 @@
+"""Training on several real processes: `accelerate launch … ranks.py WHAT DIRECTORY` does what `lead` does in one."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
+from lightning_proxy.trainer.trainer import LightningTrainer
+from lightning_proxy.trainer.types import Batch, Sample
+
+VOCABULARY = 64
+ROWS = [(5, 6, 7, 8), (5, 6, 9)]
+
+
+def make_model(directory: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=36, intermediate_size=70, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=3, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w1").save_pretrained(
+        directory
+    )
+
+
+def trainer(directory: Path, **settings: Any) -> LightningTrainer:
+    given = {"learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", "max_tokens_per_batch": 30}
+    config = TrainerConfig.model_validate({**given, **settings})
+    return LightningTrainer(config, PolicyConfig(model=str(directory / "model"), directory=directory / "policy"))
+
+
+def batch(step: int, tasks: int = 3, siblings: int = 5) -> Batch:
+    rng = random.Random(step)
+    samples = []
+    for task in range(tasks):
+        prompt = [rng.randrange(VOCABULARY) for _ in range(6)]
+        for sibling in range(siblings):
+            answer = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 9))]
+            n = len(answer)
+            samples.append(
+                Sample(
+                    f"{task}-{sibling}", str(task), (*prompt, *answer), (0,) * 6 + (1,) * n,
+                    (0.0,) * 6 + tuple(-math.log(VOCABULARY) + rng.gauss(0, 0.5) for _ in answer),
+                    (0.0,) * 6 + (rng.choice([-1.0, 1.0]),) * n, (1.0,) * (6 + n),
+                )
+            )  # fmt: skip
+    return Batch(step, tuple(samples), tuple(sorted({s.rollout_id for s in samples})), {"reward": 0.5})
+
+
+def poisoned(given: Batch) -> Batch:
+    """One sample's advantage is not a number: one rank meets it, and nobody else."""
+    *others, last = given.samples
+    bad = replace(last, advantages=tuple(math.nan if m else 0.0 for m in last.mask))
+    return replace(given, samples=(*others, bad))
+
+
+def lead(learner: LightningTrainer, out: Path) -> dict[str, Any]:
+    """Everything that the training loop asks of a trainer, on rank 0; what came of it."""
+    given = [batch(1), batch(2), poisoned(batch(3)), batch(4, 1, 1), replace(batch(5), samples=())]
+    metrics = [learner.step(one) for one in given]
+    before = learner.logprobs(ROWS)
+    learner.save(out / "checkpoint")
+    learner.save_weights(out / "adapter", merged=False)
+    learner.save_weights(out / "merged", merged=True)
+    kept = learner.adapter()
+    metrics.append(learner.step(batch(6)))
+    moved = learner.adapter()
+    learner.load(out / "checkpoint")
+    metrics.append(learner.step(batch(6)))
+    found = {"metrics": metrics, "kept": kept, "moved": moved, "again": learner.adapter(), "before": before}
+    return found | {"old": learner.logprobs(ROWS, kept), "now": learner.logprobs(ROWS)}
+
+
+def main(what: str, directory: Path) -> None:
+    rank = int(os.environ["RANK"])
+    out = directory / what
+    out.mkdir(exist_ok=True)
+    learner = trainer(directory, seed=rank)  # what differs at first must not stay so
+    (out / f"pid-{rank}").write_text(str(os.getpid()))
+    if rank:
+        learner.ranks.follow(learner)
+        layer = learner.policy_model.base_model.layers[0].mlp.up_proj.base_layer
+        sharded = isinstance(layer.weight, DTensor) and layer.weight.to_local().numel() < layer.weight.numel()
+        torch.save({"adapter": learner.adapter(), "rank": rank, "sharded": sharded}, out / f"rank-{rank}.pt")
+        return
+    if what == "waits":
+        while True:
+            learner.step(batch(1))
+            (out / "stepped").touch()
+    torch.save(lead(learner, out), out / "rank-0.pt")
+    learner.ranks.end()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
