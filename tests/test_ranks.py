@@ -107,7 +107,7 @@ def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("ranks", "longest"), [(1, 1.0), (2, 0.65), (3, 0.45), (8, 0.25)])
+@pytest.mark.parametrize(("ranks", "longest"), [(1, 1.0), (2, 0.65), (3, 0.5), (8, 0.25)])
 def test_shares_hold_every_sample_once_and_wait_for_nobody_long(ranks: int, longest: float) -> None:
     cost = TreeCost(attention=0.001, max_nodes=10_000)
     samples = batch(1, tasks=3, siblings=8).samples
