@@ -1,0 +1,232 @@
+"""`train --offline` as a process: what it reads, what it leaves alone, and that a killed run ends as any other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_proxy.proxy.config import StoreConfig
+from lightning_proxy.proxy.database import opened
+from lightning_proxy.proxy.recorder import Recorder
+from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from support.small_model import VOCABULARY, save_small_model
+
+KILLED = Path(__file__).parent / "support" / "killed.py"
+TASKS, SIBLINGS = 6, 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Last week's store: whole groups, one of them trained on before; a failed rollout, and one that runs."""
+    path = tmp_path_factory.mktemp("recorded") / "last-week.db"
+    asyncio.run(_record(path))
+    return path
+
+
+async def _record(path: Path) -> None:
+    source = random.Random(0)
+    async with opened(StoreConfig(url=f"sqlite:///{path}")) as database:
+        store = Store(database)
+        async with Recorder(store, merged=False) as recorder:
+            for task in range(TASKS):
+                for sibling in range(SIBLINGS):
+                    await _rollout(recorder, store, f"t{task}", f"t{task}-{sibling}", float(sibling % 2), source)
+            await _rollout(recorder, store, "t0", "failed", None, source)
+            await store.end_rollout("failed", "failed", None)
+            await _rollout(recorder, store, "t0", "running", None, source)
+        await database.checkpoint()
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE rollouts SET step = 1 WHERE task_id = 't1'")
+    connection.execute("INSERT INTO steps (step, status, base, created_at) VALUES (1, 'trained', 0, 1.0)")
+    connection.commit()
+    connection.close()
+
+
+async def _rollout(
+    recorder: Recorder, store: Store, task: str, name: str, reward: float | None, source: random.Random
+) -> None:
+    prompt: tuple[int, ...] = (0, 5, 6)
+    for turn in range(2):
+        call = f"{name}-{turn}"
+        ids = tuple(source.randrange(2, VOCABULARY) for _ in range(4))
+        request = {"messages": [{"role": "user", "content": f"{task} {turn}"}], "temperature": 0.7}
+        rollout = RolloutName(name, task)
+        await recorder.start(CallStart(call, rollout, "chat/completions", "policy", 3, request, time.time()))
+        await recorder.end(CallEnd(call, name, "ok", {}, 200, prompt, (Choice(0, ids, (-3.0,) * 4, "stop"),)))
+        prompt = (*prompt, *ids, 7, 8)
+    if reward is not None:
+        await store.post_rewards([Reward(name, 0.25 * reward, call_id=f"{name}-0", final=False)], None, b"")
+        await store.post_rewards([Reward(name, reward)], None, b"")
+
+
+class Run:
+    """A directory with a configuration, in which the command is run."""
+
+    def __init__(self, directory: Path, base: Path, **trainer: Any) -> None:
+        directory.mkdir(exist_ok=True)
+        self.directory, self.base, self.trainer = directory, base, trainer
+        self.out = directory / "lightning-policy" / "offline"
+
+    def start(self, *arguments: str | Path, script: Path | None = None, **env: str) -> subprocess.Popen[str]:
+        settings = {"group_size": SIBLINGS, "tasks_per_step": 2, "learning_rate": 0.02, "report_to": [], "threads": 1,
+                    "keep_checkpoints": 2, "dtype": "float32"}  # fmt: skip
+        config = {"policy": {"model": str(self.base), "publish": "merged"}, "trainer": {**settings, **self.trainer}}
+        path = self.directory / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        program = [str(script)] if script else ["-m", "lightning_proxy.cli"]
+        return subprocess.Popen(
+            [sys.executable, *program, "--config", str(path), "train", "--offline", *map(str, arguments)],
+            cwd=self.directory, env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def train(self, *arguments: str | Path, script: Path | None = None, **env: str) -> tuple[int, str]:
+        process = self.start(*arguments, script=script, **env)
+        try:
+            text, _ = process.communicate(timeout=55)
+        finally:
+            process.kill()
+        return process.returncode, text
+
+    def steps(self) -> dict[int, dict[str, Any]]:
+        connection = sqlite3.connect(self.out / "store.db")
+        rows = connection.execute("SELECT step, metrics FROM steps WHERE status = 'trained' ORDER BY step").fetchall()
+        connection.close()
+        return {step: json.loads(metrics) for step, metrics in rows}
+
+    def losses(self) -> list[tuple[float, float, float]]:
+        return [(m["loss"], m["grad_norm"], m["lr"]) for m in self.steps().values()]
+
+    def state(self) -> dict[str, Any]:
+        last = max(self.steps())
+        found: dict[str, Any] = torch.load(self.out / "checkpoints" / str(last) / "state.pt", weights_only=True)
+        return found
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Two epochs that nobody interrupted."""
+    run = Run(tmp_path_factory.mktemp("whole"), base, lr_scheduler="linear", max_steps=10)
+    before = files(recorded.parent)
+    code, text = run.train("--data", recorded, "--epochs", "2")
+    assert code == 0, text
+    assert files(recorded.parent) == before, "the store was only to be read"
+    for said in (
+        "epoch 1 of 2, step 1: reward",
+        "epoch 2 of 2 is done after step 6",
+        "vllm serve",
+        "lightning-proxy up",
+    ):
+        assert said in text, text
+    yield run
+
+
+def test_every_group_is_trained_on_once_an_epoch_whatever_was_trained_on_before(whole: Run) -> None:
+    steps = whole.steps()
+    assert list(steps) == [1, 2, 3, 4, 5, 6]
+    assert {m["rollouts"] for m in steps.values()} == {2 * SIBLINGS}
+    assert steps[6]["epochs_done"] == 2
+    assert max(abs(loss) for loss, _, _ in whole.losses()) > 0
+    assert steps[1]["loss"] != steps[4]["loss"], "the second epoch goes on from the first"
+
+
+def test_the_weights_are_where_it_says(whole: Run, base: Path) -> None:
+    assert (whole.out / "adapter" / "adapter_model.safetensors").is_file()
+    assert (whole.out / "model" / "config.json").is_file()
+    assert (whole.out / "adapter" / "COMPLETE").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moments", [("save:3", "commit:2"), ("step:2", "save:2"), ("epoch:1", "commit:1")], ids="+".join
+)
+def test_a_run_that_was_killed_gives_the_same_losses_and_weights(
+    whole: Run, recorded: Path, base: Path, tmp_path: Path, moments: tuple[str, ...]
+) -> None:
+    run = Run(tmp_path / "run", base, **whole.trainer)
+    arguments = ("--data", recorded, "--epochs", "2")
+    for moment in moments:
+        code, text = run.train(*arguments, script=KILLED, KILL_AT=moment)
+        assert code == -signal.SIGKILL, text
+    code, text = run.train(*arguments)
+    assert code == 0, text
+    assert run.losses() == whole.losses()
+    _same(run.state(), whole.state())
+
+
+def _same(a: Any, b: Any) -> None:
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            _same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        for one, other in zip(a, b, strict=True):
+            _same(one, other)
+    else:
+        assert a == b
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_export_trains_to_the_same_weights_as_the_store(
+    whole: Run, recorded: Path, base: Path, tmp_path: Path, suffix: str
+) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    target = tmp_path / f"week.{suffix}"
+    environment = os.environ | {"LIGHTNING_STORE__URL": f"sqlite:///{recorded}"}
+    command = [sys.executable, "-m", "lightning_proxy.cli", "export", str(target)]
+    subprocess.run(command, check=True, env=environment, cwd=tmp_path, capture_output=True)
+    run = Run(tmp_path / "run", base, **whole.trainer)
+    code, text = run.train("--data", target, "--epochs", "2")
+    assert code == 0, text
+    for (loss, norm, rate), (expected, expected_norm, expected_rate) in zip(run.losses(), whole.losses(), strict=True):
+        assert (loss, norm, rate) == pytest.approx((expected, expected_norm, expected_rate), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_more_epochs_go_on_where_the_last_one_ended(recorded: Path, base: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", base)
+    for epochs, steps in ((1, 3), (2, 6), (2, 6)):
+        code, text = run.train("--data", recorded, "--epochs", str(epochs))
+        assert (code, len(run.steps())) == (0, steps), text
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "is empty"),
+        ("{not json", "line 1 is no JSON"),
+        ('{"messages": []}', "row 1: no rollout_id; what can be trained on is a store, or an export with --kind"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_named(base: Path, tmp_path: Path, text: str, what: str) -> None:
+    (tmp_path / "data.jsonl").write_text(text)
+    code, said = Run(tmp_path / "run", base).train("--data", tmp_path / "data.jsonl")
+    assert code == 2 and what in said, said
