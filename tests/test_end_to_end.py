@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import yaml
 CLI = [sys.executable, "-m", "lightning_proxy.cli"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz ?"
 GROUP, TASKS = 8, 4
+PLANNER_EXECUTOR = Path(__file__).parent.parent / "examples" / "planner_executor"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a minute each on two idle cores
 
@@ -36,6 +39,12 @@ reward = sum(c in "aeiou" for c in text) / 12
 body = json.dumps({"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": reward}).encode()
 headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 urllib.request.urlopen(urllib.request.Request(os.environ["LIGHTNING_URL"] + "/reward", body, headers)).close()
+"""
+
+# Of the rollouts of each step, by agent: tokens answered.
+ANSWERED = """
+SELECT rollouts.step, calls.agent, SUM(json_extract(calls.usage, '$.completion_tokens'))
+FROM calls JOIN rollouts USING (rollout_id) WHERE rollouts.step IS NOT NULL GROUP BY rollouts.step, calls.agent
 """
 
 
@@ -115,11 +124,15 @@ class System:
         agent.write_text(AGENT)
         lines = [{"task_id": f"{mode}-{time.time_ns()}-{i}", "prompt": LETTERS[i] * 3} for i in range(TASKS * repeat)]
         tasks.write_text("\n".join(map(json.dumps, lines)))
+        return self.run(agent, tasks, "--mode", mode)
+
+    def run(self, agent: Path, tasks: Path, *options: str, **environment: str) -> dict[str, Any]:
+        """What `lightning-proxy run` says in the end."""
         done = subprocess.run(
             [*CLI, "--config", str(self.config), "run", "--tasks", str(tasks), "--group-size", str(GROUP), "--json",
-             "--concurrency", "16", "--mode", mode, "--preload", "openai,openai.resources",
-             "--", sys.executable, str(agent)],
-            capture_output=True, text=True, cwd=self.directory, check=False, env=os.environ | {"COLUMNS": "80"},
+             "--concurrency", "16", "--preload", "openai,openai.resources", *options, "--", sys.executable, str(agent)],
+            capture_output=True, text=True, cwd=self.directory, check=False,
+            env=os.environ | {"COLUMNS": "80"} | environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         summary: dict[str, Any] = json.loads(done.stdout)
@@ -197,6 +210,32 @@ def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     wait_until(lambda: system.get("/readyz").get("status") != "ready", 30, "vLLM is gone")
     wait_until(lambda: system.get("/readyz").get("status") == "ready", 300, "vLLM is back")
     assert system.run_agents(repeat=1, mode="eval")["mean_reward"] > before + 0.2, "the live version is served again"
+    system.stop()
+
+
+def test_of_a_planner_and_an_executor_the_planners_calls_alone_are_trained_on(make_system: Any) -> None:
+    settings = yaml.safe_load((PLANNER_EXECUTOR / "config.yaml").read_text())["trainer"]
+    system: System = make_system("merged", **settings | {"learning_rate": 1e-2})
+    system.start()
+
+    def play(*options: str) -> float:
+        agent, boards = PLANNER_EXECUTOR / "agent.py", PLANNER_EXECUTOR / "tasks.jsonl"
+        return float(system.run(agent, boards, *options)["mean_reward"])
+
+    before = play("--mode", "eval", "--repeat", "2")
+    for _ in range(6):
+        play("--repeat", "2")
+    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
+    after = play("--mode", "eval", "--repeat", "2")
+    print(f"mean reward {before:.3f} -> {after:.3f}")
+    assert after > before + 0.2, (before, after)
+    with closing(sqlite3.connect(system.directory / "store.db")) as db:
+        answered = {(step, agent): tokens for step, agent, tokens in db.execute(ANSWERED)}
+        steps = db.execute("SELECT step, metrics FROM steps WHERE status = 'trained'").fetchall()
+    # Every step was trained on as many tokens as the planner answered in its rollouts, and on none of the executor's.
+    planner = {step: tokens for (step, agent), tokens in answered.items() if agent == "planner"}
+    assert planner == {step: json.loads(metrics)["trained_tokens"] for step, metrics in steps}
+    assert len(steps) > 5 and all(answered[step, "executor"] > 0 for step in planner)
     system.stop()
 
 
