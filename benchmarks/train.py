@@ -34,8 +34,9 @@ from trl import GRPOTrainer
 
 from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.types import Choice, ModelCall
+from lightning_proxy.trainer.losses import token_weights
 from lightning_proxy.trainer.prefix_tree import PrefixTree, build_tree
-from lightning_proxy.trainer.samples import rollout_samples, rollout_weights
+from lightning_proxy.trainer.samples import rollout_samples
 from lightning_proxy.trainer.scoring import score
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
@@ -77,7 +78,7 @@ class PaddedTrainer(LightningTrainer):
         return own._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
     def padded_step(self, samples: Sequence[Sample]) -> None:
-        weights = rollout_weights(samples)
+        weights = token_weights(samples, self.settings)
         self.padded = True
         self.model.train()
         for rows in in_passes(samples, self.settings.max_tokens_per_batch):
@@ -129,7 +130,7 @@ def padded_inputs(samples: Sequence[Sample], weights: dict[str, float], device: 
         "tool_mask": completions((s.mask for s in samples), torch.int64),
         "advantages": completions(([a * weights[s.rollout_id] for a in s.advantages] for s in samples), torch.float32),
         "old_per_token_logps": completions((s.logprobs for s in samples), torch.float32),
-        "num_items_in_batch": torch.tensor(float(len(weights)), device=device),
+        "num_items_in_batch": torch.tensor(1.0, device=device),
     }
 
 

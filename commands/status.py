@@ -98,7 +98,8 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
     metrics: dict[str, Any] = step["metrics"]
     facts = [("last step", f"{step['step']}, {duration(now - (step['finished_at'] or now))} ago")]
     if metrics.get("skipped"):
-        facts.append(("  skipped", "it had nothing to train on, or its numbers were not finite"))
+        because = metrics.get("skipped_because", "it had nothing to train on, or its numbers were not finite")
+        facts.append(("  skipped", because))
     if "reward_mean" in metrics:
         spread = f"{number(metrics['reward_mean'])} ± {number(metrics.get('reward_std'))}"
         facts.append(("  reward", f"{spread}, greatest {number(metrics.get('reward_max'))}"))
@@ -112,7 +113,7 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
     phases = (("training", "step_s"), ("publishing", "publish_s"))
     times = [f"{name} {duration(metrics[key])}" for name, key in phases if key in metrics]
     facts += [("  time", ", ".join(times))] if times else []
-    numbers = [f"{n} {number(metrics[n])}" for n in ("loss", "kl", "entropy", "clip_share") if n in metrics]
+    numbers = [f"{n} {number(metrics[n])}" for n in ("loss", "kl", "kl_base", "entropy", "clip_share") if n in metrics]
     return facts + ([("  numbers", ", ".join(numbers))] if numbers else [])
 
 

@@ -246,6 +246,22 @@ class ScheduleConfig(Section):
         return self
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LossType = Literal["cispo", "grpo", "sapo", "vespo", "dapo", "bnpo", "dr_grpo", "luspo"]
+
+
+class SapoConfig(Section):
+    temperature_pos: Positive = 1.0
+    temperature_neg: Positive = 1.05
+
+
+class VespoConfig(Section):
+    k_pos: Positive = 2.0
+    lambda_pos: Positive = 3.0
+    k_neg: Positive = 3.0
+    lambda_neg: Positive = 2.0
+
+
 class TrainerConfig(Section):
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
@@ -265,7 +281,8 @@ class TrainerConfig(Section):
     group_timeout_s: Seconds = 600.0
     max_steps: Annotated[int, Field(ge=1)] | None = None
     max_staleness: Annotated[int, Field(ge=0)] = 8
-    loss_type: Literal["cispo", "grpo"] = "cispo"
+    loss_type: LossType = "cispo"
+    importance_level: Literal["token", "sequence"] = "token"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -273,6 +290,10 @@ class TrainerConfig(Section):
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.3
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    sapo: SapoConfig = SapoConfig()
+    vespo: VespoConfig = VespoConfig()
+    kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    kl_metric: bool = False
     lora_rank: Annotated[int, Field(ge=1)] = 16
     lora_alpha: Annotated[int, Field(ge=1)] = 32
     lora_targets: list[str] | Literal["all-linear"] = "all-linear"
@@ -289,6 +310,14 @@ class TrainerConfig(Section):
     def _decays_to_an_end(self) -> TrainerConfig:
         if self.lr_scheduler in ("linear", "cosine") and self.max_steps is None:
             raise ValueError(f"lr_scheduler {self.lr_scheduler} needs max_steps, to know when the rate is to be 0")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_level_for_its_loss(self) -> TrainerConfig:
+        if self.loss_type == "luspo" and self.importance_level != "sequence":
+            raise ValueError("loss_type luspo is a loss of whole answers: it needs importance_level: sequence")
+        if self.loss_type == "vespo" and self.importance_level != "token":
+            raise ValueError("loss_type vespo weighs whole answers by itself: it needs importance_level: token")
         return self
 
     @property

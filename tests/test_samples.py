@@ -1,14 +1,15 @@
 """From calls to training rows."""
 
+import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_proxy.proxy.types import Choice, ModelCall
-from lightning_proxy.trainer.samples import RolloutSamples, merge_rate, rollout_samples, rollout_weights
-from lightning_proxy.trainer.types import Sample
+from lightning_proxy.trainer.samples import RolloutSamples, merge_rate, rollout_samples
 
 
 def call(
@@ -160,10 +161,9 @@ def test_every_answer_is_trained_once_after_exactly_what_the_model_saw(seed: int
     assert sum(s.trained_tokens for s in made.samples) == sum(len(c.response_token_ids) for c in calls)
 
 
-def test_every_rollout_weighs_the_same_whatever_its_rows_and_tokens() -> None:
-    def sample(rollout_id: str, mask: tuple[int, ...]) -> Sample:
-        zeros = (0.0,) * len(mask)
-        return Sample(rollout_id, "t", tuple(range(len(mask))), mask, zeros, zeros, zeros)
-
-    samples = [sample("a", (0, 1, 1)), sample("a", (0, 1, 1)), sample("b", (0, 1)), sample("c", (0, 0))]
-    assert rollout_weights(samples) == {"a": 0.25, "b": 1.0}
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, -9999.0])
+def test_only_the_call_whose_captured_logprobs_are_not_finite_is_left_out(logprob: float) -> None:
+    bad = replace(call([1], [2, 3], name="bad"), choices=(Choice(0, (2, 3), (-0.1, logprob)),))
+    made = rows(call([1], [2], name="a"), bad, call([1, 2, 7], [9], name="b"))
+    assert [sample.call_ids for sample in made.samples] == [("a", "b")]
+    assert made.counts["calls_not_finite"] == 1

@@ -361,6 +361,7 @@ async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
         last = await b.ledger.last_step()
         assert last is not None
         assert (last.metrics["skipped"], last.version) == (1.0, None)
+        assert "advantages not finite in rollouts " in last.metrics["skipped_because"]
         assert (await b.ledger.live()).version == 0
         assert await b.steps_of(rollouts) == {1}
 

@@ -124,9 +124,10 @@ class TrainingLoop:
         if batch is None:
             return False
         metrics: dict[str, Any] = await asyncio.to_thread(self._trainer.step, batch)
+        metrics |= {"skipped_because": self._trainer.skipped_because} if metrics["skipped"] else {}
         await self._commit(batch, metrics)
         if metrics["skipped"]:
-            log.error("step %d was skipped: loss or gradient was not finite; its rollouts are not used", batch.step)
+            log.error("step %d was skipped: %s; its rollouts are not used", batch.step, metrics["skipped_because"])
         else:
             await self._publish(batch.step, batch.samples, metrics)
         return True

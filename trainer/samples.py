@@ -9,8 +9,9 @@ needed on how large a drift may be: the prefix tree computes once what rows shar
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +25,18 @@ from lightning_proxy.trainer.types import Sample
 # it has nothing of an answer in common with any row: another agent, or a new conversation.
 FORKS = ("forks_drift", "forks_edited", "forks_repeated", "forks_new")
 
-CALL_COUNTS = ("calls", "calls_merged", *FORKS, "calls_untrainable", "calls_ambiguous", "rows_too_long")
+# What vLLM writes for -inf, which JSON cannot say.
+NO_PROBABILITY = -9999.0
+
+CALL_COUNTS = (
+    "calls",
+    "calls_merged",
+    *FORKS,
+    "calls_untrainable",
+    "calls_ambiguous",
+    "calls_not_finite",
+    "rows_too_long",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +44,8 @@ class RolloutSamples:
     """The rows of one rollout, and what became of how many of its calls, by the names in CALL_COUNTS.
 
     `calls`: in a row, as its first or (`calls_merged`) after others. Left out: `calls_untrainable`, without usable
-    token ids; `calls_ambiguous`, n > 1, so the reward belongs to no one answer; `rows_too_long`, over the limit.
+    token ids; `calls_ambiguous`, n > 1, so the reward belongs to no one answer; `calls_not_finite`, with captured
+    log-probabilities that are not finite; `rows_too_long`, over the limit.
     """
 
     samples: tuple[Sample, ...]
@@ -125,20 +138,14 @@ def merge_rate(counts: Mapping[str, int]) -> float:
     return merged / could if could else 1.0
 
 
-def rollout_weights(samples: Iterable[Sample]) -> dict[str, float]:
-    """1 / (trained tokens) of each rollout: with it all rollouts weigh the same, whatever their rows and tokens."""
-    tokens: Counter[str] = Counter()
-    for sample in samples:
-        tokens[sample.rollout_id] += sample.trained_tokens
-    return {rollout_id: 1.0 / n for rollout_id, n in tokens.items() if n}
-
-
 def _unusable(call: ModelCall, max_tokens: int) -> str | None:
     if len(call.choices) > 1:
         return "calls_ambiguous"
     # Temperature 0 is greedy: there is no sampling distribution to take the gradient of.
     if not (call.trainable and call.prompt_token_ids and call.response_token_ids and call.temperature > 0):
         return "calls_untrainable"
+    if not all(NO_PROBABILITY < logprob < math.inf for logprob in call.logprobs):
+        return "calls_not_finite"
     return "rows_too_long" if len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens else None
 
 

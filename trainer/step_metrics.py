@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.trainer.losses import importance_ratios, weight_limits
 from lightning_proxy.trainer.microbatches import MicroBatch
 from lightning_proxy.trainer.scoring import Scores
 
@@ -18,23 +20,28 @@ _MAX_LOG_RATIO = 20.0
 
 
 SUMS = (
-    "loss", "entropy_sum", "kl_sum", "ratio_sum", "clipped", "trained_tokens", "computed_tokens", "padded_tokens",
-    "micro_batches",
+    "loss", "entropy_sum", "kl_sum", "kl_base_sum", "ratio_sum", "clipped", "trained_tokens", "computed_tokens",
+    "padded_tokens", "micro_batches",
 )  # fmt: skip
 
 
 @dataclass(slots=True)
 class StepMetrics:
-    """`limits`: importance ratios outside of them count as clipped."""
+    """`clip_share`: of tokens whose importance ratio, at `trainer.importance_level`, is outside of the loss's limits.
+
+    `kl`: to the policies that sampled the answers. `kl_base`: to the base model, where it is computed.
+    """
 
     started: float
-    limits: tuple[float, float]
+    config: TrainerConfig
     loss: float = 0.0
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     skipped: bool = False
+    fault: str | None = None  # why it is skipped
     entropy_sum: float = 0.0
     kl_sum: float = 0.0
+    kl_base_sum: float = 0.0
     ratio_sum: float = 0.0
     ratio_max: float = 0.0
     clipped: float = 0.0
@@ -47,18 +54,30 @@ class StepMetrics:
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
-    def add(self, micro_batch: MicroBatch, loss: Tensor, inputs: dict[str, Tensor], scores: Scores) -> None:
-        mask = inputs["tool_mask"].bool()
-        log_ratio = (scores.logprobs.detach()[:, 1:] - inputs["old_per_token_logps"])[mask]
+    def add(
+        self,
+        micro_batch: MicroBatch,
+        loss: Tensor,
+        inputs: dict[str, Tensor],
+        scores: Scores,
+        reference: Tensor | None = None,
+    ) -> None:
+        """`inputs`, `scores`, `reference` (log-probabilities under the base model): (A, L), one row an answer."""
+        mask, logprobs = inputs["completion_mask"].bool(), scores.logprobs.detach()
+        log_ratios = logprobs - inputs["old_per_token_logps"]
+        log_ratio = log_ratios[mask]
         ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
-        low, high = self.limits
+        low, high = weight_limits(self.config)
+        compared = importance_ratios(log_ratios, mask, self.config.importance_level)[mask]
         self.loss += float(loss)
-        self.entropy_sum += float(scores.entropies[:, 1:][mask].sum())
-        # k3 of http://joschu.net/blog/kl-approx.html, tokens sampled from the behaviour policy.
-        self.kl_sum += float((ratio - 1 - log_ratio).sum())
+        self.entropy_sum += float(scores.entropies[mask].sum())
+        self.kl_sum += float(k3(log_ratio).sum())
+        if reference is not None:
+            weight = ratio.clamp(max=self.config.importance_cap)  # of a token under the policy, not the behaviour's
+            self.kl_base_sum += float((weight * k3((reference - logprobs)[mask])).sum())
         self.ratio_sum += float(ratio.sum())
         self.ratio_max = max(self.ratio_max, float(ratio.max()))
-        self.clipped += float(torch.logical_or(ratio < low, ratio > high).sum())
+        self.clipped += float(torch.logical_or(compared < low, compared > high).sum())
         self.trained_tokens += len(ratio)
         self.computed_tokens += len(micro_batch.tree)
         self.padded_tokens += micro_batch.padded_tokens
@@ -71,12 +90,14 @@ class StepMetrics:
         whole = replace(self)
         for name in SUMS:
             setattr(whole, name, sum(getattr(part, name) for part in parts))
+        whole.fault = next((part.fault for part in parts if part.fault), None)
         whole.ratio_max = max(part.ratio_max for part in parts)
         return whole
 
     def result(self) -> dict[str, float]:
         """Finite or not as they came out; means are over trained tokens."""
         n = max(self.trained_tokens, 1)
+        kl_base = {"kl_base": self.kl_base_sum / n} if self.config.kl_coef or self.config.kl_metric else {}
         return {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
@@ -84,6 +105,7 @@ class StepMetrics:
             "skipped": float(self.skipped),
             "entropy": self.entropy_sum / n,
             "kl": self.kl_sum / n,
+            **kl_base,
             "ratio_mean": self.ratio_sum / n,
             "ratio_max": self.ratio_max,
             "clip_share": self.clipped / n,
@@ -93,3 +115,8 @@ class StepMetrics:
             "micro_batches": float(self.micro_batches),
             "step_s": time.perf_counter() - self.started,
         }
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """KL(p, q) of tokens sampled from p, from log q/p: never below 0 (http://joschu.net/blog/kl-approx.html)."""
+    return log_ratio.clamp(max=_MAX_LOG_RATIO).exp() - 1 - log_ratio

@@ -18,9 +18,10 @@ from trl import GRPOConfig, GRPOTrainer
 from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.checkpoint import whole_directory
+from lightning_proxy.trainer.finite import fault_of_loss, named
+from lightning_proxy.trainer.losses import Answers, kl_penalty, loss_arguments, loss_inputs, token_weights
 from lightning_proxy.trainer.microbatches import MicroBatch, TreeCost, micro_batches
 from lightning_proxy.trainer.ranks import alone, on_every_rank, on_every_shard, prepare
-from lightning_proxy.trainer.samples import rollout_weights
 from lightning_proxy.trainer.scoring import Scores, attention_cost, check_tree_support, score
 from lightning_proxy.trainer.shares import turns
 from lightning_proxy.trainer.step_metrics import StepMetrics
@@ -33,9 +34,7 @@ STATE_FILE = "state.pt"
 class LightningTrainer(GRPOTrainer):
     """GRPOTrainer driven from outside: `step`, `save`, `load`, `logprobs`, `close` instead of `train()`.
 
-    The loss is TRL's own; every rollout weighs the same in it. `cispo`: importance weights against the sampling policy,
-    truncated at `importance_cap`. `grpo`: ratios against the sampling policy clipped to [1 - clip_low, 1 + clip_high],
-    and at `importance_cap` where the advantage is negative.
+    The loss is TRL's own, as `losses.py` lays it out; its ratios are against the policies that sampled the answers.
     """
 
     model: Any
@@ -64,6 +63,9 @@ class LightningTrainer(GRPOTrainer):
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or 10**9)
         self.model, self.optimizer, self.ranks = prepare(self.accelerator, self.model, self.optimizer)
         self.current_gradient_accumulation_steps = 1
+        # After the constructor, which would warn of a normalisation that is not used here.
+        self.importance_sampling_level = config.importance_level
+        self.skipped_because: str | None = None
         self._scores: Scores | None = None
         check_tree_support(self.policy_model.config, config.max_sample_tokens)
         self._cost = TreeCost(
@@ -90,21 +92,16 @@ class LightningTrainer(GRPOTrainer):
         """One optimizer step on `batch`; returns its metrics together with the batch's own, and logs them.
 
         A loss or gradient that is not finite leaves weights, optimizer and scheduler untouched: `skipped` is 1, and
-        what is not finite is missing from the metrics.
+        what is not finite is missing from the metrics; `skipped_because` then says what, and in which rollouts.
         """
-        metrics = StepMetrics(time.perf_counter(), self._weight_limits())
+        metrics = StepMetrics(time.perf_counter(), self.settings)
         self.model.train()
         self.optimizer.zero_grad()
-        weights = rollout_weights(batch.samples)
+        weights = token_weights(batch.samples, self.settings, batch.compared)
         samples = [sample for sample in batch.samples if sample.rollout_id in weights and sample.trained_tokens]
+        metrics.fault = None if samples else "it has no trainable tokens"
         for micro_batch, counts in turns(micro_batches(samples, self._cost), self._cost, self.ranks):
-            inputs = self._inputs(micro_batch, weights, batch.compared or len(weights))
-            self._scores = self._score(micro_batch)
-            loss = self._compute_loss(self.model, inputs)
-            if counts:
-                metrics.add(micro_batch, loss.detach(), inputs, self._scores)
-            else:
-                loss = loss * 0.0
+            loss = self._loss(micro_batch, weights, metrics if counts else None)
             if not metrics.finite and not self.ranks.sharded:
                 break
             self.accelerator.backward(loss)
@@ -112,8 +109,11 @@ class LightningTrainer(GRPOTrainer):
         if samples and metrics.finite:
             self.ranks.sum_gradients(self._trained)
             metrics.grad_norm = float(self.accelerator.clip_grad_norm_(self._trained, self.args.max_grad_norm))
+            if not metrics.finite:
+                metrics.fault = f"the gradient is not finite over {named([s.rollout_id for s in samples])}"
         metrics.learning_rate = self._get_learning_rate()
         metrics.skipped = not samples or not metrics.finite
+        self.skipped_because = metrics.fault
         if not metrics.skipped:
             self.optimizer.step()
             self.lr_scheduler.step()
@@ -205,9 +205,9 @@ class LightningTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **_: Any
     ) -> tuple[Tensor, Tensor, None]:
-        """What TRL's loss asks for, from the prefix tree's one forward pass: (B, T - 1) twice, and no router loss."""
+        """What TRL's loss asks for, from the prefix tree's one forward pass: (A, L) twice, and no router loss."""
         assert self._scores is not None, "step() scores a micro-batch before it asks for its loss"
-        return self._scores.logprobs[:, 1:], self._scores.entropies[:, 1:], None
+        return *self._scores, None
 
     @property
     def _trained(self) -> list[torch.nn.Parameter]:
@@ -226,29 +226,35 @@ class LightningTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             return score(self.policy_model, micro_batch.tree, micro_batch.samples)
 
-    def _inputs(self, micro_batch: MicroBatch, weights: dict[str, float], rollouts: int) -> dict[str, Tensor]:
-        """TRL's inputs: the first token, never trained, as the prompt; the others, (B, T - 1), as completion."""
-        samples, device = micro_batch.samples, self.accelerator.device
-        ids = _padded([s.token_ids for s in samples], torch.int64, device)
-        present = _padded([[1] * len(s.token_ids) for s in samples], torch.int64, device)
-        scaled = [[a * weights[s.rollout_id] for a in s.advantages] for s in samples]
-        return {
-            "prompt_ids": ids[:, :1],
-            "prompt_mask": present[:, :1],
-            "completion_ids": ids[:, 1:],
-            "completion_mask": present[:, 1:],
-            "tool_mask": _padded([s.mask for s in samples], torch.int64, device)[:, 1:],
-            "advantages": _padded(scaled, torch.float32, device)[:, 1:],
-            "old_per_token_logps": _padded([s.logprobs for s in samples], torch.float32, device)[:, 1:],
-            "num_items_in_batch": torch.tensor(float(rollouts), device=device),
-        }
+    def _loss(self, micro_batch: MicroBatch, weights: dict[str, float], metrics: StepMetrics | None) -> Tensor:
+        """What the micro-batch adds to the loss of the step, and to its metrics; nothing without them."""
+        samples, config = micro_batch.samples, self.settings
+        answers = Answers.of(samples, self.accelerator.device)
+        inputs = loss_inputs(samples, answers, weights, config)
+        # Before the policy's own pass: where layers are computed again for the gradient, the adapter must be on.
+        reference = answers.take(self._reference(micro_batch)) if config.kl_coef or config.kl_metric else None
+        self._scores = Scores(*map(answers.take, self._score(micro_batch)))
+        loss: Tensor = self._compute_loss(self.model, inputs)
+        if config.kl_coef and reference is not None:
+            penalty = kl_penalty(self._scores.logprobs, reference, inputs, config.importance_cap)
+            loss = loss + config.kl_coef * penalty
+        if metrics is None:
+            return loss * 0.0
+        metrics.add(micro_batch, loss.detach(), inputs, self._scores, reference)
+        if not metrics.finite:
+            parts = {
+                "captured log-probabilities": inputs["old_per_token_logps"],
+                "advantages": inputs["advantages"],
+                "the policy's log-probabilities": self._scores.logprobs,
+            }
+            metrics.fault = fault_of_loss([samples[row].rollout_id for row in answers.rows[:, 0]], parts)
+        return loss
 
-    def _weight_limits(self) -> tuple[float, float]:
-        """Importance ratios outside of these are clipped or truncated."""
-        config = self.settings
-        if config.loss_type == "cispo":
-            return 0.0, config.importance_cap
-        return 1 - config.clip_low, 1 + config.clip_high
+    @torch.no_grad()
+    def _reference(self, micro_batch: MicroBatch) -> Tensor:
+        """(B, T) log-probabilities under the base model: the same pass, the adapter off."""
+        with self.peft_model.disable_adapter():
+            return self._score(micro_batch).logprobs
 
     def _report(self, metrics: dict[str, float]) -> dict[str, float]:
         if not self._begun:
@@ -270,12 +276,6 @@ def _rewards_come_from_the_store(**_: Any) -> list[float]:
     raise NotImplementedError("rewards are posted to the proxy; call step(), not train()")
 
 
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(B, T), zeros on the right."""
-    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
-
-
 def _lora_config(config: TrainerConfig) -> LoraConfig:
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -289,19 +289,13 @@ def _lora_config(config: TrainerConfig) -> LoraConfig:
 def _grpo_config(config: TrainerConfig, output_dir: Path) -> GRPOConfig:
     cuda = torch.cuda.is_available()
     dtype = {"auto": "bfloat16" if cuda else "float32"}.get(config.dtype, config.dtype)
-    clip_high = config.importance_cap if config.loss_type == "cispo" else config.clip_high
     return GRPOConfig(
         output_dir=str(output_dir),
         model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa"},
         use_cpu=not cuda,
         bf16=cuda and dtype == "bfloat16",
         gradient_checkpointing=cuda,
-        # "dapo" and "cispo" divide the sum over tokens by a number of our choosing: the rollouts of the step.
-        loss_type="cispo" if config.loss_type == "cispo" else "dapo",
-        epsilon=config.clip_low,
-        epsilon_high=clip_high,
-        delta=None if config.loss_type == "cispo" else max(config.importance_cap, 1 + config.clip_high),
-        beta=0.0,
+        **loss_arguments(config),
         disable_dropout=True,
         learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler,
