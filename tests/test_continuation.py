@@ -135,7 +135,7 @@ class Remembered:
 
     async def _write(self, statements: Any) -> None:
         for statement, row in statements:
-            rollout = row | {"task_id": None, "agent": None, "mode": "train", "policy_version": 0}
+            rollout = row | {"task_id": None, "agent": None, "mode": "train", "pin": 0}
             await self.database.commit([(sql.ROLLOUT_SEEN, [rollout]), (statement, [row])])
 
 
