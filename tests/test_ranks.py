@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,14 @@ from support.ranks import batch, lead, make_model, trainer
 
 torch = pytest.importorskip("torch")
 
+from accelerate import FullyShardedDataParallelPlugin  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from lightning_proxy.proxy.errors import ConfigError  # noqa: E402
 from lightning_proxy.trainer.microbatches import TreeCost, micro_batches  # noqa: E402
+from lightning_proxy.trainer.shards import check  # noqa: E402
 from lightning_proxy.trainer.shares import share_out  # noqa: E402
+from lightning_proxy.trainer.step_metrics import SUMS, StepMetrics  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 COUNTS = ("skipped", "trained_tokens", "ratio_mean", "ratio_max", "clip_share", "entropy", "loss", "grad_norm", "lr")
@@ -105,6 +110,34 @@ def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
     while not path.exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("FSDP_VERSION", "1", "fsdp_version: only 2"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params: must be false"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "fsdp_cpu_ram_efficient_loading: must be false"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing: must be false"),
+    ],
+)
+def test_sharding_in_a_way_that_is_not_supported_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    supported = {"FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    for name, setting in supported.items():
+        monkeypatch.setenv(name, setting)
+    check(FullyShardedDataParallelPlugin())
+    monkeypatch.setenv(variable, value)
+    if variable == "FSDP_VERSION":
+        monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD")
+    with pytest.raises(ConfigError, match=message):
+        check(FullyShardedDataParallelPlugin())
+
+
+def test_every_metric_of_a_step_is_known_to_be_summed_over_ranks_or_not() -> None:
+    kept = {"started", "limits", "grad_norm", "learning_rate", "skipped", "ratio_max"}
+    assert {field.name for field in fields(StepMetrics)} == set(SUMS) | kept
 
 
 @pytest.mark.parametrize(("ranks", "longest"), [(1, 1.0), (2, 0.65), (3, 0.5), (8, 0.25)])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -28,16 +28,16 @@ def asked_for() -> bool:
 def shard(model: PreTrainedModel, device: torch.device) -> None:
     """Shard the decoder layers of `model` (the bare causal LM, on the CPU), and move everything to `device`."""
     plugin = FullyShardedDataParallelPlugin()
-    _check(plugin)
+    check(plugin)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     body = model.base_model
     layers = _layers(model)
     frozen = {p for layer in layers for p in layer.parameters() if not p.requires_grad}
     whole = {p for p in body.parameters() if p not in frozen}
-    options = {"mesh": mesh, "ignored_params": whole, "offload_policy": plugin.cpu_offload}
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=plugin.reshard_after_forward, **options)
-    fully_shard(body, **options)  # the root: it starts gathering the next layer while one is computed
+        fully_shard(layer, mesh=mesh, ignored_params=whole, reshard_after_forward=plugin.reshard_after_forward)
+    # The root: it starts gathering the next layer while one is computed.
+    fully_shard(body, mesh=mesh, ignored_params=whole)
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
@@ -56,10 +56,11 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def _check(plugin: FullyShardedDataParallelPlugin) -> None:
+def check(plugin: FullyShardedDataParallelPlugin) -> None:
     """ConfigError for what the launcher's configuration asks for and is not done."""
     problems = {
         "fsdp_version: only 2 is supported": plugin.fsdp_version != 2,
+        "fsdp_offload_params: must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "fsdp_cpu_ram_efficient_loading: must be false": plugin.cpu_ram_efficient_loading,
         "fsdp_activation_checkpointing: must be false; on a GPU the trainer does it anyway": (
             plugin.activation_checkpointing
