@@ -522,7 +522,10 @@ async def test_a_changed_way_of_publishing_publishes_the_last_step_anew(base: Pa
         assert (live.version, live.step, live.publish, live.verified) == (2, 1, "lora", True)
 
 
-async def test_two_processes_train_from_the_store_and_publish_until_ctrl_c(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_two_processes_train_from_the_store_and_publish_until_the_launcher_ends(
+    base: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     async with bench(base, tmp_path) as b:
         rollouts = await b.groups("t1", "t2")
         config = tmp_path / "config.yaml"
@@ -540,9 +543,9 @@ async def test_two_processes_train_from_the_store_and_publish_until_ctrl_c(base:
             await asyncio.sleep(0.2)
         trainers = psutil.Process(process.pid).children(recursive=True)
         assert len(trainers) == 2
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output = (await process.communicate())[0].decode()
-        assert "RankLost" not in output and not any(trainer.is_running() for trainer in trainers)
+        assert "RankLost" not in output and not psutil.wait_procs(trainers, timeout=10)[1]
         assert output.count("step 1: reward") == 1, "only one of them reports"
         assert await b.steps_of(rollouts) == {1}
         assert (await b.ledger.live()).publish == "merged"
