@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 import yaml
 from aiohttp import web
+from hypothesis import HealthCheck, settings
 
 from lightning_proxy.commands.serve import UVICORN
 from lightning_proxy.proxy.app import create_app
@@ -26,6 +27,10 @@ from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.publish_mode import has_gpu
 
 WIDE = {"COLUMNS": "80"}
+
+# The machine may be busy: what is slow is no fault.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
