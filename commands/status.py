@@ -15,9 +15,15 @@ from rich.text import Text
 from lightning_proxy.commands.ask import ask, print_json
 from lightning_proxy.commands.control import ControlClient, ControlError
 from lightning_proxy.commands.formats import count, duration, number, plain, sparkline
+from lightning_proxy.commands.step_view import steps_table
 from lightning_proxy.proxy.config import Config
 
 NEWEST_STEPS = 40
+SHOWN_STEPS = 10
+PHASES = (
+    ("waiting", "wait_s"), ("collecting", "collect_s"), ("training", "step_s"), ("checkpoint", "checkpoint_s"),
+    ("publishing", "publish_s"),
+)  # fmt: skip
 COUNT = re.compile(r'^lightning_rollouts\{mode="(\w+)",status="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
@@ -28,7 +34,10 @@ def show_status(config: Config, *, as_json: bool) -> bool:
     if as_json:
         print_json({"url": url, **status})
     else:
-        Console(highlight=False).print(status_view(status, url, time.time()))
+        console = Console(highlight=False)
+        console.print(status_view(status, url, time.time()))
+        if len(status["steps"]) > 1:
+            console.print("", steps_table(status["steps"][-SHOWN_STEPS:]), sep="\n")
     return is_ready(status)
 
 
@@ -36,13 +45,13 @@ async def read_status(api: ControlClient) -> dict[str, Any]:
     """Everything that `status` shows, as plain data; ControlError if the proxy is not there."""
     ready = json.loads(await _get(api, "/readyz"))
     if ready["store"] != "ok":
-        return {"ready": ready, "policy": None, "rewards": [], "rollouts": {}}
-    versions = (await api.request("GET", "/policy/versions"))["data"]
-    rewards = [v["metrics"]["reward_mean"] for v in versions if "reward_mean" in v["metrics"]]
+        return {"ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}}
+    steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
     return {
         "ready": ready,
         "policy": await api.policy(),
-        "rewards": rewards[-NEWEST_STEPS:],
+        "steps": steps,
+        "rewards": [s["metrics"]["reward_mean"] for s in steps if "reward_mean" in s["metrics"]],
         "rollouts": rollout_counts(await _get(api, "/metrics")),
     }
 
@@ -107,14 +116,24 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
         facts.append(("  rollouts", f"{count(metrics['rollouts'])} in {count(metrics.get('groups'))} groups"))
         equal, stale = count(metrics.get("groups_equal")), count(metrics.get("rollouts_stale"))
         facts.append(("  dropped", f"{equal} groups with equal rewards, {stale} stale rollouts"))
+    facts += _by_task(metrics.get("reward_by_task") or {})
     if "trained_tokens" in metrics:
         computed = count(metrics.get("computed_tokens"))
         facts.append(("  tokens", f"{count(metrics['trained_tokens'])} trained, {computed} computed"))
-    phases = (("training", "step_s"), ("publishing", "publish_s"))
-    times = [f"{name} {duration(metrics[key])}" for name, key in phases if key in metrics]
+    times = [f"{name} {duration(metrics[key])}" for name, key in PHASES if key in metrics]
     facts += [("  time", ", ".join(times))] if times else []
-    numbers = [f"{n} {number(metrics[n])}" for n in ("loss", "kl", "kl_base", "entropy", "clip_share") if n in metrics]
+    names = ("loss", "grad_norm", "kl", "kl_base", "entropy", "clip_share", "staleness_mean", "merge_rate")
+    numbers = [f"{name} {number(metrics[name])}" for name in names if name in metrics]
     return facts + ([("  numbers", ", ".join(numbers))] if numbers else [])
+
+
+def _by_task(tasks: dict[str, dict[str, float]]) -> list[tuple[str, str]]:
+    """The tasks that went worst and best."""
+    if len(tasks) < 2:
+        return []
+    ordered = sorted(tasks, key=lambda task: tasks[task]["mean"])
+    worst, best = (f"{task[:24]} {number(tasks[task]['mean'])}" for task in (ordered[0], ordered[-1]))
+    return [("  tasks", f"{len(tasks)}, from {worst} to {best}")]
 
 
 def is_ready(status: dict[str, Any]) -> bool:

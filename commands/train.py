@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import signal
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +34,16 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None)
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Of no use to whoever watches: TRL names the releases that its own vLLM client knows, which is not used here.
+    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from transformers.utils.logging import disable_progress_bar
+
     from lightning_proxy.trainer.loop import follow
     from lightning_proxy.trainer.ranks import leads
 
+    disable_progress_bar()  # of every file that is written, between the lines of the steps
     if leads():
         asyncio.run(_train(config, once, offline))
     else:
@@ -44,6 +51,9 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None)
 
 
 async def _train(config: Config, once: bool, offline: Offline | None) -> None:
+    from rich.console import Console
+
+    from lightning_proxy.commands.steps import teller
     from lightning_proxy.trainer.loop import train as run
     from lightning_proxy.trainer.offline import train_offline
 
@@ -52,7 +62,7 @@ async def _train(config: Config, once: bool, offline: Offline | None) -> None:
         loop.add_signal_handler(number, stop.set)
     watch = asyncio.create_task(_stop_without_launcher(stop)) if "RANK" in os.environ else None
     if offline is None:
-        await run(config, stop, once=once)
+        await run(config, stop, once=once, show=teller(Console(stderr=True, highlight=False)))
     else:
         await train_offline(config, stop, offline.data, offline.directory, offline.epochs)
     if watch is not None:

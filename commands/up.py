@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from rich.console import Console
 
+from lightning_proxy.commands.steps import tell_steps
 from lightning_proxy.commands.system import Launch, System
 from lightning_proxy.proxy.config import Config
 
 
 async def up(config: Config, launch: Launch, logs: Path, console: Console) -> None:
-    """Run vLLM, proxy and trainer until cancelled, or until one of them fails."""
+    """Run vLLM, proxy and trainer until cancelled, or until one of them fails; a line for every training step."""
 
     def say(what: str) -> None:
         console.print(f"[dim]{what}[/]")
@@ -20,4 +20,4 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console) -> No
     async with System(config, launch, logs, say) as system:
         url = f"http://{config.proxy.host}:{config.proxy.port}"
         console.print(f"ready: OPENAI_BASE_URL={url}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops")
-        await system.guard(asyncio.Event().wait())
+        await system.guard(tell_steps(config.store, console))

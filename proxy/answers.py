@@ -113,6 +113,10 @@ class Versions(BaseModel):
     data: list[PolicyVersion]
 
 
+class Steps(BaseModel):
+    data: list[Step]
+
+
 class Ready(BaseModel):
     status: Literal["ready", "not ready"]
     store: str

@@ -154,6 +154,10 @@ class Ledger:
         """All finished steps, oldest first."""
         return [_read_step(row) for row in await self._db.all(sql.STEPS)]
 
+    async def newest_steps(self, limit: int) -> list[Step]:
+        """The last finished steps, newest first."""
+        return [_read_step(row) for row in await self._db.all(sql.STEPS_NEWEST, {"limit": limit})]
+
     async def update_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         async with self._db.transaction() as db:
             await db.execute(sql.STEP_METRICS, {"step": step, "metrics": dumps(metrics)})

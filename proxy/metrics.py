@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
@@ -57,6 +58,10 @@ class Metrics:
         self.live_version = Gauge(
             "lightning_policy_version", "The live policy version", registry=r, multiprocess_mode="livemostrecent"
         )
+        self._step = Gauge(
+            "lightning_step", "The last training step's numbers, as docs/metrics.md names them; its own: step",
+            ["metric"], registry=r, multiprocess_mode="livemostrecent",
+        )  # fmt: skip
         self.upstream_up = Gauge(
             "lightning_upstream_up", "Servers that are watched: 1 if up", ["upstream", "replica"], registry=r,
             multiprocess_mode="livemostrecent",
@@ -81,6 +86,12 @@ class Metrics:
 
     def continued(self, outcome: str) -> None:
         self._continuity.labels(outcome).inc()
+
+    def step_ended(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """What the trainer said of its last step."""
+        for name, value in {"step": step, **metrics}.items():
+            if isinstance(value, int | float):
+                self._step.labels(name).set(value)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""

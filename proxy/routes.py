@@ -17,6 +17,7 @@ from lightning_proxy.proxy.answers import (
     Rewarded,
     RolloutDetail,
     RolloutPage,
+    Steps,
     Transitions,
     Versions,
     answers,
@@ -177,6 +178,14 @@ async def get_versions(request: Request) -> dict[str, Any]:
     return {"data": [views.version_view(version, live) for version in await p.ledger.versions()]}
 
 
+@router.get("/policy/steps", tags=["policy"], response_model=None, responses=answers(Steps))
+async def get_steps(request: Request, limit: Limit = 40) -> dict[str, Any]:
+    """The last training steps, newest first, with all that they report (docs/metrics.md)."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers)
+    return {"data": [views.step_view(step) for step in await p.ledger.newest_steps(limit)]}
+
+
 @router.post("/policy/promote", tags=["policy"], response_model=None, responses=answers(PolicyVersion))
 async def promote(request: Request, body: PromoteBody) -> dict[str, Any]:
     """Make a version live; the trainer goes on from it."""
@@ -223,6 +232,8 @@ async def metrics(request: Request) -> Response:
     p = parts(request)
     p.metrics.queue.set(p.recorder.depth)
     p.metrics.live_version.set((await p.ledger.live()).version)
+    if (last := await p.ledger.last_step()) is not None:
+        p.metrics.step_ended(last.step, last.metrics)
     for (mode, status), count in (await p.store.rollout_counts()).items():
         p.metrics.rollouts.labels(mode, status).set(count)
     for (name, url), problem in p.health.problems.items():

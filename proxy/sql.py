@@ -292,6 +292,7 @@ SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.s
 WHERE policy_versions.version = :version
 """
 STEPS = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step"
+STEPS_NEWEST = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step DESC LIMIT :limit"
 
 # Keys -------------------------------------------------------------------------------------------------------------
 

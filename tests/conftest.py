@@ -106,6 +106,9 @@ class PolicyServer:
 
     async def load(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if request.path == self.refuses:
+            error = {"message": "LoRA rank 64 is greater than max_lora_rank 16."}
+            return web.json_response({"error": error}, status=400)
         self.adapters[body["lora_name"]] = body["lora_path"]
         return web.Response(text="ok")
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -43,6 +44,7 @@ class Traffic:
         status: str | None = None,
         reward_name: str = "reward",
         finish: str = "stop",
+        **end: Any,
     ) -> str:
         """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i."""
         async with Recorder(self.store, merged=False) as recorder:
@@ -54,7 +56,8 @@ class Traffic:
                 await recorder.start(start)
                 choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
                 answer = {"choices": [{"message": {"role": "assistant", "content": f"answer {i} of {name}"}}]}
-                await recorder.end(CallEnd(call_id, name, "ok", answer, 200, (0, 5 + i), (choice,)))
+                ended = CallEnd(call_id, name, "ok", answer, 200, (0, 5 + i), (choice,))
+                await recorder.end(replace(ended, **end))
                 if value:
                     await self.post(Reward(name, value, call_id, final=False))
         if final is not None:
@@ -205,6 +208,37 @@ async def test_rollouts_that_called_no_model_teach_nothing_whatever_their_reward
 )
 def test_a_score_is_the_first_number_that_can_be_one(answer: str, score: float | None) -> None:
     assert read_score(answer) == score
+
+
+NOTHING_SAID = {"choices": (Choice(0, (), (), "stop"),), "untrainable_reason": "the answer is empty"}
+NO_LOGPROBS = {
+    "choices": (Choice(0, (3,), (), "stop"),),
+    "untrainable_reason": "no log-probabilities from the upstream",
+}
+TWO_ANSWERS = {"choices": (Choice(0, (3,), (-1.0,), "stop"), Choice(1, (4,), (-1.0,), "stop"))}
+
+
+@pytest.mark.parametrize(
+    ("end", "counted", "why"),
+    [
+        pytest.param(NOTHING_SAID, "calls_untrainable", "no trainable calls", id="zero-length answer"),
+        pytest.param(NO_LOGPROBS, "calls_untrainable", "no trainable calls", id="no logprobs"),
+        pytest.param(TWO_ANSWERS, "calls_ambiguous", "several answers", id="several answers"),
+        pytest.param({"prompt_token_ids": tuple(range(60))}, "rows_too_long", "longer than", id="too long a prompt"),
+    ],
+)
+async def test_a_rollout_that_cannot_be_used_costs_the_others_nothing(
+    traffic: Traffic, end: dict[str, Any], counted: str, why: str
+) -> None:
+    await traffic.rollout("a", "t", 1.0)
+    await traffic.rollout("b", "t", 0.0)
+    await traffic.rollout("bad", "t", 0.5, **end)
+    batch = await traffic.batch(group_size=3, max_sample_tokens=50)
+    assert advantages(batch) == {"a-0": 0.5, "b-0": -0.5}
+    assert batch is not None
+    assert (batch.metrics[counted], batch.metrics["rollouts_dropped"], batch.metrics["rollouts_trained"]) == (1, 1, 2)
+    (reason,) = await traffic.dropped("bad")
+    assert reason is not None and why in reason
 
 
 class Scorer:

@@ -354,3 +354,27 @@ async def test_an_integer_may_be_written_with_a_point(running, tmp_path):
         assert len((await system.call("POST", "/rollouts", {"n": 3.0}))[1]) == 3
         assert (await system.call("POST", "/rollouts", {"n": 3.5}))[0] == 422
         assert (await system.call("POST", "/rollouts", {"n": True}))[0] == 422
+
+
+async def test_a_version_whose_files_are_gone_is_not_promoted(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        (tmp_path / f"v{version}").rmdir()
+        status, answer = await system.call("POST", "/policy/promote", {"version": version})
+        assert status == 404 and "the files of policy version 1 are gone" in answer["error"]["message"]
+        code, _, err = await system.lightning("policy", "promote", str(version))
+        assert (code, err.count("\n")) == (1, 1) and "are gone" in err
+        assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
+        assert (await system.chat("r1"))[0] == 200
+
+
+async def test_an_adapter_that_vllm_refuses_is_not_promoted(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, publish="lora") as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        system.vllm.refuses = "/v1/load_lora_adapter"
+        status, answer = await system.call("POST", "/policy/promote", {"version": version})
+        assert status == 502 and "LoRA rank 64 is greater than max_lora_rank 16" in answer["error"]["message"]
+        code, _, err = await system.lightning("policy", "promote", str(version))
+        assert (code, err.count("\n")) == (1, 1) and "LoRA rank 64" in err
+        assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
+        assert (await system.chat("r1"))[0] == 200

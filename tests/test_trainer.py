@@ -3,7 +3,9 @@
 import math
 import random
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +23,11 @@ from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
 
 from lightning_proxy.trainer.checkpoint import whole_directory  # noqa: E402
+from lightning_proxy.trainer.metric_schema import by_tag  # noqa: E402
 from lightning_proxy.trainer.trainer import LightningTrainer  # noqa: E402
 from lightning_proxy.trainer.weights import MARKER, save_adapter, save_merged  # noqa: E402
 
@@ -272,12 +276,13 @@ def test_metrics_reach_tensorboard_with_those_of_the_batch(model_directory: Path
     learner = trainer(model_directory, tmp_path, report_to=["tensorboard"])
     for step in (7, 8):
         metrics = learner.step(batch(step))
+        learner.report(metrics)
     learner.close()
     (file,) = tmp_path.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
-    assert {f"train/{name}" for name in metrics} <= set(events.Tags()["scalars"])
+    assert {f"train/{tag}" for tag in by_tag(metrics)} == set(events.Tags()["scalars"])
     assert [e.step for e in events.Scalars("train/reward")] == [7, 8]
-    assert events.Scalars("train/loss")[-1].value == pytest.approx(metrics["loss"], rel=1e-5)
+    assert events.Scalars("train/optimizer/loss")[-1].value == pytest.approx(metrics["loss"], rel=1e-5)
 
 
 def test_a_trainer_without_a_model_says_so(tmp_path: Path) -> None:
@@ -291,3 +296,50 @@ def test_rollouts_that_taught_nothing_make_the_step_smaller(model_directory: Pat
     among_more = trainer(model_directory, tmp_path / "b").step(replace(given, compared=2 * len(given.rollout_ids)))
     assert among_more["loss"] == pytest.approx(whole["loss"] / 2, rel=1e-4)
     assert among_more["grad_norm"] == pytest.approx(whole["grad_norm"] / 2, rel=1e-4)
+
+
+def test_a_restarted_trainer_goes_on_in_the_same_tensorboard_run(model_directory: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in ((1, 2), (3,)):
+        learner = trainer(model_directory, tmp_path, report_to=["tensorboard"])
+        for step in steps:
+            learner.report(learner.step(batch(step)))
+        learner.close()
+    (directory,) = {file.parent for file in tmp_path.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(directory)).Reload()
+    assert [event.step for event in events.Scalars("train/optimizer/loss")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("wandb", "pip install wandb"), ("tensorbored", "unknown tracker 'tensorbored', known are")]
+)
+def test_a_tracker_that_cannot_be_used_is_one_line(name: str, reason: str, tmp_path: Path) -> None:
+    if name == "wandb" and find_spec(name):
+        pytest.skip("wandb is installed")
+    with pytest.raises(ConfigError, match=reason) as error:
+        LightningTrainer(TrainerConfig(report_to=[name]), PolicyConfig(model="no such model", directory=tmp_path))
+    assert "\n" not in error.value.message
+
+
+def test_a_tracker_that_breaks_does_not_end_training(
+    model_directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Breaks(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            if begins:
+                raise OSError("no key\nfor the server")
+
+        def on_log(self, *_: Any, **__: Any) -> None:
+            raise OSError("the server is away")
+
+    begins: list[int] = []
+    learner = trainer(model_directory, tmp_path)
+    learner.add_callback(Breaks())
+    learner.report(learner.step(batch()))
+    assert "step 1 did not reach every tracker: the server is away" in caplog.text
+    begins.append(1)
+    learner = trainer(model_directory, tmp_path)
+    learner.add_callback(Breaks())
+    with pytest.raises(ConfigError, match="no key for the server"):
+        learner.begin()

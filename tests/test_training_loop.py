@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -35,6 +37,7 @@ from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.proxy.vllm import operator_session
 from lightning_proxy.trainer.loop import TrainingLoop
+from lightning_proxy.trainer.metric_schema import METRICS
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch
@@ -136,21 +139,36 @@ class Bench:
     def mode(self) -> Any:
         return self.config.policy.publish
 
-    async def rollout(self, task: str, reward: float | None, *, version: int = 0, status: str | None = None) -> str:
-        """One recorded rollout of one call, ended with a reward or a status."""
-        rollout_id = f"{task}-{self.random.getrandbits(60)}"
-        name, now = RolloutName(rollout_id, task), time.time()
-        ids = tuple(self.random.randrange(2, VOCABULARY) for _ in range(4))
-        async with Recorder(self.store, merged=self.mode == "merged") as recorder:
-            request = {"messages": [{"role": "user", "content": task}]}
-            await recorder.start(CallStart(rollout_id, name, "chat/completions", "policy", version, request, now))
-            choice = Choice(0, ids, (-3.0,) * 4, "stop")
-            await recorder.end(CallEnd(rollout_id, rollout_id, "ok", {}, 200, (0, 5, 6), (choice,)))
+    async def rollout(
+        self, task: str, reward: float | None, *, version: int = 0, status: str | None = None, answer: int = 4
+    ) -> str:
+        """One recorded rollout of one call with `answer` tokens, ended with a reward or a status."""
+        ids = tuple(self.random.randrange(2, VOCABULARY) for _ in range(answer))
+        rollout_id = await self.record(task, Choice(0, ids, (-3.0,) * answer, "stop"), version)
         if reward is not None:
             await self.store.post_rewards([Reward(rollout_id, reward)], None, b"")
         if status is not None:
             await self.store.end_rollout(rollout_id, status, None)  # type: ignore[arg-type]
         return rollout_id
+
+    async def record(self, task: str | None, choice: Choice, version: int) -> str:
+        """A rollout of one call, still running."""
+        rollout_id = f"{task}-{self.random.getrandbits(60)}"
+        async with Recorder(self.store, merged=self.mode == "merged") as recorder:
+            request = {"messages": [{"role": "user", "content": task}]}
+            name = RolloutName(rollout_id, task)
+            await recorder.start(
+                CallStart(rollout_id, name, "chat/completions", "policy", version, request, time.time())
+            )
+            await recorder.end(CallEnd(rollout_id, rollout_id, "ok", {}, 200, (0, 5, 6), (choice,)))
+        return rollout_id
+
+    async def sampled(self, task: str | None, version: int) -> None:
+        """A rollout that the server samples, rewarded by its share of even tokens."""
+        answer = self.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
+        ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
+        rollout_id = await self.record(task, Choice(0, ids, logprobs, "stop"), version)
+        await self.store.post_rewards([Reward(rollout_id, fmean(i % 2 == 0 for i in ids))], None, b"")
 
     async def groups(self, *tasks: str) -> list[str]:
         """A whole group of every task, with rewards that differ."""
@@ -207,6 +225,44 @@ async def test_a_step_makes_verified_weights_live(base: Path, tmp_path: Path, pu
         assert step is not None
         assert (step.version, step.metrics["reward_mean"], step.metrics["rollouts"]) == (1, 0.5, 8)
         assert not b.server.paused
+
+
+async def test_a_step_reports_every_metric_of_the_schema_and_no_other(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=0.01, kl_metric=True) as b:
+        await b.rollout("t1", 1.0)
+        await asyncio.sleep(0.02)
+        equal = [await b.rollout("t2", 1.0) for _ in range(4)]
+        await b.groups("t4", "t5")
+        await b.loop().run(asyncio.Event(), once=True)
+        step = await b.ledger.last_step()
+        assert step is not None
+        assert set(step.metrics) == {*METRICS, "reward_by_task"}
+        # What was looked at before without a step to make of it counts for this one.
+        assert step.metrics["groups"] == 4 and step.metrics["groups_trained"] == 2
+        assert step.metrics["groups_equal"] == 1 and step.metrics["groups_incomplete"] == 1
+        assert step.metrics["rollouts"] == 13 and step.metrics["rollouts_dropped"] == len(equal) + 1
+        assert step.metrics["reward_mean"] == pytest.approx((1 + 4 + 4) / 13)
+        assert step.metrics["reward_by_task"]["t4"] == {"mean": 0.5, "std": 0.5, "rollouts": 4.0}
+        assert (step.metrics["version"], step.metrics["advantage_positive"]) == (1, 0.5)
+        assert step.metrics["forward_backward_s"] <= step.metrics["step_s"]
+        assert "reward_by_task" not in (await b.ledger.version(1)).metrics
+
+
+async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_told(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        loop, told = b.loop(), []
+        with monkeypatch.context() as killed:
+            killed.setattr(b.trainer, "report", None)
+            with pytest.raises(TypeError):
+                await loop.run(asyncio.Event(), once=True)
+        for _ in range(2):
+            loop = b.loop()
+            monkeypatch.setattr(b.trainer, "report", told.append)
+            await loop.run(asyncio.Event(), once=True)
+        assert [metrics["version"] for metrics in told] == [1]
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
@@ -308,6 +364,35 @@ async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_noth
         await loop.resume()
         assert not await loop.train_once()  # without `once` it waits for more
         assert await b.steps_of(alone) == {None}
+
+
+async def test_rollouts_over_the_models_context_are_left_out_of_a_step(base: Path, tmp_path: Path) -> None:
+    short = shutil.copytree(base, tmp_path / "short")
+    settings = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 7}))
+    async with bench(short, tmp_path) as b:
+        fits = await b.groups("t1", "t2")
+        longer = await b.rollout("t1", 0.5, answer=5)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(fits) == {1}
+        assert (await b.store.rollout(longer)).dropped == "longer than trainer.max_sample_tokens or the model's context"
+        step = await b.ledger.last_step()
+        assert step is not None and (step.metrics["rows_too_long"], step.metrics["skipped"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("settings", [{"baseline": "reinforce_pp"}, {"lone_rollouts": "running"}])
+async def test_the_reward_rises_with_other_baselines_too(base: Path, tmp_path: Path, settings: dict[str, str]) -> None:
+    """Rewarded: the share of even tokens in an answer. Rollouts are sampled by what is served, as an agent's are."""
+    async with bench(base, tmp_path, group_size=8, tasks_per_step=4, learning_rate=0.02, **settings) as b:
+        loop = b.loop()
+        await loop.resume()
+        for step in range(6):
+            for i in range(32):
+                task = None if "lone_rollouts" in settings else f"t{step}-{i // 8}"
+                await b.sampled(task, (await b.ledger.live()).version)
+            await loop.train_once()  # unless there is nothing left to learn
+        first, *_, last = [step.metrics["reward_mean"] for step in await b.ledger.steps()]
+        assert first < 0.75 and last > 0.9
 
 
 async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, tmp_path: Path) -> None:
@@ -546,7 +631,7 @@ async def test_two_processes_train_from_the_store_and_publish_until_the_launcher
         process.send_signal(number)
         output = (await process.communicate())[0].decode()
         assert "RankLost" not in output and not psutil.wait_procs(trainers, timeout=10)[1]
-        assert output.count("step 1: reward") == 1, "only one of them reports"
+        assert output.count("step 1  reward") == 1, "only one of them reports"
         assert await b.steps_of(rollouts) == {1}
         assert (await b.ledger.live()).publish == "merged"
 

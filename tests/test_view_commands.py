@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,12 +12,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from lightning_proxy.commands.conversation import additions
 from lightning_proxy.commands.formats import cut, duration, sparkline
 from lightning_proxy.commands.rollout_view import rollout_detail
 from lightning_proxy.commands.rollouts import changed
+from lightning_proxy.commands.step_view import step_line
+from lightning_proxy.commands.steps import tell_steps, teller
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Message = dict[str, Any]
@@ -156,6 +160,82 @@ async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, 
         assert all(word in out for word in ("ready", "version 0", "1 running", "0.5 ± 0.25", "training 2.5s"))
         _, out, _ = await system.lightning("status", "--json")
         assert json.loads(out)["rollouts"] == {"train": {"running": 1}}
+
+
+async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        for i in range(12):
+            tasks = {
+                "t1": {"mean": 0.25, "std": 0.1, "rollouts": 4.0},
+                "t2": {"mean": 1.0, "std": 0.0, "rollouts": 4.0},
+            }
+            step = await ledger.claim([], 0)
+            await ledger.trained(step, None, {**STEP, "reward_mean": i / 12, "reward_by_task": tasks})
+        code, out, _ = await system.lightning("status")
+        lines = out.splitlines()
+        assert code == 0 and max(map(len, lines)) <= 80
+        table = lines[next(i for i, line in enumerate(lines) if line.startswith("step ")) + 1 :]
+        assert [line.split()[0] for line in table] == [str(n) for n in range(3, 13)]
+        assert table[-1].split() == ["12", "0.917", "0.31", "6/8", "3.2k", "0.0021", "2%", "1.3", "2.1s", "3.5s", "-"]
+        assert "2, from t1 0.25 to t2 1" in out and "▁▂" in out
+        _, out, _ = await system.lightning("status", "--json")
+        assert [step["step"] for step in json.loads(out)["steps"]] == list(range(1, 13))
+        _, page = await system.call("GET", "/policy/steps?limit=2")
+        assert [(step["step"], step["metrics"]["reward_by_task"]["t1"]["mean"]) for step in page["data"]] == [
+            (12, 0.25), (11, 0.25),
+        ]  # fmt: skip
+        assert (await system.call("GET", "/policy/steps?limit=0"))[0] == 422
+        async with system.session.get(system.url + "/metrics") as answer:
+            text = await answer.text()
+        assert 'lightning_step{metric="step"} 12.0' in text and 'lightning_step{metric="kl"} 0.0021' in text
+
+
+STEP = {
+    "reward_mean": 0.5, "reward_std": 0.31, "groups": 8.0, "groups_trained": 6.0, "trained_tokens": 3240.0,
+    "kl": 0.0021, "clip_share": 0.02, "entropy": 1.3, "step_s": 2.1, "publish_s": 3.5, "trained_tokens_per_s": 1540.0,
+}  # fmt: skip
+
+
+def test_a_step_is_one_line_that_keeps_what_matters_most() -> None:
+    whole = step_line(7, {**STEP, "version": 8.0}).plain
+    assert whole == (
+        "step 7  reward 0.500  ± 0.31  6/8 groups  3,240 tokens at 1,540/s  kl 0.0021  2% clipped  entropy 1.3"
+        "  train 2.1s, publish 3.5s  version 8"
+    )
+    for width in (40, 80, 120):
+        line = step_line(7, {**STEP, "version": 8.0}, width).plain
+        assert len(line) <= width and line.startswith("step 7  reward 0.500") and line.endswith("version 8")
+    assert step_line(7, STEP).plain.endswith("not published")
+    assert step_line(7, {"skipped": 1.0}).plain == "step 7  skipped"  # of an older store
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_steps_are_told_in_colours_on_a_terminal_and_plainly_elsewhere(
+    terminal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    console = Console(file=StringIO(), force_terminal=terminal, width=80, highlight=False, color_system="standard")
+    teller(console)(7, STEP)
+    assert isinstance(console.file, StringIO)
+    screen = console.file.getvalue()
+    assert ("\x1b[" in screen, screen.count("\n")) == (terminal, int(terminal))
+    assert ("step 7  reward 0.500" in caplog.text) is not terminal
+
+
+async def test_up_tells_each_step_of_the_trainer_once(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        console = Console(file=StringIO(), width=200)
+        assert isinstance(console.file, StringIO)
+        await ledger.trained(await ledger.claim([], 0), None, STEP)  # before
+        telling = asyncio.create_task(tell_steps(system.config.store, console))
+        await asyncio.sleep(0.3)
+        await ledger.trained(await ledger.claim([], 0), None, {**STEP, "version": 1.0})
+        while "version 1" not in console.file.getvalue():
+            await asyncio.sleep(0.05)
+        telling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await telling
+        assert console.file.getvalue().count("step ") == 1
 
 
 def test_without_a_proxy_one_line_says_what_to_start(tmp_path: Path) -> None:

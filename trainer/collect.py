@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
 from typing import Any
 
 from lightning_proxy.proxy.config import TrainerConfig
@@ -17,9 +16,10 @@ from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import ModelCall, Rollout
 from lightning_proxy.trainer.advantage import ACROSS_TASKS
 from lightning_proxy.trainer.agents import Agents, RollCall
+from lightning_proxy.trainer.batch_metrics import Seen, sample_metrics, staleness_metrics
 from lightning_proxy.trainer.credit import Sibling, group_advantages
 from lightning_proxy.trainer.judge import JudgeError
-from lightning_proxy.trainer.samples import CALL_COUNTS, merge_rate, rollout_samples
+from lightning_proxy.trainer.samples import RolloutSamples, rollout_samples
 from lightning_proxy.trainer.siblings import Siblings
 from lightning_proxy.trainer.types import Batch, Sample
 
@@ -30,34 +30,37 @@ Order = Callable[[Group], Any]  # a key to sort groups by: the first ones are ta
 
 @dataclass(slots=True)
 class _Take:
-    """What a step takes from the store: samples to train on, rollouts to mark, counts to report."""
+    """What a step takes from the store while version `live` is: samples, rollouts to mark, counts to report."""
 
+    live: int
     samples: list[Sample] = field(default_factory=list)
-    rollout_ids: list[str] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
     dropped: dict[str, list[str]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
+    seen: Seen = field(default_factory=Seen)
     earlier: dict[str, Sibling] = field(default_factory=dict)
 
+    @property
+    def counts(self) -> Counter[str]:
+        return self.seen.counts
+
+    @property
+    def rollout_ids(self) -> tuple[str, ...]:
+        return tuple(rollout.rollout_id for rollout in self.rollouts)
+
     def drop(self, reason: str, rollouts: Iterable[Rollout]) -> None:
-        self.dropped.setdefault(reason, []).extend(r.rollout_id for r in rollouts)
+        rollout_ids = [r.rollout_id for r in rollouts]
+        self.dropped.setdefault(reason, []).extend(rollout_ids)
+        self.counts["rollouts_dropped"] += len(rollout_ids)
 
     def metrics(self) -> dict[str, float]:
-        rewards = self.rewards or [0.0]
+        """Of what it takes; `seen` has more, of what it looked at."""
         return {
-            "reward_mean": fmean(rewards),
-            "reward_std": pstdev(rewards),
-            "reward_max": max(rewards),
-            "rollouts": float(len(self.rewards)),
-            "samples": float(len(self.samples)),
-            "merge_rate": merge_rate(self.counts),
-            **{name: float(self.counts[name]) for name in COUNTS},
+            "groups_trained": float(len({rollout.task_id for rollout in self.rollouts})),
+            "rollouts_trained": float(len(self.rollouts)),
+            **staleness_metrics(self.staleness),
+            **sample_metrics(self.samples),
         }
-
-
-COUNTS = (
-    "groups", "groups_equal", "rollouts_stale", "rollouts_failed", "rollouts_lone", "calls_of_others", *CALL_COUNTS,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Collector:
         self._agents = Agents(config.agents)
         self._roll_call = RollCall(self._agents)
         self._order = order or _longest_waiting
+        self._seen = Seen()
 
     async def next_batch(self, live: int, *, fewer: bool = False) -> Batch | None:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
@@ -86,7 +90,7 @@ class Collector:
         A step takes `tasks_per_step` groups; fewer once one of them has waited for `group_timeout_s`, or if `fewer`.
         """
         while groups := await self._next_groups(fewer):
-            take = _Take()
+            take = _Take(live)
             try:
                 for members in await self._compared(take, groups, live):
                     await self._take_group(take, members)
@@ -95,10 +99,21 @@ class Collector:
                 return None
             for reason, rollout_ids in take.dropped.items():
                 await self._ledger.drop(rollout_ids, reason)
-            if take.rollout_ids:
-                step = await self._ledger.claim(take.rollout_ids, live)
-                return Batch(step, tuple(take.samples), tuple(take.rollout_ids), take.metrics(), len(take.rewards))
+            self._seen.add(take.seen)
+            if take.rollouts:
+                return await self._claim(take, live)
         return None
+
+    async def _claim(self, take: _Take, live: int) -> Batch:
+        seen, self._seen = self._seen, Seen()
+        return Batch(
+            step=await self._ledger.claim(take.rollout_ids, live),
+            samples=tuple(take.samples),
+            rollout_ids=take.rollout_ids,
+            metrics={**seen.metrics(), **take.metrics()},
+            compared=take.seen.rollouts,
+            tasks=seen.tasks(),
+        )
 
     async def _next_groups(self, fewer: bool) -> list[Group]:
         """Groups for a step, the longest waiting first; empty while there are too few."""
@@ -135,7 +150,7 @@ class Collector:
             except NotFound:  # deleted meanwhile
                 continue
             calls = self._trained(calls)
-            found += self._rows(calls, [0.0] * len(calls), rollout, _Take())
+            found += self._rows(calls, [0.0] * len(calls), rollout).samples
         return found
 
     def _is_ready(self, group: Group, now: float) -> bool:
@@ -151,6 +166,7 @@ class Collector:
         for group in groups:
             take.counts["groups"] += 1
             if group.task_id is not None:
+                take.counts["groups_incomplete"] += group.ended < self._config.group_size
                 found.append(await self._members(take, await self._ledger.group_rollouts(group.task_id), live))
             else:
                 limit = self._config.group_size * self._config.tasks_per_step
@@ -180,7 +196,8 @@ class Collector:
             if m not in stale and (sibling := await self._siblings.judged(m.rollout, m.sibling))
         ]
         take.counts["rollouts_failed"] += sum(m.rollout.status == "failed" for m in fresh)
-        take.rewards += [reward for m in fresh if (reward := m.sibling.rewards.posted) is not None]
+        for m in fresh:
+            take.seen.reward(m.rollout.task_id, m.sibling.rewards.posted)
         return fresh
 
     async def _have_others(self, members: Sequence[_Member]) -> list[Rollout]:
@@ -214,25 +231,29 @@ class Collector:
     ) -> None:
         taught = [(call, a) for call, a in zip(calls, advantages, strict=True) if a is not None]
         take.counts["calls_of_others"] += len(calls) - len(taught)
-        rows = self._rows([call for call, _ in taught], [a for _, a in taught], rollout, take)
-        if not rows:
-            too_long = any(call.trainable for call, _ in taught)
-            take.drop("longer than trainer.max_sample_tokens" if too_long else "no trainable calls", [rollout])
-            return
-        take.samples += rows
-        take.rollout_ids.append(rollout.rollout_id)
-
-    def _rows(
-        self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout, take: _Take
-    ) -> list[Sample]:
-        task_id = rollout.task_id or rollout.rollout_id
-        made = rollout_samples(calls, advantages, task_id=task_id, max_tokens=self._config.max_sample_tokens)
+        made = self._rows([call for call, _ in taught], [a for _, a in taught], rollout)
         take.counts.update(made.counts)
-        return list(made.samples)
+        if not made.samples:
+            take.drop(_why_no_rows(made.counts), [rollout])
+            return
+        take.samples += made.samples
+        take.rollouts.append(rollout)
+        take.staleness.append(max(0, take.live - _oldest_version(calls, take.live)))
+
+    def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
+        task_id = rollout.task_id or rollout.rollout_id
+        return rollout_samples(calls, advantages, task_id=task_id, max_tokens=self._config.max_sample_tokens)
 
 
 def _longest_waiting(group: Group) -> float:
     return group.oldest
+
+
+def _why_no_rows(counts: Counter[str]) -> str:
+    """Why a rollout with advantages has nothing to train on."""
+    if counts["rows_too_long"]:
+        return "longer than trainer.max_sample_tokens or the model's context"
+    return "several answers a call: whose is the reward?" if counts["calls_ambiguous"] else "no trainable calls"
 
 
 def _why_nothing(group: Sequence[Sibling], agents: Agents) -> str:

@@ -7,7 +7,7 @@ import fcntl
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.proxy.vllm import operator_session
 from lightning_proxy.trainer.collect import Collector, Order
+from lightning_proxy.trainer.metric_schema import scalars
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.schedule import Schedule
 from lightning_proxy.trainer.trainer import LightningTrainer
@@ -31,6 +32,11 @@ from lightning_proxy.trainer.types import Batch, Sample
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
+# Called when a step is done, with its number and metrics (`metric_schema`).
+Show = Callable[[int, Mapping[str, Any]], None]
+
+
+def _show_nothing(step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
 class Stopped(Exception):
@@ -51,17 +57,21 @@ class TrainingLoop:
         trainer: LightningTrainer,
         publisher: Publisher | None,
         order: Order | None = None,
+        show: Show = _show_nothing,
     ) -> None:
         self._config = config.trainer
         self._ledger = ledger
         self._trainer = trainer
         self._publisher = publisher
-        self._collector = Collector(config.trainer, store, ledger, order)
+        fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
+        self._collector = Collector(fitting, store, ledger, order)
         self._schedule = Schedule(config.trainer.schedule, self._collector, ledger)
         self._waits_for: str | None = None
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
+        self._show = show
         self._stop = asyncio.Event()
         self._version = 0  # the policy version that the trainer's weights go on from
+        self._free_since = time.perf_counter()
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no whole group is left."""
@@ -77,6 +87,7 @@ class TrainingLoop:
 
     async def resume(self) -> None:
         """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish if need be."""
+        self._trainer.begin()
         last = await self._restore()
         if last is not None and self._publisher is not None:
             await self._finish_publishing(self._publisher, last)
@@ -109,6 +120,9 @@ class TrainingLoop:
         done = last.metrics.get("skipped") or publisher.is_done(live, last)
         if live.version == self._version and (not done or publisher.is_of_another_mode(live)):
             await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)
+        elif "publish_s" not in last.metrics:  # killed after it was published, or skipped
+            published = {} if last.version is None else {"version": last.version}
+            await self._finish(last.step, last.metrics | published)
 
     async def _train_when_due(self, once: bool) -> bool:
         """A step, if the schedule and the rollouts allow one now; `once` asks no schedule."""
@@ -120,44 +134,55 @@ class TrainingLoop:
 
     async def train_once(self, *, fewer: bool = False) -> bool:
         """One step, if enough rollouts are ready: claim → optimizer step → checkpoint → commit → publish."""
+        started = time.perf_counter()
         batch = await self._collector.next_batch(self._version, fewer=fewer)
         if batch is None:
             return False
-        metrics: dict[str, Any] = await asyncio.to_thread(self._trainer.step, batch)
+        metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
+        metrics |= await asyncio.to_thread(self._trainer.step, batch)
         metrics |= {"skipped_because": self._trainer.skipped_because} if metrics["skipped"] else {}
+        metrics["reward_by_task"] = batch.tasks
         await self._commit(batch, metrics)
         if metrics["skipped"]:
             log.error("step %d was skipped: %s; its rollouts are not used", batch.step, metrics["skipped_because"])
+            await self._finish(batch.step, metrics)
         else:
             await self._publish(batch.step, batch.samples, metrics)
+        self._free_since = time.perf_counter()
         return True
 
     async def _commit(self, batch: Batch, metrics: dict[str, Any]) -> None:
         """Once the checkpoint is whole on disk, one row makes the step count."""
-        checkpoint = self._checkpoints / str(batch.step)
+        checkpoint, started = self._checkpoints / str(batch.step), time.perf_counter()
         await asyncio.to_thread(self._trainer.save, checkpoint)
+        metrics["checkpoint_s"] = time.perf_counter() - started
         await self._ledger.trained(batch.step, str(checkpoint), metrics)
         await self._prune_checkpoints()
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
         if self._publisher is None:
+            await self._finish(step, metrics)
             return
         started = time.perf_counter()
         try:
-            self._version = (await self._reach(self._publisher, step, samples, metrics)).version
+            metrics["version"] = self._version = (await self._reach(self._publisher, step, samples, metrics)).version
         except Superseded as error:
             log.warning("step %d is not published: %s", step, error)
-            return
         except Stopped:
             log.warning("stopped before step %d was published: the next start does it", step)
             return
-        metrics["publish_s"] = time.perf_counter() - started
+        again, metrics["publish_s"] = "publish_s" in metrics, time.perf_counter() - started
+        if again:  # in another way, or after it was made live by hand: the trackers know this step
+            await self._ledger.update_metrics(step, metrics)
+        else:
+            await self._finish(step, metrics)
+
+    async def _finish(self, step: int, metrics: dict[str, Any]) -> None:
+        """All is known of a step: to the trackers, the store, the screen; once, unless killed in the middle of it."""
+        metrics.setdefault("publish_s", 0.0)
+        self._trainer.report(metrics)  # in this thread: MLflow and trackio know their run by thread or context
         await self._ledger.update_metrics(step, metrics)
-        log.info(
-            "step %d: reward %.3f ± %.3f over %d rollouts, %d tokens, %.1f s + %.1f s to publish version %d",
-            step, metrics["reward_mean"], metrics["reward_std"], metrics["rollouts"], metrics["trained_tokens"],
-            metrics["step_s"], metrics["publish_s"], self._version,
-        )  # fmt: skip
+        self._show(step, metrics)
 
     async def _reach(
         self, publisher: Publisher, step: int, samples: Sequence[Sample], metrics: dict[str, Any]
@@ -165,7 +190,7 @@ class TrainingLoop:
         """Publish, however long vLLM is away; Stopped if we are to end meanwhile."""
         while True:
             try:
-                return await publisher.publish(step, samples, metrics, self._version)
+                return await publisher.publish(step, samples, scalars(metrics), self._version)
             except (UpstreamUnreachable, UpstreamTimeout) as error:
                 log.warning("publishing step %d waits: %s", step, error)
                 await publisher.abandon_unfinished()
@@ -211,8 +236,8 @@ def follow(config: Config) -> None:
     trainer.ranks.follow(trainer)
 
 
-async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> None:
-    """Run the trainer on the configuration's store and vLLM server until `stop` is set."""
+async def train(config: Config, stop: asyncio.Event, *, once: bool = False, show: Show = _show_nothing) -> None:
+    """Run the trainer on the configuration's store and vLLM server until `stop` is set; `show` every step."""
     upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
     if upstream is None:
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
@@ -224,7 +249,7 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False) -> N
                 vllm = open_vllm(session, upstream.urls, upstream.credentials)
                 swap = Swap(ledger, vllm, publish_mode(config), config.policy.directory)
                 publisher = Publisher(config.policy, ledger, swap, trainer)
-                await TrainingLoop(config, store, ledger, trainer, publisher).run(stop, once=once)
+                await TrainingLoop(config, store, ledger, trainer, publisher, show=show).run(stop, once=once)
             trainer.ranks.end()
         finally:
             trainer.close()

@@ -49,6 +49,12 @@ class StepMetrics:
     computed_tokens: int = 0
     padded_tokens: int = 0
     micro_batches: int = 0
+    forward_backward_s: float = 0.0
+    optimizer_s: float = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
 
     @property
     def finite(self) -> bool:
@@ -95,8 +101,8 @@ class StepMetrics:
         return whole
 
     def result(self) -> dict[str, float]:
-        """Finite or not as they came out; means are over trained tokens."""
-        n = max(self.trained_tokens, 1)
+        """Finite or not as they came out, under the names of `metric_schema`; means are over trained tokens."""
+        n, seconds = max(self.trained_tokens, 1), self.elapsed
         kl_base = {"kl_base": self.kl_base_sum / n} if self.config.kl_coef or self.config.kl_metric else {}
         return {
             "loss": self.loss,
@@ -113,7 +119,11 @@ class StepMetrics:
             "computed_tokens": float(self.computed_tokens),
             "padded_tokens": float(self.padded_tokens),
             "micro_batches": float(self.micro_batches),
-            "step_s": time.perf_counter() - self.started,
+            "trained_tokens_per_s": self.trained_tokens / seconds,
+            "computed_tokens_per_s": self.computed_tokens / seconds,
+            "step_s": seconds,
+            "forward_backward_s": self.forward_backward_s,
+            "optimizer_s": self.optimizer_s,
         }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.checkpoint import whole_directory
 from lightning_proxy.trainer.finite import fault_of_loss, named
 from lightning_proxy.trainer.losses import Answers, kl_penalty, loss_arguments, loss_inputs, token_weights
+from lightning_proxy.trainer.metric_schema import by_tag
 from lightning_proxy.trainer.microbatches import MicroBatch, TreeCost, micro_batches
 from lightning_proxy.trainer.ranks import alone, on_every_rank, on_every_shard, prepare
 from lightning_proxy.trainer.scoring import Scores, attention_cost, check_tree_support, score
 from lightning_proxy.trainer.shares import turns
 from lightning_proxy.trainer.step_metrics import StepMetrics
+from lightning_proxy.trainer.trackers import PROJECT, Run, check_trackers
 from lightning_proxy.trainer.types import Batch, Sample
 from lightning_proxy.trainer.weights import save_adapter, save_merged
+
+log = logging.getLogger(__name__)
 
 STATE_FILE = "state.pt"
 
@@ -47,10 +52,13 @@ class LightningTrainer(GRPOTrainer):
             raise ConfigError("policy.model: the trainer needs a Hugging Face model id or directory")
         if config.threads:
             torch.set_num_threads(config.threads)
+        check_trackers(config.report_to)
+        self._run = Run(policy.directory / "trainer")
+        self._run.go_on(config.report_to)
         tokenizer = AutoTokenizer.from_pretrained(policy.model)
         super().__init__(
             model=policy.model,
-            args=_grpo_config(config, policy.directory / "trainer"),
+            args=_grpo_config(config, policy.directory / "trainer", self._run.name),
             # TRL wants both and would use them in `train()`, which is never called.
             reward_funcs=_rewards_come_from_the_store,
             train_dataset=Dataset.from_dict({"prompt": [""]}),
@@ -60,6 +68,7 @@ class LightningTrainer(GRPOTrainer):
         self.settings = config
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
+        self._run.in_one_place(self.callback_handler)
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or 10**9)
         self.model, self.optimizer, self.ranks = prepare(self.accelerator, self.model, self.optimizer)
         self.current_gradient_accumulation_steps = 1
@@ -87,9 +96,15 @@ class LightningTrainer(GRPOTrainer):
         assert isinstance(model, PreTrainedModel)
         return model
 
+    @property
+    def max_tokens(self) -> int:
+        """The longest sample that the model and the configuration take."""
+        context = getattr(self.policy_model.config.get_text_config(), "max_position_embeddings", None)
+        return min(self.settings.max_sample_tokens, context or self.settings.max_sample_tokens)
+
     @on_every_rank
     def step(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on `batch`; returns its metrics together with the batch's own, and logs them.
+        """One optimizer step on `batch`; returns its metrics together with the batch's own.
 
         A loss or gradient that is not finite leaves weights, optimizer and scheduler untouched: `skipped` is 1, and
         what is not finite is missing from the metrics; `skipped_because` then says what, and in which rollouts.
@@ -108,9 +123,11 @@ class LightningTrainer(GRPOTrainer):
         metrics = metrics.sum(self.ranks.gathered(metrics))
         if samples and metrics.finite:
             self.ranks.sum_gradients(self._trained)
-            metrics.grad_norm = float(self.accelerator.clip_grad_norm_(self._trained, self.args.max_grad_norm))
+            norm = self.accelerator.clip_grad_norm_(self._trained, self.args.max_grad_norm)
+            metrics.grad_norm = float(norm)  # on a GPU this waits for the backward passes
             if not metrics.finite:
                 metrics.fault = f"the gradient is not finite over {named([s.rollout_id for s in samples])}"
+        metrics.forward_backward_s = metrics.elapsed
         metrics.learning_rate = self._get_learning_rate()
         metrics.skipped = not samples or not metrics.finite
         self.skipped_because = metrics.fault
@@ -118,8 +135,31 @@ class LightningTrainer(GRPOTrainer):
             self.optimizer.step()
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
+        metrics.optimizer_s = metrics.elapsed - metrics.forward_backward_s
         self.state.global_step = batch.step
-        return self._report({**batch.metrics, **metrics.result()})
+        found = {**batch.metrics, **metrics.result()}
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def begin(self) -> None:
+        """Let the trackers (`trainer.report_to`) begin, or go on with, their run; ConfigError if one cannot."""
+        if self._begun:
+            return
+        try:
+            self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        except Exception as error:  # whatever a tracker raises without its key, its server, its disk
+            raise ConfigError(f"trainer.report_to: {', '.join(self.args.report_to)}: {_one_line(error)}") from error
+        self._begun = True
+        if self.args.report_to:
+            self._run.begun()
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Send the last step's numbers to the trackers, by the tags of `metric_schema`; where that fails, say so."""
+        self.begin()
+        self._metrics["train"].clear()  # TRL's own, under names that vary with the loss
+        try:
+            self.control = self.callback_handler.on_log(self.args, self.state, self.control, by_tag(metrics))
+        except Exception as error:
+            log.warning("step %d did not reach every tracker: %s", self.state.global_step, _one_line(error))
 
     def adapter(self) -> dict[str, Tensor]:
         """A copy of the adapter's weights."""
@@ -256,15 +296,9 @@ class LightningTrainer(GRPOTrainer):
         with self.peft_model.disable_adapter():
             return self._score(micro_batch).logprobs
 
-    def _report(self, metrics: dict[str, float]) -> dict[str, float]:
-        if not self._begun:
-            self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-            self._begun = True
-        self._metrics["train"].clear()  # TRL's own, under names that vary with the loss
-        self.model.train()
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.log(dict(finite))  # by rank 0 alone
-        return finite
+
+def _one_line(error: Exception) -> str:
+    return " ".join((str(error) or type(error).__name__).split())
 
 
 def _fully_scored(name: str, token_ids: tuple[int, ...]) -> Sample:
@@ -286,7 +320,7 @@ def _lora_config(config: TrainerConfig) -> LoraConfig:
     )
 
 
-def _grpo_config(config: TrainerConfig, output_dir: Path) -> GRPOConfig:
+def _grpo_config(config: TrainerConfig, output_dir: Path, run_name: str) -> GRPOConfig:
     cuda = torch.cuda.is_available()
     dtype = {"auto": "bfloat16" if cuda else "float32"}.get(config.dtype, config.dtype)
     return GRPOConfig(
@@ -303,6 +337,8 @@ def _grpo_config(config: TrainerConfig, output_dir: Path) -> GRPOConfig:
         max_grad_norm=config.max_grad_norm,
         seed=config.seed,
         report_to=config.report_to or "none",
+        run_name=run_name,
+        project=PROJECT,
         # Of no effect outside `train()`, but TRL checks that they fit together.
         per_device_train_batch_size=2,
         num_generations=2,

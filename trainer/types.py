@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -40,6 +41,7 @@ class Batch:
 
     `compared`: the rollouts whose rewards were looked at, those of groups that teach nothing included; the loss is
     averaged over them, so that a step with little to learn from is a small step. 0: the rollouts of the samples.
+    `tasks`: mean, spread and number of the rewards by task.
     """
 
     step: int
@@ -47,3 +49,4 @@ class Batch:
     rollout_ids: tuple[str, ...]
     metrics: dict[str, float] = field(default_factory=dict)
     compared: int = 0
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
