@@ -109,5 +109,9 @@ class UpstreamTimeout(LightningError):
     type = "upstream_error"
 
 
+class NotSaved(LightningError):
+    """A checkpoint or weights could not be written (disk full, no permission): nothing of them is left behind."""
+
+
 class PublishError(LightningError):
     """New weights did not go live; the previous version is still served."""

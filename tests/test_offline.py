@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -28,6 +29,7 @@ from support.small_model import VOCABULARY, save_small_model
 
 KILLED = Path(__file__).parent / "support" / "killed.py"
 TASKS, SIBLINGS = 6, 4
+LIMIT = 500_000  # bytes: a checkpoint has more, the store less
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def files(directory: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def whole(base: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Two epochs that nobody interrupted."""
-    run = Run(tmp_path_factory.mktemp("whole"), base, lr_scheduler="linear", max_steps=10)
+    run = Run(tmp_path_factory.mktemp("whole"), base, lr_scheduler="linear", max_steps=10, lora_rank=128)
     before = files(recorded.parent)
     code, text = run.train("--data", recorded, "--epochs", "2")
     assert code == 0, text
@@ -230,3 +232,31 @@ def test_data_that_cannot_be_trained_on_is_named(base: Path, tmp_path: Path, tex
     (tmp_path / "data.jsonl").write_text(text)
     code, said = Run(tmp_path / "run", base).train("--data", tmp_path / "data.jsonl")
     assert code == 2 and what in said, said
+
+
+@pytest.mark.slow
+def test_a_step_that_finds_the_disk_full_waits_for_space(
+    whole: Run, recorded: Path, base: Path, tmp_path: Path
+) -> None:
+    """Files may not grow beyond a limit until the parent says so; PyTorch has an error of its own for it."""
+    run = Run(tmp_path / "run", base, **whole.trainer)
+    arguments = ("--data", recorded, "--epochs", "2")
+    code, text = run.train(*arguments, script=KILLED, KILL_AT="step:2")
+    assert code == -signal.SIGKILL, text
+    process = run.start(*arguments)
+    said = []
+    try:
+        assert process.stdout is not None
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
+        for line in process.stdout:
+            said.append(line)
+            if "waits to be saved" in line:
+                break
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        rest, _ = process.communicate(timeout=55)
+    finally:
+        process.kill()
+    assert process.returncode == 0, "".join(said) + rest
+    assert "step 2 waits to be saved" in said[-1] and "free some space" in said[-1], said[-1]
+    assert run.losses() == whole.losses()
+    _same(run.state(), whole.state())

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from lightning_proxy.proxy.errors import NotSaved
+
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
@@ -19,16 +23,28 @@ def whole_directory(target: Path) -> Iterator[Path]:
     temporary, replaced = (target.with_name(f".{target.name}.{suffix}") for suffix in ("tmp", "old"))
     for leftover in (temporary, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir()
-    yield temporary
-    for path in sorted(temporary.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(temporary)
-    if target.exists():
-        target.rename(replaced)
-    temporary.rename(target)
-    _sync(target.parent)
+    try:
+        temporary.mkdir()
+        yield temporary
+        for path in sorted(temporary.rglob("*"), reverse=True):
+            _sync(path)
+        _sync(temporary)
+        if target.exists():
+            target.rename(replaced)
+        temporary.rename(target)
+        _sync(target.parent)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # what is half written only takes space
+        if _is_of_the_disk(error):
+            raise NotSaved(f"{target} cannot be written: {error}") from error
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether a file could not be written; PyTorch and safetensors have errors of their own for it."""
+    torchs = ("inline_container", "PytorchStreamWriter")
+    return isinstance(error, OSError | SafetensorError) or any(name in str(error) for name in torchs)
 
 
 def _sync(path: Path) -> None:

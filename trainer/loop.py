@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import opened
-from lightning_proxy.proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
+from lightning_proxy.proxy.errors import ConfigError, NotSaved, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.fleet import open_vllm
 from lightning_proxy.proxy.ledger import Ledger, Step
 from lightning_proxy.proxy.policy import Superseded, Swap
@@ -75,8 +75,7 @@ class TrainingLoop:
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no whole group is left."""
-        self._stop = stop
-        await self.resume()
+        await self.resume(stop)
         while not stop.is_set() and not await self.is_done():
             await self._follow_live_version()
             trained = await self._train_when_due(once)
@@ -85,8 +84,9 @@ class TrainingLoop:
             if not trained:
                 await _sleep(stop, self._config.poll_s)
 
-    async def resume(self) -> None:
+    async def resume(self, stop: asyncio.Event | None = None) -> None:
         """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish if need be."""
+        self._stop = stop or self._stop
         self._trainer.begin()
         last = await self._restore()
         if last is not None and self._publisher is not None:
@@ -142,7 +142,11 @@ class TrainingLoop:
         metrics |= await asyncio.to_thread(self._trainer.step, batch)
         metrics |= {"skipped_because": self._trainer.skipped_because} if metrics["skipped"] else {}
         metrics["reward_by_task"] = batch.tasks
-        await self._commit(batch, metrics)
+        try:
+            await self._commit(batch, metrics)
+        except Stopped:
+            log.warning("stopped before step %d was saved: its rollouts are offered again", batch.step)
+            return False
         if metrics["skipped"]:
             log.error("step %d was skipped: %s; its rollouts are not used", batch.step, metrics["skipped_because"])
             await self._finish(batch.step, metrics)
@@ -154,9 +158,17 @@ class TrainingLoop:
     async def _commit(self, batch: Batch, metrics: dict[str, Any]) -> None:
         """Once the checkpoint is whole on disk, one row makes the step count."""
         checkpoint, started = self._checkpoints / str(batch.step), time.perf_counter()
-        await asyncio.to_thread(self._trainer.save, checkpoint)
-        metrics["checkpoint_s"] = time.perf_counter() - started
-        await self._ledger.trained(batch.step, str(checkpoint), metrics)
+        while True:
+            try:
+                await asyncio.to_thread(self._trainer.save, checkpoint)
+                metrics["checkpoint_s"] = time.perf_counter() - started
+                await self._ledger.trained(batch.step, str(checkpoint), metrics)
+                break
+            except (NotSaved, StoreUnavailable) as error:
+                log.error("step %d waits to be saved: %s; free some space, it is tried again", batch.step, error)
+            await _sleep(self._stop, RETRY_S)
+            if self._stop.is_set():
+                raise Stopped
         await self._prune_checkpoints()
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
@@ -191,7 +203,7 @@ class TrainingLoop:
         while True:
             try:
                 return await publisher.publish(step, samples, scalars(metrics), self._version)
-            except (UpstreamUnreachable, UpstreamTimeout) as error:
+            except (UpstreamUnreachable, UpstreamTimeout, NotSaved) as error:
                 log.warning("publishing step %d waits: %s", step, error)
                 await publisher.abandon_unfinished()
             await _sleep(self._stop, RETRY_S)

@@ -41,7 +41,7 @@ class OfflineRun:
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
-        await self._loop.resume()
+        await self._loop.resume(stop)
         self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in await self._ledger.steps()), default=0)
         await self._offer_more()
         while not stop.is_set() and self._done < self._epochs and not await self._loop.is_done():

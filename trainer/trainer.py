@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.trainer import saved_config
 from lightning_proxy.trainer.checkpoint import whole_directory
 from lightning_proxy.trainer.finite import fault_of_loss, named
 from lightning_proxy.trainer.losses import Answers, kl_penalty, loss_arguments, loss_inputs, token_weights
@@ -70,6 +71,7 @@ class LightningTrainer(GRPOTrainer):
             self.remove_callback(callback)
         self._run.in_one_place(self.callback_handler)
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or 10**9)
+        self._saved_config = saved_config.saved_config(config, policy, saved_config.fingerprint(self.model))
         self.model, self.optimizer, self.ranks = prepare(self.accelerator, self.model, self.optimizer)
         self.current_gradient_accumulation_steps = 1
         # After the constructor, which would warn of a normalisation that is not used here.
@@ -201,18 +203,28 @@ class LightningTrainer(GRPOTrainer):
                 "cuda_rng": torch.cuda.get_rng_state_all(),
             }
             torch.save(state, temporary / STATE_FILE)
+            saved_config.write(temporary, self._saved_config)
 
     def load(self, directory: Path) -> int:
-        """Go on from what `save` wrote, exactly; returns the step it was written after."""
-        state = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
+        """Go on from what `save` wrote, exactly; returns the step it was written after.
+
+        ConfigError, and nothing changed, if it is damaged, or of another adapter or base model than is configured.
+        """
+        changed = saved_config.changes(directory, self._saved_config)
+        state = saved_config.read_state(directory / STATE_FILE, self.adapter())
+        if "optimizer" not in state:
+            log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
         self._restore(state)
+        if changed:
+            log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
         return int(state["step"])
 
     @on_every_rank
     def _restore(self, state: dict[str, Any]) -> None:
         set_peft_model_state_dict(self.peft_model, state["adapter"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.lr_scheduler.load_state_dict(state["scheduler"])
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.lr_scheduler.load_state_dict(state["scheduler"])
         self._set_learning_rate()
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available():
