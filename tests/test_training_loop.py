@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -643,3 +644,50 @@ async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_pat
         await b.loop().run(asyncio.Event(), once=True)
         assert await b.steps_of([*untold, waiting]) == {None}
         assert (await b.store.rollout(waiting)).dropped is None
+
+
+async def test_a_running_sibling_holds_nobody_up_and_its_late_result_is_kept(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
+        quick = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
+        slow = await b.rollout("t1", None)
+        loop, stop = b.loop(), asyncio.Event()
+        training = asyncio.create_task(loop.run(stop))
+        while await b.steps_of(quick) != {1}:
+            assert not training.done()
+            await asyncio.sleep(0.02)
+        assert (await b.store.rollout(slow)).status == "running"
+        await b.store.post_rewards([Reward(slow, 0.5)], None, b"")
+        while (await b.store.rollout(slow)).dropped is None:
+            assert not training.done()
+            await asyncio.sleep(0.02)
+        stop.set()
+        await training
+        late = await b.store.rollout(slow)
+        assert (late.dropped, late.reward, late.step) == ("no siblings", 0.5, None)
+        last = await b.ledger.last_step()
+        assert last is not None and last.step == 1
+
+
+async def test_agents_go_on_while_a_step_is_computed_and_what_they_do_is_the_next_steps(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        first = await b.groups("t1", "t2")
+        loop = b.loop()
+        computing, go_on, whole = threading.Event(), threading.Event(), b.trainer.step
+
+        def held(batch: Batch) -> dict[str, float]:
+            computing.set()
+            assert go_on.wait(30)
+            return whole(batch)
+
+        monkeypatch.setattr(b.trainer, "step", held)
+        training = asyncio.create_task(loop.run(asyncio.Event(), once=True))
+        while not computing.is_set():
+            await asyncio.sleep(0.01)
+        second = await b.groups("t3", "t4")  # recorded and rewarded meanwhile
+        assert not training.done()
+        go_on.set()
+        await training
+        assert await b.steps_of(first) == {1}
+        assert await b.steps_of(second) == {2}
