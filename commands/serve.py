@@ -86,7 +86,7 @@ def _app(config: Config) -> ASGIApp:
     from lightning_proxy.proxy.app import create_app
 
     gc.freeze()  # what was imported stays; looking through it again and again cost a tenth of the throughput
-    gc.set_threshold(10_000, 20, 20)  # calls leave hardly any cycles: looking for some as often as usual cost 6 %
+    gc.set_threshold(10_000, 20, 20)  # calls leave hardly any cycles to look for
     return create_app(config)
 
 
