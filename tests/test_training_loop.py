@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -187,6 +188,7 @@ async def bench(
     publish: str = "merged",
     server: type[HonestServer] = HonestServer,
     replicas: Sequence[type[HonestServer]] = (),
+    busy_timeout_s: float = 5.0,
     **trainer: Any,
 ) -> AsyncIterator[Bench]:
     servers, runners = [kind(base) for kind in (server, *replicas)], []
@@ -199,7 +201,7 @@ async def bench(
     url, *others = (f"http://127.0.0.1:{runner.addresses[0][1]}/v1" for runner in runners)
     settings = {"group_size": 4, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
     config = Config(
-        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
+        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db", busy_timeout_s=busy_timeout_s),
         upstreams=[UpstreamConfig(name="policy", base_url=url, replicas=others)],
         policy=PolicyConfig.model_validate({"model": str(base), "publish": publish, "directory": tmp_path / "policy"}),
         trainer=TrainerConfig.model_validate({**settings, **trainer}),
@@ -691,3 +693,33 @@ async def test_agents_go_on_while_a_step_is_computed_and_what_they_do_is_the_nex
         await training
         assert await b.steps_of(first) == {1}
         assert await b.steps_of(second) == {2}
+
+
+@pytest.mark.parametrize("moment", ["claim", "trained", "set_live", "update_metrics"])
+async def test_a_store_that_is_locked_for_long_is_waited_for(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.05)
+    async with bench(base, tmp_path, busy_timeout_s=0.1) as b:
+        rollouts = await b.groups("t1", "t2")
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        unlocked = getattr(b.ledger, moment)
+
+        async def locked(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setattr(b.ledger, moment, unlocked)
+            other.execute("BEGIN IMMEDIATE")
+            return await unlocked(*args, **kwargs)
+
+        monkeypatch.setattr(b.ledger, moment, locked)
+        training = asyncio.create_task(b.loop().run(asyncio.Event(), once=True))
+        while "cannot be written" not in caplog.text:
+            assert not training.done()
+            await asyncio.sleep(0.01)
+        other.execute("COMMIT")
+        await training
+        other.close()
+        last = await b.ledger.last_step()
+        assert last is not None and "publish_s" in last.metrics
+        assert await b.steps_of(rollouts) == {last.step}
+        live = await b.ledger.live()
+        assert (live.step, live.verified) == (last.step, True)

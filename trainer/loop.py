@@ -74,8 +74,20 @@ class TrainingLoop:
         self._free_since = time.perf_counter()
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
-        """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no whole group is left."""
-        await self.resume(stop)
+        """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no whole group is left.
+
+        A store that cannot be written is waited for; then it is as after a restart.
+        """
+        while not stop.is_set():
+            try:
+                await self.resume(stop)
+                await self._train(stop, once)
+                return
+            except StoreUnavailable as error:
+                log.error("the trainer waits: %s", error)
+            await _sleep(stop, RETRY_S)
+
+    async def _train(self, stop: asyncio.Event, once: bool) -> None:
         while not stop.is_set() and not await self.is_done():
             await self._follow_live_version()
             trained = await self._train_when_due(once)
