@@ -26,6 +26,7 @@ from lightning_proxy.proxy.types import CallEnd, CallStart
 
 Statements = list[Statement]
 GROUP = 512  # records in one commit, at most
+LARGE_REQUEST = 4_000  # characters of a request that is stored apart from its call
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class Recorder:
         rollout_id = start.rollout.rollout_id
         parent = self._longest_parent(rollout_id, start.request)
         stored = _stored_request(start, parent)
+        large = len(stored) > LARGE_REQUEST
         row = {
             "rollout_id": rollout_id,
             "task_id": start.rollout.task_id,
@@ -104,7 +106,8 @@ class Recorder:
             "endpoint": start.endpoint,
             "upstream": start.upstream,
             "model": start.model,
-            "request": stored,
+            "request": "" if large else stored,
+            "large_request": stored,
         }
         messages = conversation(start.request)
         known = common_prefix(messages, conversation(parent.request)) if parent else 0
@@ -117,7 +120,8 @@ class Recorder:
             # Of results with the same id, which some agents count anew in every turn, only the newest can be new.
             for r in {r.tool_call_id: r for r in tool_results(messages[known:])}.values()
         ]
-        statements: Statements = [(one, row) for one in (sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_REQUEST)]
+        statements: Statements = [(one, row) for one in (sql.ROLLOUT_SEEN, sql.CALL_START)]
+        statements += [(sql.CALL_LARGE_REQUEST, row)] if large else []
         statements += [*results, *also]
         running = self._parents.keys()
         if start.is_retry and (earlier := await self._store.superseded(rollout_id, start.request, running)):
@@ -235,7 +239,7 @@ def _settle(group: Sequence[Entry], error: Exception | None) -> None:
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
 _ORDER = [
-    sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_REQUEST, sql.CALL_SUPERSEDED, sql.CALL_END, sql.ROLLOUT_CALL_ENDED,
+    sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_LARGE_REQUEST, sql.CALL_SUPERSEDED, sql.CALL_END, sql.ROLLOUT_CALL_ENDED,
     sql.TOOL_CALL, sql.TOOL_RESULT, sql.CONVERSATION_TIP, sql.CONVERSATION_POINT, sql.CONVERSATION_ORIGIN,
 ]  # fmt: skip
 

@@ -76,7 +76,9 @@ def _read_call(
         model=row["model"],
         policy_version=row["policy_version"],
         policy_versions=_versions(row, log),
-        request=grow_request(_stored_request(row["request"]), parent.request if parent else None),
+        request=grow_request(
+            _stored_request(row["request"] or row["large_request"]), parent.request if parent else None
+        ),
         response=loads_or_none(row["response"]),
         prompt_token_ids=prompt,
         choices=_read_choices(row),

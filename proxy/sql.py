@@ -1,7 +1,7 @@
 """Every SQL statement of the project, with named parameters, in the SQL that SQLite and PostgreSQL share.
 
 Rows of `calls` are written twice: by `CALL_START` when the request goes upstream, as `incomplete`, and by `CALL_END`.
-SQLite writes a changed row anew, all of it: the request, which may be large, is in a table of its own.
+SQLite writes a changed row anew, all of it: a request that is large is in a table of its own.
 """
 
 # Rollouts ---------------------------------------------------------------------------------------------------------
@@ -52,21 +52,17 @@ ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
 
 # Calls ------------------------------------------------------------------------------------------------------------
 
+# Refused (`request` would be NULL) when the parent that it is stored against is gone.
 CALL_START = """
 INSERT INTO calls
-    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, upstream, model, policy_version, started_at)
+    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, upstream, model, policy_version, request, started_at)
 VALUES (
     :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
-    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version, :at
+    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version,
+    CASE WHEN :parent_id IS NULL OR EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN :request END, :at
 )
 """
-# Refused (`request` would be NULL) when the parent that it is stored against is gone.
-CALL_REQUEST = """
-INSERT INTO requests (call_id, request) VALUES (
-    :call_id,
-    CASE WHEN :parent_id IS NULL OR EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN :request END
-)
-"""
+CALL_LARGE_REQUEST = "INSERT INTO large_requests (call_id, request) VALUES (:call_id, :large_request)"
 CALL_END = """
 UPDATE calls SET
     status = :status, http_status = :http_status, response = :response,
@@ -85,7 +81,10 @@ UPDATE rollouts SET calls = calls + 1, tokens = tokens + :tokens
 WHERE rollout_id = :rollout_id AND EXISTS (SELECT 1 FROM calls WHERE call_id = :call_id)
 """
 CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"
-CALLS = "SELECT * FROM calls JOIN requests USING (call_id) WHERE rollout_id = :rollout_id ORDER BY seq"
+CALLS = """
+SELECT calls.*, large_requests.request AS large_request FROM calls LEFT JOIN large_requests USING (call_id)
+WHERE rollout_id = :rollout_id ORDER BY seq
+"""
 CALL_EXISTS = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
 # Of a call that is still there: its rollout may have been deleted meanwhile.
 TOOL_CALL = """

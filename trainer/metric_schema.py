@@ -69,6 +69,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("forks_repeated", "count", "the same: the very same prompt, or less of it, was sent again"),
         ("forks_new", "count", "the same: another agent, or a new conversation"),
         ("calls_untrainable", "count", "left out: without token ids, log-probabilities or answer, or at temperature 0"),
+        ("calls_not_finite", "count", "left out: a captured log-probability is no number"),
         ("calls_ambiguous", "count", "left out: several answers (n > 1), so the reward is no one answer's"),
         ("calls_of_others", "count", "left out: of agents that are not trained (`trainer.agents`)"),
         ("rows_too_long", "count", "rows left out: longer than `trainer.max_sample_tokens` or the model's context"),
