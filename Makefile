@@ -74,7 +74,7 @@ bench-store: setup  ## a million calls in one store: what gets slower? (ten minu
 bench-credit: setup  ## what each credit strategy, choice of agents and baseline learns: small problems, half a minute
 	$(BIN)/python benchmarks/credit.py
 
-bench-train: setup  ## a training step beside TRL's own padded rows, on the same rollouts: 5 minutes
+bench-train: setup  ## a training step beside TRL's own padded rows, on the same rollouts: 15 minutes
 	$(BIN)/python -W ignore benchmarks/train.py $(ARGS)
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?

@@ -335,8 +335,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=PRESETS, help="default: smollm2-135m on a CPU, qwen2.5-0.5b on a GPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, help="of the model's; default: 2 on a CPU, all on a GPU")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="of the model's; default: 8 on a CPU, all on a GPU")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--budget", type=int, default=8192, help="trainer.max_tokens_per_batch")
     parser.add_argument("--work", default="8,6,1000,100,100", help="siblings,turns,prompt,answered,observed")
     parser.add_argument("--vocabulary", type=int, help="default: the model's")
@@ -347,7 +347,7 @@ def main() -> int:
     cuda = options.device == "cuda"
     name = options.model or ("qwen2.5-0.5b" if cuda else "smollm2-135m")
     config, work = PRESETS[name], Work(*map(int, options.work.split(",")))
-    layers = options.layers or (config.num_hidden_layers if cuda else 2)
+    layers = options.layers or (config.num_hidden_layers if cuda else 8)
     whole, config.num_hidden_layers = config.num_hidden_layers, layers
     config.layer_types = ["full_attention"] * layers
     config.vocab_size = options.vocabulary or config.vocab_size

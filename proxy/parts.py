@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from lightning_proxy.proxy import memory
 from lightning_proxy.proxy.auth import Keys
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.continuity import Continuity
@@ -77,7 +78,13 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             relay = Relay(config, upstreams, kept, policy, keys, metrics.call_ended, continuity, conversations)
             parts = Parts(config, mode, store, ledger, recorder, policy, keys, metrics, redactor, relay, health)
             keeper = Keeper(database, config.store.retention, parts.forget)
-            running = (policy.watch(), keys.watch(), check_health(config, control, health), keeper.run())
+            running = (
+                policy.watch(),
+                keys.watch(),
+                check_health(config, control, health),
+                keeper.run(),
+                memory.watch(),
+            )
             beside = [asyncio.create_task(one) for one in running]
             try:
                 yield parts
