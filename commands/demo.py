@@ -124,11 +124,13 @@ class Demo:
             await asyncio.gather(*either, return_exceptions=True)
 
     async def _until_nothing_is_left_to_learn(self, api: ControlClient) -> None:
-        """Return when all groups of some steps' worth of rollouts had equal rewards: they teach nothing."""
+        """Return when all groups of some steps' worth of rollouts had equal rewards, or when the policy collapsed."""
         wanted = PERFECT_STEPS * STEP_ROLLOUTS
         while True:
             page = await api.rollouts(mode="train", status="completed", limit=wanted)
             if len(page["data"]) == wanted and all(one["dropped"] for one in page["data"]):
+                return
+            if (await api.policy())["collapse"]:
                 return
             await asyncio.sleep(10 * POLL_S)
 

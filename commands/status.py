@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from datetime import datetime
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,9 @@ from lightning_proxy.commands.ask import ask, print_json
 from lightning_proxy.commands.control import ControlClient, ControlError
 from lightning_proxy.commands.formats import count, duration, number, plain, sparkline
 from lightning_proxy.commands.step_view import steps_table
-from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.config import Config, TrainerConfig
+from lightning_proxy.proxy.cron import next_time
+from lightning_proxy.proxy.ledger import Collapse
 
 NEWEST_STEPS = 40
 SHOWN_STEPS = 10
@@ -24,6 +27,7 @@ PHASES = (
     ("waiting", "wait_s"), ("collecting", "collect_s"), ("training", "step_s"), ("checkpoint", "checkpoint_s"),
     ("publishing", "publish_s"),
 )  # fmt: skip
+WAITING = re.compile(r"^lightning_rollouts_waiting (\S+)$", re.MULTILINE)
 COUNT = re.compile(r'^lightning_rollouts\{mode="(\w+)",status="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
@@ -31,6 +35,7 @@ def show_status(config: Config, *, as_json: bool) -> bool:
     """Print the state of the system; returns whether it is ready."""
     url = ControlClient.of(config).url
     status = ask(config, read_status)
+    status["next_step"] = next_step(config.trainer, status["waiting"], time.time())
     if as_json:
         print_json({"url": url, **status})
     else:
@@ -45,14 +50,16 @@ async def read_status(api: ControlClient) -> dict[str, Any]:
     """Everything that `status` shows, as plain data; ControlError if the proxy is not there."""
     ready = json.loads(await _get(api, "/readyz"))
     if ready["store"] != "ok":
-        return {"ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}}
+        return {"ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0}
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
+    metrics = await _get(api, "/metrics")
     return {
         "ready": ready,
         "policy": await api.policy(),
         "steps": steps,
         "rewards": [s["metrics"]["reward_mean"] for s in steps if "reward_mean" in s["metrics"]],
-        "rollouts": rollout_counts(await _get(api, "/metrics")),
+        "rollouts": rollout_counts(metrics),
+        "waiting": int(float(WAITING.findall(metrics)[0])),
     }
 
 
@@ -62,6 +69,19 @@ def rollout_counts(metrics: str) -> dict[str, dict[str, int]]:
     for mode, status, found in COUNT.findall(metrics):
         counts.setdefault(mode, {})[status] = int(float(found))
     return counts
+
+
+def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
+    """What the trainer waits for, as far as that is told without asking it."""
+    schedule, rollouts = config.schedule, f"{count(waiting)} complete rollouts wait"
+    match schedule.when:
+        case "rollouts":
+            return f"{rollouts}; a round begins with {count(schedule.every_rollouts)}"
+        case "times":
+            return f"{rollouts}; the next round begins {datetime.fromtimestamp(next_time(schedule.at, now)):%a %H:%M}"
+        case "idle":
+            return f"{rollouts}; while the machine is idle"
+    return f"{rollouts}; it takes {config.tasks_per_step} groups of {config.group_size}"
 
 
 async def _get(api: ControlClient, path: str) -> str:
@@ -89,9 +109,13 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
     served = policy["served_model"] or "the base model"
     table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
+    if collapse := policy["collapse"]:
+        table.add_row("stopped", plain(f"for {duration(now - collapse['at'])}: {Collapse(**collapse).story}", "red"))
     for mode, counts in sorted(status["rollouts"].items(), reverse=True):
         shown = ", ".join(f"{count(n)} {name}" for name, n in sorted(counts.items()))
         table.add_row(f"rollouts, {mode}", shown)
+    if not collapse:
+        table.add_row("next step", status["next_step"])
     for name, value in step_facts(policy["last_step"], now):
         table.add_row(name, value)
     if len(status["rewards"]) > 1:
@@ -109,6 +133,7 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
     if metrics.get("skipped"):
         because = metrics.get("skipped_because", "it had nothing to train on, or its numbers were not finite")
         facts.append(("  skipped", because))
+    facts += [("  warning", what) for what in metrics.get("warnings", {}).values()]
     if "reward_mean" in metrics:
         spread = f"{number(metrics['reward_mean'])} ± {number(metrics.get('reward_std'))}"
         facts.append(("  reward", f"{spread}, greatest {number(metrics.get('reward_max'))}"))

@@ -39,7 +39,7 @@ def _cells(metrics: Metrics, version: int | None) -> list[str]:
     numbers = [number(metrics.get(name)) for name in ("reward_mean", "reward_std")]
     sampled = [number(metrics.get("kl"), 2), _share(metrics.get("clip_share")), number(metrics.get("entropy"), 2)]
     seconds = [_seconds(metrics.get(name)) for name in ("step_s", "publish_s")]
-    shown = "skipped" if metrics.get("skipped") else "-" if version is None else str(version)
+    shown = _unpublished(metrics, "-") if version is None else str(version)
     return [*numbers, _groups(metrics), _short(metrics.get("trained_tokens")), *sampled, *seconds, shown]
 
 
@@ -48,7 +48,7 @@ def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
     names = ("reward_mean", "reward_std", "kl", "clip_share", "entropy", "trained_tokens_per_s")
     mean, std, kl, clipped, entropy, speed = (metrics.get(name) for name in names)
     version = metrics.get("version")
-    fate = "skipped" if metrics.get("skipped") else "not published" if version is None else f"version {version:.0f}"
+    fate = _unpublished(metrics, "not published") if version is None else f"version {version:.0f}"
     tokens, per_second = metrics.get("trained_tokens"), "" if speed is None else f" at {count(speed)}/s"
     return [
         (0, f"step {step}", "bold"),
@@ -61,8 +61,13 @@ def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
         (9, "" if entropy is None else f"entropy {number(entropy, 2)}", ""),
         (10, f"staleness {number(stale, 2)}" if (stale := metrics.get("staleness_mean")) else "", ""),
         (5, _times(metrics), "dim"),
-        (2, fate, "red" if fate == "skipped" else "yellow" if version is None else "cyan"),
+        (2, f"warning: {', '.join(warnings)}" if (warnings := metrics.get("warnings")) else "", "yellow"),
+        (2, fate, "red" if fate in ("skipped", "stopped") else "yellow" if version is None else "cyan"),
     ]
+
+
+def _unpublished(metrics: Metrics, otherwise: str) -> str:
+    return "skipped" if metrics.get("skipped") else "stopped" if "collapse" in metrics else otherwise
 
 
 def _times(metrics: Metrics) -> str:

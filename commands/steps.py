@@ -36,10 +36,10 @@ def teller(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
 
 
 async def tell_steps(config: StoreConfig, console: Console) -> None:
-    """Tell every step that another process finishes from now on; runs until cancelled."""
+    """Tell every step that another process finishes from now on, and what it stops for; runs until cancelled."""
     async with opened(config) as database:
         ledger = Ledger(database)
-        last = await ledger.last_step()
+        last, stopped = await ledger.last_step(), None
         told = last.step if last else 0
         while True:
             with suppress(StoreUnavailable):  # busy; the next look will do
@@ -47,4 +47,7 @@ async def tell_steps(config: StoreConfig, console: Console) -> None:
                     if step.step > told and "publish_s" in step.metrics:
                         console.print(step_line(step.step, step.metrics, console.width), soft_wrap=True)
                         told = step.step
+                if stopped != (collapse := await ledger.collapse()):
+                    console.print(f"stopped: {collapse.story}" if collapse else "not stopped any more", style="red")
+                stopped = collapse
             await asyncio.sleep(POLL_S)

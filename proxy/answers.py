@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from lightning_proxy.proxy.ledger import Step
+from lightning_proxy.proxy.ledger import Collapse, Step
 from lightning_proxy.proxy.types import CallStatus, Choice, PolicyVersion, PublishMode, Rollout, ToolCall, Transition
 
 
@@ -107,6 +107,7 @@ class Policy(BaseModel):
     live_at: float | None
     steps: int
     last_step: Step | None
+    collapse: Collapse | None
 
 
 class Versions(BaseModel):

@@ -262,6 +262,23 @@ class VespoConfig(Section):
     lambda_neg: Positive = 2.0
 
 
+class CollapseConfig(Section):
+    action: Literal["stop", "rollback", "warn", "off"] = "stop"
+    reward_warn: Positive = 3.0
+    reward_stop: Positive = 5.0
+    steps: Annotated[int, Field(ge=1)] = 3
+    min_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    max_clip_share: Annotated[float, Field(gt=0, le=1)] | None = 0.3
+    max_kl: Positive | None = 1.0
+    max_kl_base: Positive | None = 5.0
+
+    @model_validator(mode="after")
+    def _warns_before_it_stops(self) -> CollapseConfig:
+        if self.reward_stop < self.reward_warn:
+            raise ValueError("reward_stop is less than reward_warn: it would stop without a warning")
+        return self
+
+
 class TrainerConfig(Section):
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
@@ -294,6 +311,7 @@ class TrainerConfig(Section):
     vespo: VespoConfig = VespoConfig()
     kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     kl_metric: bool = False
+    collapse: CollapseConfig = CollapseConfig()
     lora_rank: Annotated[int, Field(ge=1)] = 16
     lora_alpha: Annotated[int, Field(ge=1)] = 32
     lora_targets: list[str] | Literal["all-linear"] = "all-linear"

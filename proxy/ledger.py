@@ -6,6 +6,7 @@ Commit points: `claim` (a step owns its rollouts), `trained` (they are never off
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from lightning_proxy.proxy import rows, sql
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.json_text import dumps, loads
-from lightning_proxy.proxy.types import PolicyVersion, PublishMode, Rollout
+from lightning_proxy.proxy.types import CollapseSign, PolicyVersion, PublishMode, Reward, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,35 @@ class Step:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Collapse:
+    """Why publication is stopped since `at` (Unix time), until a version is made live by hand.
+
+    `sign`, `what`: what was seen. `live_at`: since when the version is live that was live then. `go_back_to`: the
+    newest version from before that can be served. Kept in the metrics of the last step as `collapse`.
+    """
+
+    sign: CollapseSign
+    what: str
+    at: float
+    live_at: float | None
+    go_back_to: int
+
+    @classmethod
+    def of(cls, last: Step | None, live: PolicyVersion) -> Collapse | None:
+        """None if nothing is stopped, or was, and another version was made live since, or the same once more."""
+        stored = last.metrics.get("collapse") if last else None
+        return cls(**stored) if stored and stored["live_at"] == live.live_at else None
+
+    @property
+    def story(self) -> str:
+        """For a person: what was seen, what is so now, what can be done."""
+        return (
+            f"{self.what}. Agents are served as before; nothing is trained or published until a version is made live "
+            f"by hand: `lightning-proxy policy promote {self.go_back_to}` goes back to before that"
+        )
+
+
 class Ledger:
     """Training steps and policy versions. Every method that writes is one transaction."""
 
@@ -69,6 +99,11 @@ class Ledger:
         row = await self._db.one(sql.CLAIMABLE_LONE)
         assert row is not None  # it counts
         return Group(None, row["completed"], row["completed"], row["oldest"]) if row["completed"] else None
+
+    async def waiting(self, *, lone: bool) -> int:
+        """How many complete rollouts no step has taken yet; those without a task only if `lone`."""
+        of_nothing = await self.lone() if lone else None
+        return sum(group.completed for group in [*await self.groups(), *([of_nothing] if of_nothing else [])])
 
     async def lone_rollouts(self, limit: int) -> list[Rollout]:
         """Those rollouts, in the order in which they ended."""
@@ -141,9 +176,27 @@ class Ledger:
         """The rollouts that a step took."""
         return [rows.read_rollout(row) for row in await self._db.all(sql.CLAIMED, {"step": step})]
 
+    async def rewarded_since(self, version: int, newest: int) -> list[tuple[Rollout, list[Reward]]]:
+        """Of the `newest` rollouts those that ended and began with this version or a later one, in order of opening."""
+        params: dict[str, object] = {"version": version, "newest": newest}
+        rewards = defaultdict[str, list[Reward]](list)
+        for row in await self._db.all(sql.REWARDS_SINCE_VERSION, params):
+            rewards[row["rollout_id"]].append(rows.read_reward(row))
+        found = await self._db.all(sql.ROLLOUTS_SINCE_VERSION, params)
+        return [(rows.read_rollout(row), rewards[row["rollout_id"]]) for row in found]
+
+    async def newest_reward(self) -> int | None:
+        """A number that grows with every reward."""
+        row = await self._db.one(sql.REWARD_NEWEST)
+        return None if row is None else row["n"]
+
     async def last_step(self) -> Step | None:
         row = await self._db.one(sql.STEP_LAST)
         return None if row is None else _read_step(row)
+
+    async def collapse(self) -> Collapse | None:
+        """What publication is stopped for."""
+        return Collapse.of(await self.last_step(), await self.live())
 
     async def step_of_version(self, version: int) -> Step | None:
         """The step that a policy version was published from; None for the base model."""
@@ -153,6 +206,10 @@ class Ledger:
     async def steps(self) -> list[Step]:
         """All finished steps, oldest first."""
         return [_read_step(row) for row in await self._db.all(sql.STEPS)]
+
+    async def first_steps(self, limit: int) -> list[Step]:
+        """The first finished steps, oldest first."""
+        return [_read_step(row) for row in await self._db.all(sql.STEPS_FIRST, {"limit": limit})]
 
     async def newest_steps(self, limit: int) -> list[Step]:
         """The last finished steps, newest first."""

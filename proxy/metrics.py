@@ -11,7 +11,8 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from lightning_proxy.proxy.types import CallEnd, CallStatus
+from lightning_proxy.proxy.ledger import Collapse
+from lightning_proxy.proxy.types import CallEnd, CallStatus, CollapseSign
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # Where several workers share their counts; prometheus_client looks at it when it is imported.
@@ -58,6 +59,10 @@ class Metrics:
         self.live_version = Gauge(
             "lightning_policy_version", "The live policy version", registry=r, multiprocess_mode="livemostrecent"
         )
+        self._collapsed = Gauge(
+            "lightning_policy_collapsed", "1: publication is stopped, for this sign of collapse", ["sign"], registry=r,
+            multiprocess_mode="livemostrecent",
+        )  # fmt: skip
         self._step = Gauge(
             "lightning_step", "The last training step's numbers, as docs/metrics.md names them; its own: step",
             ["metric"], registry=r, multiprocess_mode="livemostrecent",
@@ -68,6 +73,10 @@ class Metrics:
         )  # fmt: skip
         self.rollouts = Gauge(
             "lightning_rollouts", "Rollouts in the store", ["mode", "status"], registry=r,
+            multiprocess_mode="livemostrecent",
+        )  # fmt: skip
+        self.waiting = Gauge(
+            "lightning_rollouts_waiting", "Complete rollouts that no training step has taken yet", registry=r,
             multiprocess_mode="livemostrecent",
         )  # fmt: skip
 
@@ -92,6 +101,11 @@ class Metrics:
         for name, value in {"step": step, **metrics}.items():
             if isinstance(value, int | float):
                 self._step.labels(name).set(value)
+
+    def stopped_for(self, collapse: Collapse | None) -> None:
+        """Of one sign at most."""
+        for sign in get_args(CollapseSign):
+            self._collapsed.labels(sign).set(collapse is not None and collapse.sign == sign)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -154,7 +154,7 @@ async def _reader(request: Request, rollout_id: str) -> Parts:
 
 @router.get("/policy", tags=["policy"], response_model=None, responses=answers(Policy))
 async def get_policy(request: Request) -> dict[str, Any]:
-    """The live version, how it is served, and the last training step."""
+    """The live version, how it is served, the last training step, and the collapse that publication is stopped for."""
     p = parts(request)
     await p.keys.require_agent(request.headers)
     live, last = await p.ledger.live(), await p.ledger.last_step()
@@ -166,6 +166,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "live_at": live.live_at,
         "steps": last.step if last else 0,
         "last_step": views.step_view(last) if last else None,
+        "collapse": views.collapse_view(await p.ledger.collapse()),
     }
 
 
@@ -232,6 +233,8 @@ async def metrics(request: Request) -> Response:
     p = parts(request)
     p.metrics.queue.set(p.recorder.depth)
     p.metrics.live_version.set((await p.ledger.live()).version)
+    p.metrics.waiting.set(await p.ledger.waiting(lone=p.config.trainer.lone_rollouts == "running"))
+    p.metrics.stopped_for(await p.ledger.collapse())
     if (last := await p.ledger.last_step()) is not None:
         p.metrics.step_ended(last.step, last.metrics)
     for (mode, status), count in (await p.store.rollout_counts()).items():

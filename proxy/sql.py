@@ -111,6 +111,7 @@ VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :at)
 RETURNING reward_id
 """
 REWARDS = "SELECT * FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
+REWARD_NEWEST = "SELECT MAX(reward_id) AS n FROM rewards"
 ROLLOUT_REWARD = "UPDATE rollouts SET reward = :value WHERE rollout_id = :rollout_id"
 ROLLOUT_REWARDED = "UPDATE rollouts SET rewarded_at = COALESCE(rewarded_at, :at) WHERE rollout_id = :rollout_id"
 ROLLOUT_COMPLETE = """
@@ -227,6 +228,16 @@ SELECT * FROM rollouts
 WHERE task_id = :task_id AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
 ORDER BY ended_at
 """
+# Of the newest rollouts. Not with `=`: SQLite would go through all that have this mode and status.
+_ENDED_SINCE_VERSION = """
+rollouts.n > (SELECT MAX(n) FROM rollouts) - :newest AND policy_version >= :version
+AND mode <> 'eval' AND status NOT IN ('running', 'discarded')
+"""
+ROLLOUTS_SINCE_VERSION = f"SELECT * FROM rollouts WHERE {_ENDED_SINCE_VERSION} ORDER BY n"
+REWARDS_SINCE_VERSION = f"""
+SELECT rewards.* FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
+WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
+"""
 # Rollouts without a task: nothing says which others they are siblings of.
 CLAIMABLE_LONE = """
 SELECT COUNT(*) AS completed, MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END) AS oldest
@@ -291,6 +302,7 @@ SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.s
 WHERE policy_versions.version = :version
 """
 STEPS = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step"
+STEPS_FIRST = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step LIMIT :limit"
 STEPS_NEWEST = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step DESC LIMIT :limit"
 
 # Keys -------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ CallStatus = Literal["ok", "error", "cancelled", "incomplete"]
 RolloutStatus = Literal["running", "completed", "failed", "discarded"]
 Mode = Literal["train", "eval"]
 PublishMode = Literal["lora", "merged"]
+CollapseSign = Literal["reward", "entropy", "clip_share", "kl", "kl_base"]
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",

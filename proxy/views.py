@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_proxy.proxy.ledger import Step
+from lightning_proxy.proxy.ledger import Collapse, Step
 from lightning_proxy.proxy.types import ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
 
 # What of a request the model is shown, in any of the recorded APIs.
@@ -75,6 +75,10 @@ def version_view(version: PolicyVersion, live: int) -> dict[str, Any]:
 
 def step_view(step: Step) -> dict[str, Any]:
     return asdict(step)
+
+
+def collapse_view(collapse: Collapse | None) -> dict[str, Any] | None:
+    return asdict(collapse) if collapse else None
 
 
 def transitions(rollout: Rollout, calls: Sequence[ModelCall]) -> list[Transition]:

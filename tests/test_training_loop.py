@@ -396,6 +396,7 @@ async def test_the_reward_rises_with_other_baselines_too(base: Path, tmp_path: P
             await loop.train_once()  # unless there is nothing left to learn
         first, *_, last = [step.metrics["reward_mean"] for step in await b.ledger.steps()]
         assert first < 0.75 and last > 0.9
+        assert not any("warnings" in step.metrics for step in await b.ledger.steps()), "it did not collapse"
 
 
 async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, tmp_path: Path) -> None:
@@ -723,3 +724,85 @@ async def test_a_store_that_is_locked_for_long_is_waited_for(
         assert await b.steps_of(rollouts) == {last.step}
         live = await b.ledger.live()
         assert (live.step, live.verified) == (last.step, True)
+
+
+async def varied(b: Bench, version: int) -> None:
+    """Rollouts of four tasks that the server samples, rewarded for tokens that differ from each other."""
+    torch.manual_seed(version)
+    for task in ("t1", "t2", "t3", "t4") * 16:
+        answer = b.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
+        ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
+        rollout_id = await b.record(task, Choice(0, ids, logprobs, "stop"), version)
+        await b.store.post_rewards([Reward(rollout_id, len(set(ids)) / 4)], None, b"")
+
+
+ABSURD = {"group_size": 16, "tasks_per_step": 4, "learning_rate": 10.0}
+
+
+async def test_a_policy_that_collapses_is_trained_no_further_until_it_is_rolled_back(
+    base: Path, tmp_path: Path
+) -> None:
+    async with bench(base, tmp_path, **ABSURD) as b:
+        await varied(b, 0)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.ledger.live()).version == 1
+        await varied(b, 1)
+        for _ in range(2):  # a restart changes nothing
+            await b.groups("t5", "t6", "t7", "t8")
+            await b.loop().run(asyncio.Event(), once=True)
+            collapse = await b.ledger.collapse()
+            assert collapse is not None and (collapse.sign, collapse.go_back_to) == ("reward", 0)
+            last = await b.ledger.last_step()
+            assert last is not None and last.step == 1
+        swap = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory)
+        await swap.activate(await b.ledger.version(0))
+        await b.loop(learning_rate=0.01).run(asyncio.Event(), once=True)
+        _, second, *_ = await b.ledger.steps()
+        assert (second.base, second.version, await b.ledger.collapse()) == (0, 2, None)
+
+
+async def test_a_policy_that_collapses_is_rolled_back_by_itself_if_so_configured(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, **ABSURD, collapse={"action": "rollback"}) as b:
+        await varied(b, 0)
+        await b.loop().run(asyncio.Event(), once=True)
+        await varied(b, 1)
+        await b.loop(max_steps=1).run(asyncio.Event())
+        assert (await b.ledger.live()).version == 1, "it is done, and looks no more"
+        await b.loop().run(asyncio.Event(), once=True)
+        steps = await b.ledger.steps()
+        assert [(step.base, step.version) for step in steps[:2]] == [(0, 1), (0, 2)]
+        assert steps[0].metrics["collapse"]["sign"] == "reward"
+
+
+async def test_a_step_that_was_stopped_is_committed_and_never_published(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, collapse={"max_kl": 1e-9, "steps": 2}) as b:
+        rollouts = await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        rollouts += await b.groups("t3", "t4")
+        for _ in range(2):
+            await b.loop().run(asyncio.Event(), once=True)
+            waiting = await b.groups("t5", "t6")
+            first, last = await b.ledger.steps()
+            assert (first.version, list(first.metrics["warnings"])) == (1, ["kl"])
+            assert (last.base, last.version, last.metrics["collapse"]["sign"]) == (1, None, "kl")
+            assert last.checkpoint is not None and "publish_s" in last.metrics
+            assert (await b.ledger.live()).version == 1
+        assert await b.steps_of(rollouts) == {1, 2} and await b.steps_of(waiting) == {None}
+        swap = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory)
+        await swap.activate(await b.ledger.version(1))  # not the weights after step 2
+        loop = b.loop(max_steps=3)
+        await loop.run(asyncio.Event(), once=True)
+        last = await b.ledger.last_step()
+        assert last is not None and (last.step, last.base) == (3, 1)
+        assert "collapse" not in last.metrics, "one step in a row"
+
+
+async def test_the_version_before_a_warning_keeps_its_files_and_its_checkpoint(base: Path, tmp_path: Path) -> None:
+    watched = {"max_kl": None, "max_clip_share": None, "max_kl_base": 1e-9, "steps": 9}
+    async with bench(base, tmp_path, collapse=watched) as b:
+        for step in range(1, 7):
+            await b.groups(f"t{step}", f"u{step}")
+            await b.loop(kl_metric=step > 2).run(asyncio.Event(), once=True)  # from then on it is measured
+        versions = {v.version: v.path is not None for v in await b.ledger.versions()}
+        assert versions == {0: False, 1: True, 2: False, 3: False, 4: True, 5: True, 6: True}
+        assert (tmp_path / "policy/checkpoints/1").is_dir()

@@ -6,8 +6,11 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,11 @@ from lightning_proxy.commands.conversation import additions
 from lightning_proxy.commands.formats import cut, duration, sparkline
 from lightning_proxy.commands.rollout_view import rollout_detail
 from lightning_proxy.commands.rollouts import changed
+from lightning_proxy.commands.status import next_step
 from lightning_proxy.commands.step_view import step_line
 from lightning_proxy.commands.steps import tell_steps, teller
+from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.ledger import Collapse
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Message = dict[str, Any]
@@ -160,6 +166,20 @@ async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, 
         assert all(word in out for word in ("ready", "version 0", "1 running", "0.5 ± 0.25", "training 2.5s"))
         _, out, _ = await system.lightning("status", "--json")
         assert json.loads(out)["rollouts"] == {"train": {"running": 1}}
+        assert json.loads(out)["next_step"] == "0 complete rollouts wait; it takes 8 groups of 8"
+        await system.chat("r2", X_Task_Id="t1")
+        await system.lightning("reward", "r2", "1")
+        assert json.loads((await system.lightning("status", "--json"))[1])["waiting"] == 1
+
+
+def test_what_the_trainer_waits_for_is_what_its_schedule_says() -> None:
+    now = datetime(2026, 11, 20, 23, 0).timestamp()  # a Friday
+    for schedule, said in (
+        ({"when": "rollouts", "every_rollouts": 32}, "12 complete rollouts wait; a round begins with 32"),
+        ({"when": "times", "at": ["03:00"]}, "12 complete rollouts wait; the next round begins Sat 03:00"),
+        ({"when": "idle"}, "12 complete rollouts wait; while the machine is idle"),
+    ):
+        assert next_step(TrainerConfig.model_validate({"schedule": schedule}), 12, now) == said
 
 
 async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(running: Running, tmp_path: Path) -> None:
@@ -206,6 +226,8 @@ def test_a_step_is_one_line_that_keeps_what_matters_most() -> None:
         line = step_line(7, {**STEP, "version": 8.0}, width).plain
         assert len(line) <= width and line.startswith("step 7  reward 0.500") and line.endswith("version 8")
     assert step_line(7, STEP).plain.endswith("not published")
+    stopped = step_line(7, {**STEP, "warnings": {"kl": "…", "entropy": "…"}, "collapse": {}}, 80).plain
+    assert stopped.startswith("step 7  reward 0.500") and stopped.endswith("warning: kl, entropy  stopped")
     assert step_line(7, {"skipped": 1.0}).plain == "step 7  skipped"  # of an older store
 
 
@@ -236,6 +258,38 @@ async def test_up_tells_each_step_of_the_trainer_once(running: Running, tmp_path
         with pytest.raises(asyncio.CancelledError):
             await telling
         assert console.file.getvalue().count("step ") == 1
+
+
+async def test_a_collapse_is_said_everywhere_until_a_version_is_made_live_by_hand(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        console = Console(file=StringIO(), width=80)
+        assert isinstance(console.file, StringIO)
+        telling = asyncio.create_task(tell_steps(system.config.store, console))
+        what = "the reward fell from 0.9 to 0.1 with policy version 1 (7.2 sigmas, 64 compared with 64)"
+        collapse = Collapse("reward", what, time.time(), (await ledger.live()).live_at, 0)
+        metrics = {**STEP, "warnings": {"reward": what}, "collapse": asdict(collapse)}
+        await ledger.trained(await ledger.claim([], 0), None, metrics)
+        assert (await system.call("GET", "/policy"))[1]["collapse"] == asdict(collapse)
+        _, out, _ = await system.lightning("status")
+        assert max(map(len, out.splitlines())) <= 80
+        for said in (f"s: {what}. Agents are served", "`lightning-proxy policy promote 0`", f"warning {what}"):
+            assert said in " ".join(out.split())
+        async with system.session.get(system.url + "/metrics") as answer:
+            text = await answer.text()
+        assert 'lightning_policy_collapsed{sign="reward"} 1.0' in text
+        assert 'lightning_policy_collapsed{sign="kl"} 0.0' in text
+        while "stopped: the reward fell" not in console.file.getvalue():
+            await asyncio.sleep(0.05)
+        assert (await system.call("POST", "/policy/promote", {"version": 0}))[0] == 200
+        assert (await system.call("GET", "/policy"))[1]["collapse"] is None
+        assert "stopped" not in (await system.lightning("status"))[1].split("step ")[0]
+        while "not stopped any more" not in console.file.getvalue():
+            await asyncio.sleep(0.05)
+        telling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await telling
 
 
 def test_without_a_proxy_one_line_says_what_to_start(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.proxy.vllm import operator_session
 from lightning_proxy.trainer.collect import Collector, Order
 from lightning_proxy.trainer.metric_schema import scalars
+from lightning_proxy.trainer.monitor import Monitor
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.schedule import Schedule
 from lightning_proxy.trainer.trainer import LightningTrainer
@@ -32,6 +33,7 @@ from lightning_proxy.trainer.types import Batch, Sample
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
+UNPUBLISHED = -1  # instead of a policy version: the trainer's weights are none's
 # Called when a step is done, with its number and metrics (`metric_schema`).
 Show = Callable[[int, Mapping[str, Any]], None]
 
@@ -67,6 +69,7 @@ class TrainingLoop:
         self._collector = Collector(fitting, store, ledger, order)
         self._schedule = Schedule(config.trainer.schedule, self._collector, ledger)
         self._waits_for: str | None = None
+        self._monitor = Monitor(config.trainer, ledger)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
         self._show = show
         self._stop = asyncio.Event()
@@ -89,8 +92,10 @@ class TrainingLoop:
 
     async def _train(self, stop: asyncio.Event, once: bool) -> None:
         while not stop.is_set() and not await self.is_done():
-            await self._follow_live_version()
-            trained = await self._train_when_due(once)
+            trained = False
+            if not await self._is_stopped():
+                await self._follow_live_version()
+                trained = await self._train_when_due(once)
             if not trained and once:
                 break
             if not trained:
@@ -122,6 +127,8 @@ class TrainingLoop:
         await asyncio.to_thread(self._trainer.load, Path(last.checkpoint))
         self._version = last.base if last.version is None else last.version
         log.info("going on after step %d (policy version %d)", last.step, self._version)
+        if last.version is None and "collapse" in last.metrics:
+            self._version = UNPUBLISHED
         return last
 
     async def _finish_publishing(self, publisher: Publisher, last: Step) -> None:
@@ -154,6 +161,8 @@ class TrainingLoop:
         metrics |= await asyncio.to_thread(self._trainer.step, batch)
         metrics |= {"skipped_because": self._trainer.skipped_because} if metrics["skipped"] else {}
         metrics["reward_by_task"] = batch.tasks
+        if self._publisher is not None:
+            metrics |= await self._monitor.of_step(self._version, metrics)
         try:
             await self._commit(batch, metrics)
         except Stopped:
@@ -161,6 +170,9 @@ class TrainingLoop:
             return False
         if metrics["skipped"]:
             log.error("step %d was skipped: %s; its rollouts are not used", batch.step, metrics["skipped_because"])
+            await self._finish(batch.step, metrics)
+        elif "collapse" in metrics:
+            self._version = UNPUBLISHED
             await self._finish(batch.step, metrics)
         else:
             await self._publish(batch.step, batch.samples, metrics)
@@ -187,7 +199,7 @@ class TrainingLoop:
         if self._publisher is None:
             await self._finish(step, metrics)
             return
-        started = time.perf_counter()
+        started, self._publisher.keep = time.perf_counter(), self._monitor.keep
         try:
             metrics["version"] = self._version = (await self._reach(self._publisher, step, samples, metrics)).version
         except Superseded as error:
@@ -221,6 +233,17 @@ class TrainingLoop:
             await _sleep(self._stop, RETRY_S)
             if self._stop.is_set():
                 raise Stopped
+
+    async def _is_stopped(self) -> bool:
+        """Whether a collapse was seen, and neither somebody nor (`collapse.action: rollback`) we went back since."""
+        collapse = None if self._publisher is None else await self._monitor.look()
+        if collapse is None or self._publisher is None:
+            return False
+        live = (await self._ledger.live()).version
+        if self._config.collapse.action != "rollback" or collapse.go_back_to >= live:
+            return True
+        await self._publisher.take_back(live, collapse.go_back_to)
+        return False
 
     async def _follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""

@@ -44,6 +44,7 @@ class Publisher:
         self._trainer = trainer
         self._directory = config.directory.absolute() / "versions"
         self._served: dict[str, Tensor] | None = None  # the adapter that was seen to be served last
+        self.keep: frozenset[int] = frozenset()  # versions whose files stay beside the newest
 
     async def publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int) -> PolicyVersion:
         """Make the weights of `step`, which started from version `base`, live; may be called again after a failure.
@@ -168,9 +169,10 @@ class Publisher:
         raise UpstreamUnreachable(f"the published weights are not verified yet: vLLM is away for {VERIFY_TRIES} tries")
 
     async def _prune(self) -> None:
-        """Remove the files of old versions, except those that running rollouts keep to."""
+        """Remove the files of old versions, except those that running rollouts or `keep` keep to."""
         versions = [v for v in await self._ledger.versions() if v.path is not None]
         keep = {v.version for v in versions[-self._config.keep_versions :]} | {(await self._ledger.live()).version}
+        keep |= self.keep
         keep |= (
             await self._ledger.pinned(time.time() - self._config.pin_timeout_s) if self._swap.mode == "lora" else set()
         )

@@ -27,7 +27,7 @@ class Siblings:
         self._store = store
         self._ledger = ledger
         self._judge = Judge(config, store) if config.judged else None
-        self._weights = {**config.reward_weights, **({JUDGE: config.judge.weight} if config.judged else {})}
+        self._weights = reward_weights(config)
 
     async def read(self, rollout: Rollout) -> Sibling | None:
         """The rollout with what was posted for it, what a judge said before, and automatic intermediate rewards.
@@ -75,3 +75,8 @@ class Siblings:
         if rollout.status != "failed" or penalty is None or rewards.final is not None:
             return rewards
         return replace(rewards, final=penalty)
+
+
+def reward_weights(config: TrainerConfig) -> dict[str, float]:
+    """What the rewards of each name count, a judge's scores included."""
+    return {**config.reward_weights, **({JUDGE: config.judge.weight} if config.judged else {})}
