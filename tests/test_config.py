@@ -77,6 +77,7 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
         ("store: {url: 'mysql://h'}", "only sqlite:///FILE"),
         ("trainer: {group_size: 1}", "trainer.group_size"),
         ("trainer: {baseline: best}", "trainer.baseline"),
+        ("trainer: {collapse: {reward_stop: 2}}", "trainer.collapse: reward_stop is less than reward_warn"),
         ("[1, 2]", "expected sections"),
         ("proxy: [", "not valid YAML"),
     ],
