@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,8 +22,9 @@ from lightning_proxy.proxy import views
 from lightning_proxy.proxy.config import Config, StoreConfig
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import ConfigError, LightningError
+from lightning_proxy.proxy.events import Events
 from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import ModelCall, Rollout
+from lightning_proxy.proxy.types import Event, ModelCall, Rollout
 
 Kind = Literal["transitions", "sft"]
 PAGE = 100
@@ -90,7 +91,7 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
 async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selection: Selection) -> int:
     database, written = await Database.open(config), 0
     try:
-        store = Store(database)
+        store, events = Store(database), Events(database)
         counts = await store.rollout_counts()
         total = sum(n for (m, s), n in counts.items() if selection.mode in (None, m) and selection.status in (None, s))
         with Progress(console=Console(stderr=True)) as progress:
@@ -99,7 +100,8 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
                 async for rollout in rollouts:
                     progress.advance(bar)
                     if selection.takes(rollout):
-                        for row in rows_of(rollout, await store.calls(rollout.rollout_id), kind):
+                        calls, told = await store.calls(rollout.rollout_id), await events.of(rollout.rollout_id)
+                        for row in rows_of(rollout, calls, kind, told):
                             writer.write(row)
                             written += 1
     finally:
@@ -118,29 +120,32 @@ async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[Rollou
             return
 
 
-def rows_of(rollout: Rollout, calls: list[ModelCall], kind: Kind) -> Iterator[dict[str, Any]]:
+def rows_of(
+    rollout: Rollout, calls: list[ModelCall], kind: Kind, events: Sequence[Event] = ()
+) -> Iterator[dict[str, Any]]:
     """The rollout's rows of this kind."""
-    return _transitions(rollout, calls) if kind == "transitions" else _conversations(rollout, calls)
+    return _transitions(rollout, calls, events) if kind == "transitions" else _conversations(rollout, calls)
 
 
-def _transitions(rollout: Rollout, calls: list[ModelCall]) -> Iterator[dict[str, Any]]:
+def _transitions(rollout: Rollout, calls: list[ModelCall], events: Sequence[Event]) -> Iterator[dict[str, Any]]:
     by_id = {call.call_id: call for call in calls}
-    for transition in views.transitions(rollout, calls):
-        call, sampled = by_id[transition.call_id], transition.kind == "llm"
+    for transition in views.transitions(rollout, calls, events):
+        call = by_id[transition.call_id] if transition.call_id is not None else None
+        sampled = call if transition.kind == "llm" else None
         yield {
             "rollout_id": rollout.rollout_id,
             "task_id": rollout.task_id,
             "mode": rollout.mode,
             "status": rollout.status,
             "rollout_reward": rollout.reward,
-            "policy_version": call.policy_version,
+            "policy_version": call.policy_version if call else None,
             **{name: _without_ids(value) for name, value in views.transition_view(transition).items()},
-            "prompt_token_ids": call.prompt_token_ids if sampled else (),
-            "response_token_ids": call.response_token_ids if sampled else (),
-            "logprobs": call.logprobs if sampled else (),
-            "temperature": call.temperature if sampled else None,
-            "call_reward": call.reward if sampled else None,
-            "untrainable_reason": _untrainable(call) if sampled else None,
+            "prompt_token_ids": sampled.prompt_token_ids if sampled else (),
+            "response_token_ids": sampled.response_token_ids if sampled else (),
+            "logprobs": sampled.logprobs if sampled else (),
+            "temperature": sampled.temperature if sampled else None,
+            "call_reward": sampled.reward if sampled else None,
+            "untrainable_reason": _untrainable(sampled) if sampled else None,
         }
 
 

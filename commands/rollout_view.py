@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from lightning_proxy.commands.conversation import additions, answer, text
 from lightning_proxy.commands.formats import cut, duration, number, plain
+from lightning_proxy.proxy.json_text import dumps
 
 CUT_AT = 600
 NUMBERS_WIDTH = 55  # of the other columns of the table
@@ -47,9 +49,12 @@ def rollout_line(rollout: dict[str, Any]) -> Text:
 
 
 def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
-    """The whole rollout: header, then what each call added to the conversation, and its answer."""
+    """The whole rollout: header, then what each call added to the conversation, and its answer; events between."""
     parts: list[RenderableType] = [_header(rollout)]
+    events = deque(rollout.get("events", ()))
     for call, added in zip(rollout["calls"], additions(rollout["calls"]), strict=True):
+        while events and events[0]["seq"] <= call["seq"]:
+            parts += [Text(""), *_event(events.popleft(), full)]
         parts += [Text(""), _call_line(call)]
         parts += [_message(message, full) for message in added]
         last = answer(call)
@@ -58,7 +63,29 @@ def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
         elif not last:
             parts.append(plain(f"  no answer: {call['error'] or call['status']}", "red"))
         parts += _tools(call, full)
+    for event in events:
+        parts += [Text(""), *_event(event, full)]
     return Group(*parts)
+
+
+def _event(event: dict[str, Any], full: bool) -> Iterator[RenderableType]:
+    """What the agent told of itself."""
+    names = " · ".join(filter(None, (event["agent"], event["name"])))
+    yield Text(f"── {event['kind']} ", "bold").append_text(plain(names, "not bold"))
+    if event["kind"] == "action":
+        yield _line("arguments", "yellow", _json(event["arguments"]), full)
+        yield _line(
+            "failed" if event["is_error"] else "result",
+            "red" if event["is_error"] else "yellow",
+            _json(event["result"]),
+            full,
+        )
+    else:
+        yield _line("", "", _json(event["value"]), full)
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)
 
 
 def _header(rollout: dict[str, Any]) -> Table:

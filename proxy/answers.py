@@ -7,7 +7,16 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from lightning_proxy.proxy.ledger import Collapse, Step
-from lightning_proxy.proxy.types import CallStatus, Choice, PolicyVersion, PublishMode, Rollout, ToolCall, Transition
+from lightning_proxy.proxy.types import (
+    CallStatus,
+    Choice,
+    Event,
+    PolicyVersion,
+    PublishMode,
+    Rollout,
+    ToolCall,
+    Transition,
+)
 
 
 class ErrorDetail(BaseModel):
@@ -26,6 +35,12 @@ class Error(BaseModel):
 
 class Rewarded(BaseModel):
     reward_id: int
+    rollout_id: str
+    status: Literal["recorded"]
+
+
+class Told(BaseModel):
+    event_id: int
     rollout_id: str
     status: Literal["recorded"]
 
@@ -86,12 +101,16 @@ class RewardSeen(BaseModel):
 
 
 class RolloutDetail(BaseModel):
-    """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are."""
+    """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
+
+    `events`: what the agent said between them, each with the `seq` of the call that came next.
+    """
 
     rollout_id: str
     status: Literal["running", "completed", "failed", "discarded"]
     call_count: int
     calls: list[Call]
+    events: list[Event]
     rewards: list[RewardSeen]
 
 

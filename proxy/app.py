@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lightning_proxy.proxy import spans_in
 from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, read_headers
 from lightning_proxy.proxy.auth import require_local
 from lightning_proxy.proxy.config import Config, ProxyConfig
@@ -21,10 +22,12 @@ from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningErr
 from lightning_proxy.proxy.parts import open_parts
 from lightning_proxy.proxy.relay import is_data_path
 from lightning_proxy.proxy.routes import router
+from lightning_proxy.proxy.telemetry import require_sdk
 
 
 def create_app(config: Config) -> ASGIApp:
-    """The whole proxy; its parts are opened when the server starts and closed when it stops."""
+    """The whole proxy; its parts are opened when the server starts and closed when it stops. Raises ConfigError."""
+    require_sdk(config.telemetry)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -34,6 +37,7 @@ def create_app(config: Config) -> ASGIApp:
 
     control = FastAPI(title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, redoc_url=None)
     control.include_router(router)
+    control.include_router(spans_in.router)
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)
     control.add_exception_handler(HTTPException, _http_error)

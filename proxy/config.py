@@ -167,6 +167,24 @@ class RecordingConfig(Section):
     redact: RedactConfig = RedactConfig()
 
 
+class TelemetryConfig(Section):
+    otlp_endpoint: str | None = None
+    otlp_headers: dict[str, SecretStr] = {}
+    content: bool = False
+    timeout_s: Seconds = 10.0
+
+    @property
+    def traces_url(self) -> str:
+        return f"{(self.otlp_endpoint or '').rstrip('/')}/v1/traces"
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f"an http(s) URL is needed, such as http://127.0.0.1:4318, got {url!r}")
+        return url
+
+
 class PolicyConfig(Section):
     model: str | None = None
     alias: str = "policy"
@@ -366,6 +384,7 @@ class Config(Section):
     store: StoreConfig = StoreConfig()
     upstreams: list[UpstreamConfig] = [UpstreamConfig(name="policy", base_url="http://127.0.0.1:8100/v1")]
     recording: RecordingConfig = RecordingConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     policy: PolicyConfig = PolicyConfig()
     vllm: VllmConfig = VllmConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -379,7 +398,8 @@ class Config(Section):
 
     def keys(self) -> list[str]:
         """Every key that the configuration holds: ours and the upstreams'."""
-        ours = [key.get_secret_value() for key in (*self.proxy.api_keys, *self.proxy.admin_keys)]
+        headers = self.telemetry.otlp_headers.values()
+        ours = [key.get_secret_value() for key in (*self.proxy.api_keys, *self.proxy.admin_keys, *headers)]
         return [*ours, *(secret for upstream in self.upstreams for secret in upstream.secrets())]
 
 

@@ -65,6 +65,11 @@ class TooLarge(LightningError):
     type = "invalid_request_error"
 
 
+class UnsupportedMediaType(LightningError):
+    status = 415
+    type = "invalid_request_error"
+
+
 class Unprocessable(LightningError):
     status = 422
     type = "invalid_request_error"

@@ -13,6 +13,7 @@ from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.continuity import Continuity
 from lightning_proxy.proxy.conversations import Conversations
 from lightning_proxy.proxy.database import opened
+from lightning_proxy.proxy.events import Events
 from lightning_proxy.proxy.fleet import open_vllm
 from lightning_proxy.proxy.health import Health, check_health
 from lightning_proxy.proxy.keeper import Keeper
@@ -26,6 +27,7 @@ from lightning_proxy.proxy.redact import Redactor
 from lightning_proxy.proxy.redacting import RedactingRecorder
 from lightning_proxy.proxy.relay import Relay
 from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.telemetry import open_telemetry
 from lightning_proxy.proxy.types import PublishMode
 from lightning_proxy.proxy.upstream import make_session
 from lightning_proxy.proxy.upstreams import Upstreams
@@ -40,6 +42,7 @@ class Parts:
     publish: PublishMode
     store: Store
     ledger: Ledger
+    events: Events
     recorder: Recorder
     policy: Policy
     keys: Keys
@@ -75,8 +78,11 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             exact = config.policy.token_continuity == "exact"
             continuity = Continuity(upstreams, store, metrics.continued) if exact else None
             conversations = Conversations(database)
-            relay = Relay(config, upstreams, kept, policy, keys, metrics.call_ended, continuity, conversations)
-            parts = Parts(config, mode, store, ledger, recorder, policy, keys, metrics, redactor, relay, health)
+            telemetry = open_telemetry(config.telemetry, redactor)
+            on_end = metrics.call_ended
+            relay = Relay(config, upstreams, kept, policy, keys, on_end, continuity, conversations, telemetry)
+            events = Events(database)
+            parts = Parts(config, mode, store, ledger, events, recorder, policy, keys, metrics, redactor, relay, health)
             keeper = Keeper(database, config.store.retention, parts.forget)
             running = (
                 policy.watch(),
@@ -93,3 +99,5 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
                     task.cancel()
                 await asyncio.gather(*beside, return_exceptions=True)
                 await upstreams.close()
+                if telemetry is not None:
+                    await telemetry.close()

@@ -145,7 +145,7 @@ class Recorder:
         """
         parent = self._parents.pop(end.call_id, None)
         shared = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
-        row = call_end_row(end, shared, self._merged)
+        row = call_end_row(end, shared, self._merged and not end.imported)
         tools = [
             (
                 sql.TOOL_CALL,

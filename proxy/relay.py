@@ -26,6 +26,7 @@ from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.limits import Limiter
 from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path, wants_recording
 from lightning_proxy.proxy.ports import NO_RECORDER, Caller, Keys, Policy, Recorder, Route
+from lightning_proxy.proxy.telemetry import Telemetry
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 from lightning_proxy.proxy.upstream import Request
 from lightning_proxy.proxy.upstreams import Attempts, Target, Upstreams
@@ -58,8 +59,10 @@ class Relay:
         on_end: Callable[[CallEnd, bool], None] | None = None,
         continuity: Continuity | None = None,
         conversations: Conversations | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         """`on_end` hears of every call that has ended, and whether it was recorded."""
+        self._telemetry = telemetry
         self._upstreams = upstreams
         self._recorder = recorder
         self._policy = policy
@@ -171,6 +174,8 @@ class Relay:
                 continued.ended(end)
             if self._on_end is not None:
                 self._on_end(end, recorded)
+            if self._telemetry is not None and recorded:
+                self._telemetry.call_ended(start, end, headers)
 
         exchange = Exchange(attempts, recorder or NO_RECORDER, agent, start, dialect, on_end)
         await agent.run_while_connected(exchange.run(), finish=self._finish and recorded)

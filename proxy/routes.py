@@ -18,17 +18,30 @@ from lightning_proxy.proxy.answers import (
     RolloutDetail,
     RolloutPage,
     Steps,
+    Told,
     Transitions,
     Versions,
     answers,
 )
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
+from lightning_proxy.proxy.events import redacted
 from lightning_proxy.proxy.health import replica_name
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.keyring import hash_key, new_key
+from lightning_proxy.proxy.naming import DataPath, name_rollout
 from lightning_proxy.proxy.parts import Parts
-from lightning_proxy.proxy.schemas import Cursor, EndBody, Id, PathId, PromoteBody, RewardBody, RolloutsBody
-from lightning_proxy.proxy.types import PolicyVersion, Reward, Rollout, RolloutName, check_id
+from lightning_proxy.proxy.schemas import (
+    Cursor,
+    EndBody,
+    EventBody,
+    EventList,
+    Id,
+    PathId,
+    PromoteBody,
+    RewardBody,
+    RolloutsBody,
+)
+from lightning_proxy.proxy.types import Event, PolicyVersion, Reward, Rollout, RolloutName, check_id
 
 router = APIRouter(responses=ERRORS)
 
@@ -112,7 +125,7 @@ async def get_rollout(request: Request, rollout_id: PathId) -> Response:
     p = await _reader(request, rollout_id)
     rollout = await p.store.rollout(rollout_id)
     calls, rewards = await p.store.calls(rollout_id), await p.store.rewards(rollout_id)
-    return _json(views.rollout_detail(rollout, calls, rewards))
+    return _json(views.rollout_detail(rollout, calls, rewards, await p.events.of(rollout_id)))
 
 
 @router.get(
@@ -121,13 +134,37 @@ async def get_rollout(request: Request, rollout_id: PathId) -> Response:
 async def get_transitions(request: Request, rollout_id: PathId) -> Response:
     """The rollout as transitions of a Markov decision process."""
     p = await _reader(request, rollout_id)
-    found = views.transitions(await p.store.rollout(rollout_id), await p.store.calls(rollout_id))
+    rollout, calls = await p.store.rollout(rollout_id), await p.store.calls(rollout_id)
+    found = views.transitions(rollout, calls, await p.events.of(rollout_id))
     return _json({"data": [views.transition_view(transition) for transition in found]})
 
 
 def _json(value: Any) -> Response:
     """Recorded texts may hold what UTF-8 cannot; it is escaped."""
     return Response(dumps(value), media_type="application/json")
+
+
+@router.post(
+    "/rollouts/{rollout_id}/events", tags=["rollouts"], response_model=None, responses=answers(Told | list[Told])
+)
+async def post_events(
+    request: Request,
+    rollout_id: PathId,
+    body: EventBody | EventList,
+    idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+) -> Any:
+    """Record what a rollout's agent did or saw between its calls: one event, or a list (all or none).
+
+    A rollout unknown so far is opened, by an empty list too, with the task, agent and mode that the headers of a call
+    would name.
+    """
+    p = await _reader(request, rollout_id)
+    headers = {name: value for name, value in request.headers.items() if name != "x-rollout-id"}
+    name = name_rollout(DataPath("", rollout_id), headers)
+    bodies = body if isinstance(body, list) else [body]
+    events = [redacted(Event(**b.model_dump()), p.redactor) for b in bodies]
+    answer = await p.events.post(name, events, idempotency_key, await request.body())
+    return answer if isinstance(body, list) else answer[0]
 
 
 @router.post("/rollouts/{rollout_id}/end", tags=["rollouts"], response_model=None, responses=answers(Rollout))

@@ -56,3 +56,37 @@ class EndBody(Body):
 
 class PromoteBody(Body):
     version: Annotated[int, Field(strict=True, ge=0, lt=2**31), WHOLE]
+
+
+class _EventBody(Body):
+    agent: Id | None = None
+
+
+class StateBody(_EventBody):
+    """The state that the agent is in: that of the actions that follow."""
+
+    kind: Literal["state"]
+    value: Any
+    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
+class ActionBody(_EventBody):
+    """What the agent did without asking a model, and what came of it."""
+
+    kind: Literal["action"]
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    arguments: Any = None
+    result: Any = None
+    is_error: Annotated[bool, Field(strict=True)] = False
+
+
+class NoteBody(_EventBody):
+    """Kept with the rollout, and no part of its transitions."""
+
+    kind: Literal["note"]
+    value: Any
+    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
+EventBody = Annotated[StateBody | ActionBody | NoteBody, Field(discriminator="kind")]
+EventList = Annotated[list[EventBody], Field(max_length=1000)]

@@ -85,6 +85,11 @@ CALLS = """
 SELECT calls.*, large_requests.request AS large_request FROM calls LEFT JOIN large_requests USING (call_id)
 WHERE rollout_id = :rollout_id ORDER BY seq
 """
+# Of another rollout's there is nothing to be done.
+CALL_STATUS = """
+SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
+"""
+RESPONSES_WITH = "SELECT response FROM calls WHERE rollout_id = :rollout_id AND response LIKE :pattern"
 CALL_EXISTS = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
 # Of a call that is still there: its rollout may have been deleted meanwhile.
 TOOL_CALL = """
@@ -128,6 +133,18 @@ IDEMPOTENT_SAVE = "INSERT INTO idempotency (key, body_hash, answer, created_at) 
 IDEMPOTENT_FORGET = """
 DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE created_at < :before LIMIT :limit)
 """
+
+# Events -----------------------------------------------------------------------------------------------------------
+
+EVENT = """
+INSERT INTO events (rollout_id, seq, kind, agent, name, value, arguments, result, is_error, created_at)
+VALUES (
+    :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
+    :kind, :agent, :name, :value, :arguments, :result, :is_error, :at
+)
+RETURNING event_id
+"""
+EVENTS = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY event_id"
 
 # Conversations ----------------------------------------------------------------------------------------------------
 

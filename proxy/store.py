@@ -14,8 +14,8 @@ import orjson
 from lightning_proxy.proxy import rows, sql
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import Conflict, NotFound
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.types import ModelCall, Reward, Rollout, RolloutName, RolloutStatus
+from lightning_proxy.proxy.json_text import dumps, loads_or_none
+from lightning_proxy.proxy.types import CallStatus, ModelCall, Reward, Rollout, RolloutName, RolloutStatus
 
 
 class Store:
@@ -60,6 +60,17 @@ class Store:
         failed = [c for c in alike if c.status in ("error", "cancelled")]
         failed = failed or [c for c in alike if c.status == "incomplete"]
         return failed[-1] if failed else next((c for c in alike if c is calls[-1]), None)
+
+    async def call_status(self, rollout_id: str, call_id: str) -> CallStatus | None:
+        """None: there is no such call. One of another rollout counts as ok."""
+        row = await self._db.one(sql.CALL_STATUS, {"rollout_id": rollout_id, "call_id": call_id})
+        return None if row is None else row["status"]
+
+    async def is_recorded(self, rollout_id: str, response_id: str) -> bool:
+        """Whether an answer of this `id` is recorded in the rollout."""
+        row: dict[str, object] = {"rollout_id": rollout_id, "pattern": f"%{response_id}%"}
+        found = [loads_or_none(row["response"]) for row in await self._db.all(sql.RESPONSES_WITH, row)]
+        return any(isinstance(answer, dict) and answer.get("id") == response_id for answer in found)
 
     # Rollouts ------------------------------------------------------------------------------------------------------
 
@@ -142,11 +153,11 @@ class Store:
         """
         body_hash = hashlib.sha256(body).hexdigest()
         async with self._db.transaction() as db:
-            if key is not None and (answer := await _earlier_answer(db, key, body_hash)) is not None:
+            if key is not None and (answer := await earlier_answer(db, key, body_hash)) is not None:
                 return answer
             answer = [await _post_reward(db, reward) for reward in rewards]
             if key is not None:
-                await _remember_answer(db, key, body_hash, answer)
+                await remember_answer(db, key, body_hash, answer)
         return answer
 
 
@@ -172,7 +183,7 @@ async def _post_reward(db: aiosqlite.Connection, reward: Reward) -> dict[str, An
     return {"reward_id": inserted[0]["reward_id"], "rollout_id": reward.rollout_id, "status": "recorded"}
 
 
-async def _earlier_answer(db: aiosqlite.Connection, key: str, body_hash: str) -> list[dict[str, Any]] | None:
+async def earlier_answer(db: aiosqlite.Connection, key: str, body_hash: str) -> list[dict[str, Any]] | None:
     found = list(await db.execute_fetchall(sql.IDEMPOTENT_ANSWER, {"key": key}))
     if not found:
         return None
@@ -182,7 +193,7 @@ async def _earlier_answer(db: aiosqlite.Connection, key: str, body_hash: str) ->
     return answer
 
 
-async def _remember_answer(db: aiosqlite.Connection, key: str, body_hash: str, answer: list[dict[str, Any]]) -> None:
+async def remember_answer(db: aiosqlite.Connection, key: str, body_hash: str, answer: list[dict[str, Any]]) -> None:
     row = {"key": key, "body_hash": body_hash, "answer": orjson.dumps(answer).decode(), "at": time.time()}
     await db.execute(sql.IDEMPOTENT_SAVE, row)
 

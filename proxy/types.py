@@ -100,7 +100,8 @@ class CallEnd:
     """How a call ended. `response` is the answer as the agent received it (a stream: assembled), or the error body.
 
     `fallback`: the upstream that got the call in the end, and the `model` that it was asked for, if it was not the
-    one that the call was started for; no policy version has answered it then.
+    one that the call was started for; no policy version has answered it then. `imported`: another process made the
+    call and told of it later; what is live now says nothing of it.
     """
 
     call_id: str
@@ -118,6 +119,7 @@ class CallEnd:
     latency_ms: float = 0.0
     fallback: str | None = None
     model: str | None = None
+    imported: bool = False
 
     @property
     def trainable(self) -> bool:
@@ -211,6 +213,25 @@ class Reward:
 
 
 @dataclass(frozen=True, slots=True)
+class Event:
+    """What an agent said of itself between its calls. `seq`: of the call that came next.
+
+    `value`: of a state or a note. `arguments`, `result`, `is_error`: of an action.
+    """
+
+    kind: Literal["state", "action", "note"]
+    agent: str | None = None
+    name: str | None = None
+    value: Any = None
+    arguments: Any = None
+    result: Any = None
+    is_error: bool = False
+    event_id: int = 0
+    seq: int = 0
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One run of an agent on one task.
 
@@ -256,12 +277,15 @@ class PolicyVersion:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One step of the rollout's Markov decision process. Contract, section 3."""
+    """One step of the rollout's Markov decision process. Contract, section 3.
+
+    `call_id`: None for an action that no model chose, but the agent told of.
+    """
 
     t: int
     kind: Literal["llm", "tool"]
     agent: str | None
-    call_id: str
+    call_id: str | None
     state: Any
     action: Any
     reward: float

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 from lightning_proxy.proxy.ledger import Collapse, Step
-from lightning_proxy.proxy.types import ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
+from lightning_proxy.proxy.types import Event, ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
 
 # What of a request the model is shown, in any of the recorded APIs.
 _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")
@@ -17,11 +18,14 @@ def rollout_view(rollout: Rollout) -> dict[str, Any]:
     return asdict(rollout)
 
 
-def rollout_detail(rollout: Rollout, calls: Sequence[ModelCall], rewards: Sequence[Reward]) -> dict[str, Any]:
-    """A rollout with its calls in order and every reward ever posted for it."""
+def rollout_detail(
+    rollout: Rollout, calls: Sequence[ModelCall], rewards: Sequence[Reward], events: Sequence[Event] = ()
+) -> dict[str, Any]:
+    """A rollout with its calls and events in order and every reward ever posted for it."""
     return rollout_view(rollout) | {
         "call_count": rollout.calls,
         "calls": [call_view(call) for call in calls],
+        "events": [asdict(event) for event in events],
         "rewards": [reward_view(reward) for reward in rewards],
     }
 
@@ -81,31 +85,43 @@ def collapse_view(collapse: Collapse | None) -> dict[str, Any] | None:
     return asdict(collapse) if collapse else None
 
 
-def transitions(rollout: Rollout, calls: Sequence[ModelCall]) -> list[Transition]:
+def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[Event] = ()) -> list[Transition]:
     """The rollout as a Markov decision process: one transition a call, one a tool call whose result came back.
 
     State: what the model was shown. Action: its whole answer. The last call's transition carries the rollout's reward.
-    A request that the client sent again counts once: as the last of its calls.
+    A request that the client sent again counts once: as the last of its calls. An action that the agent told of is a
+    tool transition without a call; its state is the one that the same agent told of last.
     """
-    answered = [call for call in calls if call.status == "ok" and call.superseded_by is None]
+    answered = [call for call in calls if call.is_decision]
+    following = {call.call_id: after for call, after in pairwise(answered)}
     found: list[Transition] = []
-    for i, call in enumerate(answered):
-        last = i + 1 == len(answered)
-        reward = (call.reward or 0.0) + ((rollout.reward or 0.0) if last else 0.0)
-        following = None if last else _state(answered[i + 1])
-        ends = last and rollout.status != "running"
-        action = {
-            "message": message_of(call),
-            "token_ids": call.response_token_ids,
-            "finish_reason": call.finish_reason,
-        }
-        found.append(
-            Transition(len(found), "llm", call.agent, call.call_id, _state(call), action, reward, following, ends)
-        )
-        for tool in call.tool_calls:
-            if tool.result is not None:
-                found.append(_tool_transition(len(found), call, tool))
+    states: dict[str | None, Any] = {}
+    steps: list[Event | ModelCall] = [*events, *answered]
+    for step in sorted(steps, key=lambda step: (step.seq, isinstance(step, ModelCall))):
+        if isinstance(step, ModelCall):
+            found += _call_transitions(len(found), step, following.get(step.call_id), rollout)
+        elif step.kind == "state":
+            states[step.agent] = step.value
+        elif step.kind == "action":
+            found.append(_action_transition(len(found), step, states.get(step.agent)))
+    if found and rollout.status != "running":
+        found[-1] = replace(found[-1], done=True)
     return found
+
+
+def _call_transitions(t: int, call: ModelCall, after: ModelCall | None, rollout: Rollout) -> list[Transition]:
+    reward = (call.reward or 0.0) + (0.0 if after else rollout.reward or 0.0)
+    action = {"message": message_of(call), "token_ids": call.response_token_ids, "finish_reason": call.finish_reason}
+    following = _state(after) if after else None
+    own = Transition(t, "llm", call.agent, call.call_id, _state(call), action, reward, following, False)
+    with_results = [tool for tool in call.tool_calls if tool.result is not None]
+    return [own, *(_tool_transition(t + 1 + i, call, tool) for i, tool in enumerate(with_results))]
+
+
+def _action_transition(t: int, event: Event, state: Any) -> Transition:
+    action = {"id": None, "name": event.name, "arguments": event.arguments}
+    observation = {"result": event.result, "is_error": event.is_error}
+    return Transition(t, "tool", event.agent, None, state, action, 0.0, observation, False)
 
 
 def message_of(call: ModelCall) -> Any:

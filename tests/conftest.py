@@ -21,7 +21,15 @@ from hypothesis import HealthCheck, settings
 
 from lightning_proxy.commands.serve import UVICORN
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config import Config, PolicyConfig, ProxyConfig, RecordingConfig, StoreConfig, UpstreamConfig
+from lightning_proxy.proxy.config import (
+    Config,
+    PolicyConfig,
+    ProxyConfig,
+    RecordingConfig,
+    StoreConfig,
+    TelemetryConfig,
+    UpstreamConfig,
+)
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.publish_mode import has_gpu
@@ -205,6 +213,7 @@ async def _running(
     publish: str = "merged",
     continuity: str = "text",
     recording: dict[str, Any] | None = None,
+    telemetry: dict[str, Any] | None = None,
     replicas: Sequence[str] = (),
     fallbacks: Sequence[str] = (),
     others: Sequence[UpstreamConfig] = (),
@@ -219,6 +228,7 @@ async def _running(
     config = Config(
         proxy=ProxyConfig(**proxy),
         recording=RecordingConfig(**recording or {}),
+        telemetry=TelemetryConfig(**telemetry or {}),
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
         upstreams=[
             UpstreamConfig(name="policy", base_url=base_url, replicas=list(replicas), fallbacks=list(fallbacks)),
@@ -248,6 +258,6 @@ async def _running(
 def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`.
 
-    `replicas`, `fallbacks`: of the policy's upstream; `others`: further upstreams.
+    `telemetry`: that section; `replicas`, `fallbacks`: of the policy's upstream; `others`: further upstreams.
     """
     return _running

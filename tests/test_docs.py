@@ -24,7 +24,7 @@ def test_the_readme_names_every_command() -> None:
 def test_the_readmes_map_names_every_module_and_no_other() -> None:
     _, _, after = (ROOT / "README.md").read_text().partition("## Map of the code")
     named = set(re.findall(r"`(?:\w+/)?(\w+\.py)`", after.partition("\n## ")[0])) - {"cli.py"}
-    modules = {path.name for folder in ("proxy", "trainer") for path in (ROOT / folder).glob("[!_]*.py")}
+    modules = {path.name for folder in ("proxy", "trainer", "client") for path in (ROOT / folder).glob("[!_]*.py")}
     commands = {path.name for path in (ROOT / "commands").glob("*.py")}
     assert modules - named == set()
     assert named - modules - commands == set()

@@ -1,0 +1,91 @@
+"""Requests to the proxy's control API, sent again until they are answered. Standard library and tenacity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+from uuid import uuid4
+
+from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, stop_after_delay
+from tenacity.wait import wait_random_exponential
+
+from lightning_proxy.client.errors import ClientError, ProxyUnreachable, Refused
+
+ANSWER_S = 30.0  # for one try
+AGAIN = frozenset({408, 429, 502, 503, 504})
+_BACKOFF = wait_random_exponential(multiplier=0.1, max=10)
+
+
+class _Again(Exception):
+    """This try failed in a way that the next one may not. `after_s`: what the proxy asked to wait."""
+
+    def __init__(self, why: str, after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.after_s = after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The control API of the proxy at `url`. `patience_s`: how long something is sent again before it is given up."""
+
+    url: str
+    api_key: str | None = None
+    patience_s: float = 60.0
+
+    def post(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
+        """The answer's JSON. Whatever is repeated counts once. Raises Refused, ProxyUnreachable."""
+        key = {"Idempotency-Key": uuid4().hex, "Content-Type": "application/json"}
+        request = Request(self.url + path, _encode(body), {**self._authorization(), **key, **headers}, method="POST")
+        tries = Retrying(
+            retry=retry_if_exception_type(_Again), stop=stop_after_delay(self.patience_s), wait=_wait, reraise=False
+        )
+        try:
+            return tries(_send, request)
+        except RetryError as error:
+            why = error.last_attempt.exception()
+            raise ProxyUnreachable(
+                f"the proxy at {self.url} could not be reached for {self.patience_s:g} s, so that this was not "
+                f"recorded: POST {path}: {why}"
+            ) from why
+
+    def _authorization(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+def _encode(body: Any) -> bytes:
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ClientError(f"this cannot be sent as JSON: {error}") from None
+
+
+def _send(request: Request) -> Any:
+    try:
+        with urlopen(request, timeout=ANSWER_S) as answer:
+            return json.loads(answer.read() or b"null")
+    except HTTPError as error:
+        with error:
+            raise _failure(error.code, error.read(), error.headers.get("Retry-After", "")) from None
+    except (OSError, HTTPException, ValueError) as error:
+        raise _Again(str(getattr(error, "reason", error)) or repr(error)) from error
+
+
+def _failure(status: int, raw: bytes, retry_after: str) -> Exception:
+    try:
+        found = json.loads(raw)["error"]
+        message, param = str(found["message"]), found["param"]
+    except (ValueError, TypeError, KeyError):
+        message, param = raw.decode(errors="replace")[:500] or "no reason given", None
+    if status in AGAIN:
+        return _Again(f"{status}: {message}", float(retry_after) if retry_after.isdecimal() else 0.0)
+    return Refused(status, message, param)
+
+
+def _wait(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    return max(_BACKOFF(state), error.after_s if isinstance(error, _Again) else 0.0)

@@ -1,0 +1,242 @@
+"""Which rollout the agent is in: of this asyncio task, or of this thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Literal
+from urllib.parse import quote
+from uuid import uuid4
+
+from lightning_proxy.client.control import Control
+from lightning_proxy.client.errors import ClientError, NoRollout, Refused
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+CONFLICT = 409
+REASON_CHARACTERS = 2000
+
+Mode = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One run of the agent on one task, at the proxy that `control` talks to."""
+
+    control: Control = field(repr=False)
+    rollout_id: str
+    task_id: str | None = None
+    agent: str | None = None
+    mode: Mode | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What names the rollout in a request to the proxy."""
+        names = {"X-Task-Id": self.task_id, "X-Agent-Name": self.agent, "X-Rollout-Mode": self.mode}
+        return {"X-Rollout-Id": self.rollout_id} | {name: value for name, value in names.items() if value is not None}
+
+    @property
+    def base_url(self) -> str:
+        """For whatever can be given nothing but a URL; it names rollout, task and agent, too."""
+        task = "" if self.task_id is None else f"/tasks/{quote(self.task_id, safe=':')}"
+        agent = "" if self.agent is None else f"/agents/{quote(self.agent, safe=':')}"
+        return f"{self.control.url}/rollouts/{quote(self.rollout_id, safe=':')}{task}{agent}/v1"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """For a program that the agent starts: `subprocess.run(…, env=os.environ | run.environ)`."""
+        found = {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self._key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "LIGHTNING_URL": self.control.url,
+            "LIGHTNING_ROLLOUT_ID": self.rollout_id,
+        }
+        return found | ({"LIGHTNING_API_KEY": self.control.api_key} if self.control.api_key else {})
+
+    def openai(self, **options: Any) -> Any:
+        """An `openai.OpenAI` whose calls belong to the rollout."""
+        from openai import OpenAI
+
+        return OpenAI(**self._options(options))
+
+    def async_openai(self, **options: Any) -> Any:
+        """An `openai.AsyncOpenAI` whose calls belong to the rollout."""
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(**self._options(options))
+
+    def using(self, client: Any) -> Any:
+        """A copy of a client of OpenAI's or Anthropic's, over the same connections, whose calls belong to the rollout.
+
+        The client must talk to the proxy already.
+        """
+        return client.with_options(default_headers=self.headers)
+
+    def as_agent(self, name: str) -> Rollout:
+        """The same rollout, as another of its agents sees it."""
+        return replace(self, agent=name)
+
+    def open(self) -> None:
+        """Tell the proxy of the rollout, its task and its mode, before its first call does."""
+        self.control.post(self._path("events"), [], self.headers)
+
+    def reward(
+        self,
+        value: float,
+        *,
+        name: str = "reward",
+        call_id: str | None = None,
+        final: bool | None = None,
+        comment: str | None = None,
+        source: str | None = None,
+        retrain: bool = False,
+    ) -> int:
+        """Post a reward, as POST /reward takes it; returns its id once it is recorded."""
+        body = {"rollout_id": self.rollout_id, "reward": value, "call_id": call_id, "name": name, "final": final}
+        answer = self.control.post("/reward", body | {"comment": comment, "source": source, "retrain": retrain}, {})
+        return int(answer["reward_id"])
+
+    def event(self, kind: Literal["state", "action", "note"], **content: Any) -> int:
+        """Tell of what is no call; returns its id once it is recorded."""
+        body = {"kind": kind, "agent": self.agent, **content}
+        return int(self.control.post(self._path("events"), body, self.headers)["event_id"])
+
+    def end(self, status: Literal["completed", "failed", "discarded"] = "completed", reason: str | None = None) -> None:
+        """End the rollout; one that has ended, be it otherwise, stays as it is."""
+        try:
+            self.control.post(self._path("end"), {"status": status, "reason": reason}, {})
+        except Refused as error:
+            if error.status != CONFLICT:
+                raise
+
+    @property
+    def _key(self) -> str:
+        return self.control.api_key or "unused"
+
+    def _path(self, route: str) -> str:
+        return f"/rollouts/{quote(self.rollout_id, safe=':')}/{route}"
+
+    def _options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        headers = {**self.headers, **(given.get("default_headers") or {})}
+        return {"base_url": f"{self.control.url}/v1", "api_key": self._key, **given, "default_headers": headers}
+
+
+_current: ContextVar[Rollout | None] = ContextVar("lightning_proxy.client.rollout", default=None)
+
+
+def current() -> Rollout:
+    """The rollout of the innermost scope, else the one that `lightning-proxy run` started this program for.
+
+    Raises NoRollout. A new thread begins without one (`asyncio.to_thread` hands it on).
+    """
+    found = scoped()
+    if found is None:
+        raise NoRollout(
+            "there is no rollout here: emit within `with client.rollout(…):`, or start the program by "
+            "`lightning-proxy run`. A new thread does not know of its parent's: hand the Rollout on"
+        )
+    return found
+
+
+def scoped() -> Rollout | None:
+    """As `current`, but None where there is none."""
+    return _current.get() or (_rollout() if "LIGHTNING_ROLLOUT_ID" in os.environ else None)
+
+
+def is_entered() -> bool:
+    """Whether a scope is open here, whose end completes the rollout."""
+    return _current.get() is not None
+
+
+class rollout:
+    """A scope, `with` or `async with`: what is emitted in it, and the calls of clients that follow it, are a rollout's.
+
+    It opens the rollout at the proxy, and ends it: as completed, or as failed where an exception leaves the scope.
+    `end=False` leaves it open, where somebody else ends it or rewards it with a final reward. What is not given comes
+    from the variables that `lightning-proxy run` sets.
+    """
+
+    def __init__(
+        self,
+        rollout_id: str | None = None,
+        *,
+        task_id: str | None = None,
+        agent: str | None = None,
+        mode: Mode | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+        end: bool = True,
+        patience_s: float = 60.0,
+    ) -> None:
+        self._rollout = _rollout(rollout_id, task_id, agent, mode, url, api_key, patience_s)
+        self._ends = end
+        self._token: Token[Rollout | None] | None = None
+
+    def __enter__(self) -> Rollout:
+        self._rollout.open()
+        self._token = _current.set(self._rollout)
+        return self._rollout
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+        self._end(error)
+
+    async def __aenter__(self) -> Rollout:
+        await asyncio.to_thread(self._rollout.open)
+        self._token = _current.set(self._rollout)
+        return self._rollout
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+        await asyncio.to_thread(self._end, error)
+
+    def _leave(self) -> None:
+        assert self._token is not None
+        _current.reset(self._token)
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self._ends:
+            return
+        if error is None:
+            self._rollout.end()
+            return
+        with suppress(ClientError):  # what the agent failed of is what its caller must hear
+            self._rollout.end("failed", f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
+
+
+@contextmanager
+def agent(name: str) -> Iterator[Rollout]:
+    """Within a rollout: a scope of one of its agents."""
+    inner = current().as_agent(name)
+    token = _current.set(inner)
+    try:
+        yield inner
+    finally:
+        _current.reset(token)
+
+
+def _rollout(
+    rollout_id: str | None = None,
+    task_id: str | None = None,
+    agent: str | None = None,
+    mode: Mode | None = None,
+    url: str | None = None,
+    api_key: str | None = None,
+    patience_s: float = 60.0,
+) -> Rollout:
+    env = os.environ.get
+    control = Control(
+        (url or env("LIGHTNING_URL") or DEFAULT_URL).rstrip("/"),
+        api_key or env("LIGHTNING_API_KEY") or env("OPENAI_API_KEY"),
+        patience_s,
+    )
+    return Rollout(control, rollout_id or env("LIGHTNING_ROLLOUT_ID") or uuid4().hex, task_id, agent, mode)

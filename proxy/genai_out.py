@@ -1,0 +1,144 @@
+"""Recorded calls as spans with OpenTelemetry's GenAI attributes. Pure.
+
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. What they have no name for is `lightning.…`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.tools import dicts
+from lightning_proxy.proxy.types import CallEnd, CallStart
+
+Json = dict[str, Any]
+
+# By the field of a request, in any of the recorded APIs.
+_PARAMETERS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "seed": "seed",
+    "n": "choice.count",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+}
+_RESULTS = ("tool_result", "function_call_output", "custom_tool_call_output")
+
+
+def operation_of(start: CallStart) -> str:
+    return "text_completion" if start.endpoint == "completions" else "chat"
+
+
+def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str, Any]:
+    """The span's attributes; what was said only if `content`."""
+    response = end.response if isinstance(end.response, dict) else {}
+    usage = end.usage or {}
+    found = {
+        "gen_ai.operation.name": operation_of(start),
+        "gen_ai.provider.name": "anthropic" if start.endpoint == "messages" else "openai",
+        "gen_ai.request.model": _text(start.request.get("model")),
+        "gen_ai.response.id": _text(response.get("id")),
+        "gen_ai.response.model": _text(response.get("model")),
+        "gen_ai.response.finish_reasons": [c.finish_reason for c in end.choices if c.finish_reason] or None,
+        "gen_ai.usage.input_tokens": _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
+        "gen_ai.usage.output_tokens": _count(usage.get("completion_tokens", usage.get("output_tokens"))),
+        "gen_ai.agent.name": start.rollout.agent,
+        "error.type": None if end.status == "ok" else str(end.http_status or end.status),
+        "lightning.rollout_id": start.rollout.rollout_id,
+        "lightning.task_id": start.rollout.task_id,
+        "lightning.agent_name": start.rollout.agent,
+        "lightning.rollout_mode": start.rollout.mode,
+        "lightning.call_id": start.call_id,
+        "lightning.upstream": end.fallback or start.upstream,
+        "lightning.policy_version": None if end.fallback else start.policy_version,
+        "lightning.trainable": end.trainable,
+        "lightning.untrainable_reason": end.untrainable_reason,
+        "lightning.ttft_ms": end.ttft_ms,
+    }
+    for name, as_name in _PARAMETERS.items():
+        value = start.request.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"gen_ai.request.{as_name}"] = value
+    if content:
+        found["gen_ai.input.messages"] = dumps(input_messages(start.request))
+        found["gen_ai.output.messages"] = dumps(output_messages(response, end)) if response else None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def input_messages(request: Json) -> list[Json]:
+    """What the model was shown, of any recorded API, as messages in parts."""
+    told = [request[name] for name in ("system", "instructions") if request.get(name)]
+    system = [{"role": "system", "parts": list(_parts(content))} for content in told]
+    asked = request.get("messages", request.get("input", request.get("prompt")))
+    if not isinstance(asked, list) or not all(isinstance(item, dict) for item in asked):
+        return [*system, {"role": "user", "parts": list(_parts(asked))}]
+    return [*system, *(_message(item) for item in asked)]
+
+
+def output_messages(response: Json, end: CallEnd) -> list[Json]:
+    """What it answered, each choice a message."""
+    if isinstance(output := response.get("output"), list):
+        items = [part for item in dicts(output) for part in _message(item)["parts"]]
+        return [{"role": "assistant", "parts": items, "finish_reason": response.get("status")}]
+    if "content" in response:
+        parts = list(_parts(response["content"]))
+        return [{"role": "assistant", "parts": parts, "finish_reason": response.get("stop_reason")}]
+    found = []
+    for choice in dicts(response.get("choices")):
+        message = choice.get("message")
+        shown = _message(message if isinstance(message, dict) else {"content": choice.get("text")})
+        found.append(shown | {"role": "assistant", "finish_reason": choice.get("finish_reason")})
+    return found
+
+
+def _message(item: Json) -> Json:
+    """A chat's message, an item of Responses, or a message of Anthropic's."""
+    kind = item.get("type")
+    if kind in ("function_call", "custom_tool_call"):
+        arguments = item.get("arguments", item.get("input"))
+        return {"role": "assistant", "parts": [_call(item.get("call_id"), item.get("name"), arguments)]}
+    if kind in _RESULTS:
+        return {"role": "tool", "parts": [_response(item.get("call_id"), item.get("output"))]}
+    if item.get("role") == "tool":
+        return {"role": "tool", "parts": [_response(item.get("tool_call_id"), item.get("content"))]}
+    calls = []
+    for call in dicts(item.get("tool_calls")):
+        function = call.get("function")
+        function = function if isinstance(function, dict) else {}
+        calls.append(_call(call.get("id"), function.get("name"), function.get("arguments")))
+    return {"role": str(item.get("role", "assistant")), "parts": [*_parts(item.get("content")), *calls]}
+
+
+def _parts(content: Any) -> Iterator[Json]:
+    for part in content if isinstance(content, list) else [] if content is None else [content]:
+        if not isinstance(part, dict):
+            yield {"type": "text", "content": str(part)}
+        elif part.get("type") == "tool_use":
+            yield _call(part.get("id"), part.get("name"), part.get("input"))
+        elif part.get("type") in _RESULTS:
+            yield _response(part.get("tool_use_id"), part.get("content"))
+        elif isinstance(part.get("text"), str):
+            yield {"type": "text", "content": part["text"]}
+        else:
+            yield part
+
+
+def _call(call_id: Any, name: Any, arguments: Any) -> Json:
+    return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
+
+
+def _response(call_id: Any, result: Any) -> Json:
+    return {"type": "tool_call_response", "id": call_id, "response": result}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) else None

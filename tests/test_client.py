@@ -1,0 +1,360 @@
+"""`lightning_proxy.client` against a real proxy, with real OpenAI clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from lightning_proxy import client
+from lightning_proxy.client.control import Control
+from lightning_proxy.client.scope import Rollout
+from support.served import proxy_in_front
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+def ask(openai_client: Any) -> Any:
+    return openai_client.chat.completions.create(model="policy", messages=MESSAGES)
+
+
+async def read(system: Any, rollout_id: str) -> dict[str, Any]:
+    status, rollout = await system.call("GET", f"/rollouts/{rollout_id}")
+    assert status == 200, rollout
+    return rollout
+
+
+def test_importing_it_brings_nothing_heavy() -> None:
+    heavy = ("fastapi", "pydantic", "torch", "litellm", "openai", "httpx", "aiohttp", "lightning_proxy.proxy")
+    script = f"import sys, lightning_proxy.client; sys.exit(', '.join(m for m in {heavy} if m in sys.modules) or 0)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+async def test_a_scope_opens_names_and_completes_its_rollout(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+
+        def agent() -> str:
+            with client.rollout(task_id="t1", agent="solver", mode="eval", url=system.url) as run, run.openai() as llm:
+                ask(llm)
+                client.emit_reward(0.5, final=False, comment="so far")
+            return run.rollout_id
+
+        rollout = await read(system, await asyncio.to_thread(agent))
+    assert (rollout["task_id"], rollout["agent"], rollout["mode"]) == ("t1", "solver", "eval")
+    assert (rollout["status"], rollout["reward"], len(rollout["calls"])) == ("completed", 0.5, 1)
+
+
+async def test_an_exception_fails_the_rollout_also_one_without_calls(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        run = client.rollout("r1", task_id="t", url=system.url)
+        with pytest.raises(KeyError, match="lost"):
+            async with run:
+                raise KeyError("lost")
+        rollout = await read(system, "r1")
+    assert (rollout["status"], rollout["reason"], rollout["task_id"]) == ("failed", "KeyError: 'lost'", "t")
+
+
+async def test_a_final_reward_stands_though_the_agent_fails_afterwards(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        with pytest.raises(ValueError, match="cleanup"):
+            async with client.rollout("r1", url=system.url):
+                await asyncio.to_thread(client.emit_reward, 1.0)
+                raise ValueError("cleanup")
+        assert (await read(system, "r1"))["status"] == "completed"
+
+
+async def test_scopes_of_tasks_and_threads_keep_apart(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        http = httpx.AsyncClient(event_hooks=client.event_hooks(asynchronous=True))
+        shared = openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="unused", http_client=http)
+        threaded = client.follow(openai.OpenAI(base_url=f"{system.url}/v1", api_key="unused"))
+
+        async def one(name: str) -> None:
+            async with client.rollout(name, url=system.url):
+                for _ in range(3):
+                    await ask(shared)
+                    await asyncio.sleep(0)
+
+        def other(name: str) -> None:
+            with client.rollout(name, url=system.url):
+                for _ in range(3):
+                    ask(threaded)
+
+        names = [f"{kind}{i}" for kind in ("task", "thread") for i in range(4)]
+        tasks = [one(name) if name.startswith("task") else asyncio.to_thread(other, name) for name in names]
+        await asyncio.gather(*tasks)
+        assert [len((await read(system, name))["calls"]) for name in names] == [3] * len(names)
+        with pytest.raises(client.NoRollout, match="with client.rollout"):
+            client.current()
+        await shared.close()
+        threaded.close()
+
+
+async def test_a_new_thread_knows_of_no_rollout_but_can_be_handed_one(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, client.rollout("r1", url=system.url) as run:
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                client.current()
+            except client.NoRollout as error:
+                found.append(error)
+            run.reward(0.25, final=False)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        assert len(found) == 1
+        assert (await read(system, "r1"))["reward"] == 0.25
+
+
+async def test_clients_that_are_there_already_can_be_used_in_a_rollout(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        there = openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="unused", default_headers={"X-Mine": "yes"})
+        async with client.rollout("r1", task_id="t", url=system.url) as run:
+            await ask(run.using(there))
+            async with run.async_openai() as own:
+                await ask(own)
+            with client.agent("critic") as critic:
+                assert critic is client.current()
+                await ask(critic.using(there))
+            assert client.current() is run
+        rollout = await read(system, "r1")
+        await there.close()
+        assert [call["agent"] for call in rollout["calls"]] == [None, None, "critic"]
+        assert {headers.get("x-mine") for headers in system.vllm.headers} == {"yes", None}
+        assert "X-Mine" not in run.headers
+
+
+async def test_following_twice_adds_one_hook_and_explicit_headers_win(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        there = openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="unused")
+        assert client.follow(client.follow(there)) is there
+        async with client.rollout("r1", url=system.url):
+            await there.chat.completions.create(
+                model="policy", messages=MESSAGES, extra_headers={"X-Rollout-Id": "by-hand"}
+            )
+        await there.close()
+        assert len((await read(system, "by-hand"))["calls"]) == 1
+    claude = client.follow(anthropic.Anthropic(base_url="http://127.0.0.1:1", api_key="unused"))
+    assert len(claude._client.event_hooks["request"]) == 1
+    claude.close()
+    with pytest.raises(TypeError, match=r"run\.headers"):
+        client.follow(object())
+
+
+async def test_a_program_that_the_agent_starts_belongs_to_its_rollout(running: Running, tmp_path: Path) -> None:
+    script = """
+import openai
+from lightning_proxy import client
+with openai.OpenAI() as llm:
+    llm.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+client.emit_reward(0.75, name="inner", final=False)
+"""
+    async with (
+        running(tmp_path) as system,
+        client.rollout("r1", task_id="t", agent="a", mode="eval", url=system.url) as run,
+    ):
+        environment = os.environ | run.environ
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, env=environment)
+        assert await process.wait() == 0
+        rollout = await read(system, "r1")
+    assert (rollout["task_id"], rollout["mode"], rollout["calls"][0]["agent"]) == ("t", "eval", "a")
+    assert [(reward["name"], reward["reward"]) for reward in rollout["rewards"]] == [("inner", 0.75)]
+
+
+async def test_actions_and_states_are_transitions_in_order_with_the_calls(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+
+        def agent() -> None:
+            with client.rollout("r1", url=system.url) as run, run.openai() as llm:
+                client.emit_state({"page": 1}, name="browser")
+                client.emit_action("search", {"query": "cats"}, ["a", "b"])
+                ask(llm)
+                client.emit_action("fetch", {"url": "x"}, "no such page", is_error=True)
+                client.emit_note("half way")
+                ask(llm)
+                client.emit_reward(1.0)
+
+        await asyncio.to_thread(agent)
+        rollout = await read(system, "r1")
+        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
+        code, shown, _ = await system.lightning("rollouts", "show", "r1")
+        exported = await system.lightning("export", tmp_path / "out.jsonl")
+    found = transitions["data"]
+    assert [(t["t"], t["kind"], t["done"]) for t in found] == [
+        (0, "tool", False),
+        (1, "llm", False),
+        (2, "tool", False),
+        (3, "llm", True),
+    ]
+    assert (found[0]["state"], found[0]["call_id"]) == ({"page": 1}, None)
+    assert found[0]["action"] == {"id": None, "name": "search", "arguments": {"query": "cats"}}
+    assert found[2]["next_state"] == {"result": "no such page", "is_error": True}
+    assert [t["reward"] for t in found] == [0.0, 0.0, 0.0, 1.0]
+    assert [(e["kind"], e["name"], e["seq"]) for e in rollout["events"]] == [
+        ("state", "browser", 0),
+        ("action", "search", 0),
+        ("action", "fetch", 1),
+        ("note", None, 1),
+    ]
+    assert code == 0
+    places = [shown.index(text) for text in ("search", "call 0", "no such page", "half way", "call 1")]
+    assert places == sorted(places)
+    assert exported[0] == 0, exported[2]
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["prompt_token_ids"], row["policy_version"]) for row in rows] == [
+        ("tool", [], None),
+        ("llm", [1, 2, 3], 0),
+        ("tool", [], None),
+        ("llm", [1, 2, 3], 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"kind": "action"}, 422, "name"),
+        ({"kind": "action", "name": ""}, 422, "name"),
+        ({"kind": "action", "name": "x", "is_error": 1}, 422, "is_error"),
+        ({"kind": "state"}, 422, "value"),
+        ({"kind": "state", "value": 1, "result": 2}, 422, "result"),
+        ({"kind": "reward", "value": 1}, 422, None),
+        ({"kind": "note", "value": 1, "agent": "a b"}, 422, "agent"),
+        ([{"kind": "note", "value": 1}] * 1001, 422, None),
+        ([{"kind": "note", "value": 1}, {"kind": "action"}], 422, "name"),
+        (b'{"kind": "note", ', 400, None),
+    ],
+)
+async def test_a_bad_event_is_refused_by_name_and_leaves_nothing(
+    running: Running, tmp_path: Path, body: Any, status: int, param: str | None
+) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        got, answer = await system.call("POST", "/rollouts/r1/events", body)
+        found = (answer["error"]["param"] or "").split(".")[-1]
+        assert got == status and answer["error"]["message"]
+        assert param is None or found == param, answer
+        assert (await read(system, "r1"))["events"] == []
+
+
+async def test_a_repeated_post_of_events_counts_once_and_redaction_applies(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, recording={"redact": {"patterns": [r"\d{6}"]}}) as system:
+        body = {"kind": "action", "name": "login", "arguments": {"pin": "it is 123456"}}
+        answers = [await system.call("POST", "/rollouts/r1/events", body, Idempotency_Key="k") for _ in range(2)]
+        other = await system.call("POST", "/rollouts/r2/events", body, Idempotency_Key="k")
+        (event,) = (await read(system, "r1"))["events"]
+    assert answers[0] == answers[1] == (200, {"event_id": 1, "rollout_id": "r1", "status": "recorded"})
+    assert other[0] == 409
+    assert event["arguments"] == {"pin": "it is [redacted]"}
+
+
+async def test_events_go_with_their_rollout_and_keys_guard_them(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["k"]) as system:
+        bearer = {"Authorization": "Bearer k"}
+        _, ((one, two)) = await system.call("POST", "/rollouts", {"n": 2}, **bearer)
+        body, own = {"kind": "note", "value": 1}, {"Authorization": f"Bearer {one['api_key']}"}
+        path = f"/rollouts/{one['rollout_id']}/events"
+        assert (await system.call("POST", path, body))[0] == 401
+        assert (await system.call("POST", f"/rollouts/{two['rollout_id']}/events", body, **own))[0] == 403
+        assert (await system.call("POST", path, body, **own))[0] == 200
+        await system.call("POST", f"/rollouts/{one['rollout_id']}/end", {"status": "failed"}, **own)
+        assert (await system.call("DELETE", f"/rollouts/{one['rollout_id']}", **bearer))[0] == 204
+        await system.call("POST", path, [], **bearer)
+        assert (await system.call("GET", path.removesuffix("/events"), **bearer))[1]["events"] == []
+
+
+async def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path) -> None:
+    async with proxy_in_front(tmp_path) as proxy:
+        await proxy.start()
+
+        def agent() -> None:
+            with client.rollout("r1", url=proxy.url, end=False):
+                for i in range(5):
+                    client.emit_action("step", i, i)
+                client.emit_reward(1.0, name="progress", final=False)
+
+        await asyncio.to_thread(agent)
+        await proxy.end(signal.SIGKILL)
+        assert proxy.rows("SELECT arguments, result FROM events ORDER BY event_id") == [
+            (f"{i}", f"{i}") for i in range(5)
+        ]
+        assert proxy.rows("SELECT name, value FROM rewards") == [("progress", 1.0)]
+
+
+class Flaky(BaseHTTPRequestHandler):
+    """Takes each request in, and answers the first ones with 503, or hangs up without any answer."""
+
+    protocol_version = "HTTP/1.1"
+    ways: list[str]
+    keys: list[str]
+
+    def do_POST(self) -> None:
+        self.keys.append(self.headers["Idempotency-Key"])
+        self.rfile.read(int(self.headers["Content-Length"]))
+        way = self.ways.pop(0) if self.ways else "answer"
+        if way == "hang up":
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        status = {"answer": 200, "busy": 503, "refuse": 404}[way]
+        error = {"error": {"message": "no rollout 'r'", "param": "rollout_id"}}
+        body = json.dumps({"reward_id": 7} if status == 200 else error).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def flaky() -> Any:
+    Flaky.ways, Flaky.keys = [], []
+    with HTTPServer(("127.0.0.1", 0), Flaky) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        yield Rollout(Control(f"http://127.0.0.1:{server.server_port}", patience_s=20), "r")
+        server.shutdown()
+
+
+def test_a_reward_is_posted_until_it_is_recorded_and_counts_once(flaky: Rollout) -> None:
+    Flaky.ways = ["busy", "hang up", "busy"]
+    assert flaky.reward(1.0) == 7
+    assert len(Flaky.keys) == 4 and len(set(Flaky.keys)) == 1
+
+
+def test_what_is_refused_is_not_sent_again(flaky: Rollout) -> None:
+    Flaky.ways = ["refuse"]
+    with pytest.raises(client.Refused, match="404: no rollout 'r'") as error:
+        flaky.reward(1.0)
+    assert (error.value.status, error.value.param, len(Flaky.keys)) == (404, "rollout_id", 1)
+
+
+def test_a_proxy_that_is_away_is_named_with_what_was_lost() -> None:
+    away = Rollout(Control("http://127.0.0.1:1", patience_s=0.3), "r")
+    with pytest.raises(client.ProxyUnreachable, match=r"127\.0\.0\.1:1 .*not recorded: POST /reward: .*refused"):
+        away.reward(1.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+def test_what_is_no_json_is_refused_before_it_is_sent(flaky: Rollout, value: Any) -> None:
+    with pytest.raises(client.ClientError, match="cannot be sent as JSON"):
+        flaky.event("note", value=value)
+    assert Flaky.keys == []
