@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -126,6 +128,31 @@ async def test_a_returned_number_is_the_reward_and_an_exception_fails(running: R
         _, two = await system.call("GET", "/rollouts/r2")
     assert (one["status"], one["reward"]) == ("completed", 0.5)
     assert (two["status"], two["reason"]) == ("failed", "RuntimeError: cannot")
+
+
+MAIN = """
+from lightning_proxy.client import agl
+
+@agl.rollout
+async def agent(task: dict, llm: agl.LLM) -> float:
+    assert llm.model == "policy" and llm.endpoint.endswith("/v1")
+    return float(task["worth"])
+
+agent.main()
+"""
+
+
+async def test_main_runs_the_agent_for_the_task_of_its_environment(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        environment = os.environ | {"LIGHTNING_URL": system.url, "LIGHTNING_ROLLOUT_ID": "r1"}
+        task = {"LIGHTNING_TASK": '{"worth": 0.75}'}
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", MAIN, env=environment | task)
+        assert await process.wait() == 0
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        alone = await asyncio.create_subprocess_exec(sys.executable, "-c", MAIN, env=environment, stderr=PIPE)
+        _, err = await alone.communicate()
+    assert (rollout["status"], rollout["reward"]) == ("completed", 0.75)
+    assert (alone.returncode, b"start this program by `lightning-proxy run" in err) == (1, True)
 
 
 def test_what_agent_lightning_refuses_is_refused() -> None:
