@@ -283,6 +283,31 @@ async def test_every_replica_gets_the_weights_and_is_verified(base: Path, tmp_pa
             assert not server.paused
 
 
+class DyingServer(HonestServer):
+    """Gone for good when it is first asked for an answer."""
+
+    dead = False
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.dead |= request.path == "/v1/completions"
+        if self.dead:
+            assert request.transport is not None
+            request.transport.abort()
+        return await super().handle(request)
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+@pytest.mark.parametrize("order", [(HonestServer, DyingServer), (DyingServer, HonestServer)])
+async def test_a_replica_that_dies_while_it_is_verified_holds_nothing_up(
+    base: Path, tmp_path: Path, publish: str, order: tuple[type[HonestServer], type[HonestServer]]
+) -> None:
+    async with bench(base, tmp_path, publish, order[0], replicas=[order[1]]) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.version, live.step, live.verified) == (1, 1, True)
+
+
 @pytest.mark.parametrize("publish", ["merged", "lora"])
 async def test_weights_that_one_replica_does_not_serve_do_not_count(base: Path, tmp_path: Path, publish: str) -> None:
     async with bench(base, tmp_path, publish, replicas=[DeafServer]) as b:

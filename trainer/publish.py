@@ -131,16 +131,23 @@ class Publisher:
     async def _verify(self, model: str, samples: Sequence[Sample]) -> None:
         """Let vLLM go on from the prompts of a few samples, and compare its log-probabilities with the trainer's own.
 
-        Every replica is asked. Not by prompt_logprobs: they end the engine of vLLM 0.32 on a CPU with LoRA enabled.
+        Every replica is asked, but for one that goes away meanwhile: it gets the weights before it serves again. Not by
+        prompt_logprobs: they end the engine of vLLM 0.32 on a CPU with LoRA enabled.
         """
         chosen = _varied(samples, self._config.verify_samples)
         prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
-        for server in await self._swap.vllm.reachable():
-            await self._verify_server(server, model, prompts)
+        servers = await self._swap.vllm.reachable()
+        if not any([await self._verify_server(server, model, prompts) for server in servers]):
+            raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
         self._served = self._trainer.adapter()
 
-    async def _verify_server(self, server: Vllm, model: str, prompts: Sequence[Sequence[int]]) -> None:
-        answers = [await self._sample(server, model, prompt) for prompt in prompts]
+    async def _verify_server(self, server: Vllm, model: str, prompts: Sequence[Sequence[int]]) -> bool:
+        """False if the server goes away meanwhile."""
+        try:
+            answers = [await self._sample(server, model, prompt) for prompt in prompts]
+        except (UpstreamUnreachable, UpstreamTimeout) as error:
+            log.warning("the published weights are not verified there: %s", error)
+            return False
         rows = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, answers, strict=True)]
         difference = _difference(await asyncio.to_thread(self._trainer.logprobs, rows), answers)
         tolerance = self._config.verify_tolerance or TOLERANCE[self._trainer.policy_model.dtype]
@@ -157,16 +164,25 @@ class Publisher:
                     "vLLM still serves the weights from before: its log-probabilities differ from theirs by "
                     f"{before:.4g} on average, and from those of the published weights by {difference:.4g}"
                 )
+        return True
 
     async def _sample(self, server: Vllm, model: str, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
-        """vLLM's answer; waits for a server that is away, which the proxy puts in line when it is back."""
+        """vLLM's answer; waits for the only server, if it is away: the proxy puts it in line when it is back."""
         for _ in range(VERIFY_TRIES):
             try:
                 return await server.sample(model, prompt, VERIFIED_TOKENS)
             except (UpstreamUnreachable, UpstreamTimeout) as error:
+                if await self._another_answers(server):
+                    raise
                 log.warning("verifying the published weights waits: %s", error)
                 await asyncio.sleep(RETRY_S)
         raise UpstreamUnreachable(f"the published weights are not verified yet: vLLM is away for {VERIFY_TRIES} tries")
+
+    async def _another_answers(self, server: Vllm) -> bool:
+        try:
+            return any(other is not server for other in await self._swap.vllm.reachable())
+        except (UpstreamUnreachable, UpstreamTimeout):
+            return False
 
     async def _prune(self) -> None:
         """Remove the files of old versions, except those that running rollouts or `keep` keep to."""
