@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,30 @@ class System:
         }  # fmt: skip
         self.config.write_text(yaml.safe_dump(settings))
         self.process: subprocess.Popen[bytes] | None = None
+        self.second: subprocess.Popen[bytes] | None = None
+
+    def set_up_second_server(self) -> int:
+        """Two servers behind two workers; returns the port of the server that `start_second_server` starts."""
+        port = free_port()
+        settings = yaml.safe_load(self.config.read_text())
+        settings["upstreams"][0]["replicas"] = [f"http://127.0.0.1:{port}/v1"]
+        settings["proxy"]["workers"] = 2
+        self.config.write_text(yaml.safe_dump(settings))
+        return port
+
+    def start_second_server(self, port: int) -> None:
+        with (self.directory / "second.log").open("ab") as log:
+            self.second = subprocess.Popen(
+                [*CLI, "--config", str(self.config), "vllm"], stdout=log, stderr=log, cwd=self.directory,
+                env=os.environ | {"LIGHTNING_VLLM__PORT": str(port)}, start_new_session=True,
+            )  # fmt: skip
+        wait_until(lambda: served_weights(port), 240, "the second server is there")
+
+    def kill_second_server(self) -> None:
+        if self.second is not None:
+            os.killpg(self.second.pid, signal.SIGKILL)
+            self.second.wait()
+            self.second = None
 
     def start(self) -> None:
         with (self.directory / "up.log").open("ab") as log:
@@ -162,6 +187,7 @@ def make_system(tmp_path: Path, tiny_model: Path) -> Iterator[Any]:
 
     yield make
     for system in made:
+        system.kill_second_server()
         if system.process is not None and system.process.poll() is None:
             system.process.kill()
             system.process.wait()
@@ -237,6 +263,50 @@ def test_of_a_planner_and_an_executor_the_planners_calls_alone_are_trained_on(ma
     assert planner == {step: json.loads(metrics)["trained_tokens"] for step, metrics in steps}
     assert len(steps) > 5 and all(answered[step, "executor"] > 0 for step in planner)
     system.stop()
+
+
+def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when_it_is_back(make_system: Any) -> None:
+    system: System = make_system("merged", learning_rate=2e-3)  # slow: equal rewards would make no steps
+    port = system.set_up_second_server()
+    system.start_second_server(port)
+    system.start()
+
+    def both_serve_the_live_version() -> bool:
+        weights = served_weights(system.vllm_port)
+        return weights.startswith(f"{system.live()['version']}-") and weights == served_weights(port)
+
+    system.run_agents(repeat=2)
+    wait_until(lambda: system.steps() > 0 and both_serve_the_live_version(), 60, "both serve what was published")
+    with ThreadPoolExecutor() as pool:
+        agents = pool.submit(system.run_agents, 4)
+        wait_until(lambda: len(system.get("/rollouts?status=running&limit=50")["data"]) > 4, 60, "agents work")
+        system.kill_second_server()
+        assert agents.result()["failed"] == 0
+    steps = system.steps()
+    assert system.run_agents(repeat=2)["failed"] == 0
+    wait_until(lambda: system.steps() > steps, 60, "training goes on with one server")
+    system.start_second_server(port)
+    wait_until(both_serve_the_live_version, 60, "the second server gets the live version")
+    calls = [
+        call
+        for rollout in system.get("/rollouts?limit=1000&status=completed")["data"]
+        for call in system.get(f"/rollouts/{rollout['rollout_id']}")["calls"]
+    ]
+    answered = [call for call in calls if call["status"] == "ok"]
+    assert len(answered) == 8 * TASKS * GROUP and all(call["trainable"] for call in answered)
+    broken = [call for call in calls if call["status"] == "error"]  # sent again by the client
+    assert len(broken) + len(answered) == len(calls)
+    print(f"{len(broken)} calls were broken off")
+    system.stop()
+
+
+def served_weights(port: int) -> str:
+    """The label of the weights that a server has; empty where there is none."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/weight_info", timeout=30) as answer:
+            return str(json.load(answer)["weight_version"])
+    except OSError:
+        return ""
 
 
 def kill(system: System, part: bytes) -> None:
