@@ -17,6 +17,7 @@ from lightning_proxy.commands.processes import require_free_port
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.edge import EdgeProtocol
 from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.proxy.publish_mode import publish_mode
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -43,6 +44,7 @@ def serve(config: Config) -> None:
     """
     from lightning_proxy.proxy.keyring import require_keys
 
+    publish_mode(config)  # its ConfigError is to be seen before anything starts
     asyncio.run(require_keys(config))
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     if config.proxy.workers == 1:

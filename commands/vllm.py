@@ -72,7 +72,7 @@ def vllm_program(config: Config) -> Program:
         argv += ["--enforce-eager", "--block-size", "32"]
     if publish_mode(config) == "lora":
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
-        argv += ["--max-loras", str(options.max_loras)]
+        argv += ["--max-loras", str(options.max_loras * (1 + len(config.policy.adapters)))]
     if config.policy.token_continuity == "exact":
         argv += ["--enable-scale-out"]  # the render route
     return Program((*argv, *options.extra_args), _environment(config, model, gpu))

@@ -122,6 +122,7 @@ class Policy(BaseModel):
     alias: str
     live_version: int
     served_model: str | None
+    adapters: dict[str, str]
     publish: PublishMode
     live_at: float | None
     steps: int

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -15,6 +16,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from lightning_proxy.proxy import cron
+
+# The adapter of every agent that has none of its own; PEFT's name for it.
+DEFAULT_ADAPTER = "default"
 
 _SECRET_NAME = re.compile(r"key|token|secret|password|authorization|credential", re.IGNORECASE)
 
@@ -185,10 +189,15 @@ class TelemetryConfig(Section):
         return url
 
 
+# Part of file names, of names of served models, and of PyTorch modules.
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+
+
 class PolicyConfig(Section):
     model: str | None = None
     alias: str = "policy"
     publish: Literal["lora", "merged", "auto"] = "auto"
+    adapters: dict[AdapterName, Annotated[list[str], Field(min_length=1)]] = {}
     pin_rollouts: bool = True
     pin_timeout_s: Seconds = 3600.0
     token_continuity: Literal["text", "exact"] = "text"
@@ -201,6 +210,30 @@ class PolicyConfig(Section):
     @classmethod
     def _home(cls, model: str | None) -> str | None:
         return str(Path(model).expanduser()) if model and model.startswith("~") else model
+
+    @field_validator("adapters")
+    @classmethod
+    def _name_an_agent_once(cls, adapters: dict[str, list[str]]) -> dict[str, list[str]]:
+        if DEFAULT_ADAPTER in adapters:
+            raise ValueError(f"{DEFAULT_ADAPTER!r} is the adapter of agents that no list names: choose another name")
+        named = Counter(agent for agents in adapters.values() for agent in agents)
+        if twice := [agent for agent, n in named.items() if n > 1]:
+            raise ValueError(f"an agent has one adapter, but this is named twice: {', '.join(twice)}")
+        return adapters
+
+    @model_validator(mode="after")
+    def _serves_adapters_side_by_side(self) -> PolicyConfig:
+        if self.adapters and self.publish == "merged":
+            raise ValueError("policy.adapters needs policy.publish: lora; merged weights are those of one adapter")
+        return self
+
+    @cached_property
+    def _adapter_by_agent(self) -> dict[str, str]:
+        return {agent: name for name, agents in self.adapters.items() for agent in agents}
+
+    def adapter_of(self, agent: str | None) -> str:
+        """The adapter that answers the calls of this agent."""
+        return self._adapter_by_agent.get(agent or "", DEFAULT_ADAPTER)
 
 
 class VllmConfig(Section):

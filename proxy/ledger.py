@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -257,10 +257,13 @@ class Ledger:
             inserted = list(await db.execute_fetchall(sql.VERSION_NEW, row))
         return int(inserted[0]["version"])
 
-    async def saved(self, version: int, path: str, served_model: str | None) -> None:
-        """The version's files are whole."""
+    async def saved(
+        self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
+    ) -> None:
+        """The version's files are whole; it is served as this, and its further adapters by name."""
+        row = {"version": version, "path": path, "served_model": served_model, "adapters": dumps(adapters or {})}
         async with self._db.transaction() as db:
-            await db.execute(sql.VERSION_SAVED, {"version": version, "path": path, "served_model": served_model})
+            await db.execute(sql.VERSION_SAVED, row)
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
         """Move the alias: calls from now on count for this version."""

@@ -74,9 +74,14 @@ class Swap:
         return await self.vllm.weight_version() in _labels(version)
 
     async def load(self, version: PolicyVersion) -> None:
-        """Serve an adapter beside the others; the base model needs none."""
-        if version.version > 0:
-            await self.vllm.load_adapter(str(version.served_model), _files(version))
+        """Serve the version's adapters beside the others; the base model has none."""
+        for name, path in _adapters(version).items():
+            await self.vllm.load_adapter(name, path)
+
+    async def unload(self, version: PolicyVersion) -> None:
+        """Serve none of them any more."""
+        for name in version.served_models:
+            await self.vllm.unload_adapter(name)
 
     async def restore(self, pinned: set[int]) -> dict[str, LightningError | None]:
         """Make vLLM serve what the policy table says: after its restart, or after a process died in mid-swap.
@@ -102,13 +107,14 @@ class Swap:
         served = {model["id"] for model in await server.models()}
         for version in await self.ledger.versions():
             wanted = version.path and (version.status == "live" or version.version in pinned)
-            if wanted and version.publish == self.mode and version.served_model not in served:
+            if wanted and version.publish == self.mode and not served.issuperset(version.served_models):
                 log.warning("vLLM does not serve policy version %d: loading it again", version.version)
                 await self._load_again(server, version)
 
     async def _load_again(self, server: Vllm, version: PolicyVersion) -> None:
         try:
-            await server.load_adapter(str(version.served_model), _files(version))
+            for name, path in _adapters(version).items():
+                await server.load_adapter(name, path)
         except NotFound:
             if version.status == "live":
                 raise
@@ -199,7 +205,8 @@ class Policy:
             return Route(upstream, self._base if model == self.alias else None, live.version if ours else None)
         if model == self.alias:
             version = await self._pinned(rollout, live)
-            served = self._base if version.version == 0 else version.served_model
+            adapter = self._config.policy.adapter_of(rollout.agent)
+            served = self._base if version.version == 0 else version.adapters.get(adapter, version.served_model)
             return Route(upstream, served, version.version)
         asked = 0 if model in (None, self._base) else await self._version_named(model)
         return Route(upstream, None, asked, pins=False)
@@ -253,7 +260,7 @@ class Policy:
         return pin
 
     async def _version_named(self, model: str | None) -> int | None:
-        return next((v.version for v in await self._ledger.versions() if v.served_model == model and model), None)
+        return next((v.version for v in await self._ledger.versions() if model in v.served_models), None)
 
     # Operations ----------------------------------------------------------------------------------------------------
 
@@ -354,6 +361,17 @@ def _files(version: PolicyVersion) -> str:
     if version.path is None or not Path(version.path).is_dir():
         raise NotFound(f"the files of policy version {version.version} are gone: {version.path}")
     return version.path
+
+
+def _adapters(version: PolicyVersion) -> dict[str, str]:
+    """Where the files of each adapter are, by the name that it is served under; NotFound if they are gone."""
+    if version.version == 0:
+        return {}
+    path = _files(version)
+    found = {str(version.served_model): path} | {name: f"{path}/{own}" for own, name in version.adapters.items()}
+    if gone := [path for path in found.values() if not Path(path).is_dir()]:
+        raise NotFound(f"files of policy version {version.version} are gone: {gone[0]}")
+    return found
 
 
 def _labels(version: PolicyVersion) -> tuple[str, ...]:

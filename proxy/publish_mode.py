@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.types import PublishMode
 
 
@@ -15,7 +16,17 @@ def has_gpu() -> bool:
 
 
 def publish_mode(config: Config) -> PublishMode:
-    """`lora` on a GPU, `merged` on a CPU (where a LoRA adapter makes vLLM ten times slower), unless configured."""
+    """`lora` on a GPU, `merged` on a CPU (where a LoRA adapter makes vLLM ten times slower), unless configured.
+
+    ConfigError if it is `merged` where agents have adapters of their own.
+    """
     if config.policy.publish != "auto":
         return config.policy.publish
-    return "lora" if has_gpu() else "merged"
+    if has_gpu():
+        return "lora"
+    if config.policy.adapters:
+        raise ConfigError(
+            "policy.adapters needs policy.publish: lora; without a GPU, policy.publish: auto means merged, and merged "
+            "weights are those of one adapter"
+        )
+    return "merged"

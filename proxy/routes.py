@@ -199,6 +199,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "alias": p.policy.alias,
         "live_version": live.version,
         "served_model": live.served_model,
+        "adapters": live.adapters,
         "publish": p.publish,
         "live_at": live.live_at,
         "steps": last.step if last else 0,

@@ -170,4 +170,5 @@ def read_reward(row: sqlite3.Row) -> Reward:
 def read_version(row: sqlite3.Row) -> PolicyVersion:
     fields = ("version", "status", "publish", "path", "served_model", "step", "created_at", "live_at", "error")
     named = {name: row[name] for name in fields}
-    return PolicyVersion(verified=bool(row["verified"]), metrics=loads_or_none(row["metrics"]), **named)
+    adapters, metrics = loads(row["adapters"]), loads_or_none(row["metrics"])
+    return PolicyVersion(verified=bool(row["verified"]), adapters=adapters, metrics=metrics, **named)

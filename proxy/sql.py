@@ -209,7 +209,9 @@ INSERT INTO policy_versions (version, status, publish, step, created_at, metrics
 SELECT MAX(version) + 1, 'publishing', :publish, :step, :at, :metrics FROM policy_versions
 RETURNING version
 """
-VERSION_SAVED = "UPDATE policy_versions SET path = :path, served_model = :served_model WHERE version = :version"
+VERSION_SAVED = """
+UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters WHERE version = :version
+"""
 VERSION_VERIFIED = "UPDATE policy_versions SET verified = 1 WHERE version = :version"
 VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE version = :version"
 VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"

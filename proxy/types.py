@@ -259,7 +259,8 @@ class Rollout:
 class PolicyVersion:
     """Weights that were or are served. 0 is the base model. `path` holds the adapter (lora) or whole model (merged).
 
-    `verified`: vLLM was seen to serve them.
+    `adapters`: those of agents with an adapter of their own (`policy.adapters`), by name: what each is served as. Their
+    files are in directories of these names in `path`. `verified`: vLLM was seen to serve all of them.
     """
 
     version: int
@@ -272,7 +273,13 @@ class PolicyVersion:
     live_at: float | None = None
     error: str | None = None
     verified: bool = False
+    adapters: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def served_models(self) -> tuple[str, ...]:
+        """The names of its adapters in vLLM, or of the model that its weights were merged into."""
+        return () if self.served_model is None else (self.served_model, *self.adapters.values())
 
 
 @dataclass(frozen=True, slots=True)

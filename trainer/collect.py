@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.config import DEFAULT_ADAPTER, TrainerConfig
 from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.ledger import Group, Ledger
 from lightning_proxy.proxy.store import Store
@@ -37,6 +37,7 @@ class _Take:
     rollouts: list[Rollout] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     dropped: dict[str, list[str]] = field(default_factory=dict)
+    compared: Counter[str] = field(default_factory=Counter)  # rollouts, by adapter
     seen: Seen = field(default_factory=Seen)
     earlier: dict[str, Sibling] = field(default_factory=dict)
 
@@ -74,8 +75,17 @@ class _Member:
 class Collector:
     """Finds groups that are ready and claims them for a step."""
 
-    def __init__(self, config: TrainerConfig, store: Store, ledger: Ledger, order: Order | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        store: Store,
+        ledger: Ledger,
+        order: Order | None = None,
+        adapter_of: Callable[[str | None], str] | None = None,
+    ) -> None:
+        """`adapter_of`: an agent's adapter; by default all agents have the same."""
         self._config = config
+        self._adapter_of = adapter_of or (lambda agent: DEFAULT_ADAPTER)
         self._store = store
         self._ledger = ledger
         self._siblings = Siblings(config, store, ledger)
@@ -112,6 +122,7 @@ class Collector:
             rollout_ids=take.rollout_ids,
             metrics={**seen.metrics(), **take.metrics()},
             compared=take.seen.rollouts,
+            compared_by_adapter=take.compared,
             tasks=seen.tasks(),
         )
 
@@ -198,6 +209,8 @@ class Collector:
         take.counts["rollouts_failed"] += sum(m.rollout.status == "failed" for m in fresh)
         for m in fresh:
             take.seen.reward(m.rollout.task_id, m.sibling.rewards.posted)
+            took_part = {self._adapter_of(call.agent) for call in self._trained(m.sibling.calls)}
+            take.compared.update(took_part or {DEFAULT_ADAPTER})
         return fresh
 
     async def _have_others(self, members: Sequence[_Member]) -> list[Rollout]:
@@ -241,8 +254,18 @@ class Collector:
         take.staleness.append(max(0, take.live - _oldest_version(calls, take.live)))
 
     def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
-        task_id = rollout.task_id or rollout.rollout_id
-        return rollout_samples(calls, advantages, task_id=task_id, max_tokens=self._config.max_sample_tokens)
+        """Each adapter's apart: what another one said is context in the prompts of its calls."""
+        task_id, limit = rollout.task_id or rollout.rollout_id, self._config.max_sample_tokens
+        samples: list[Sample] = []
+        counts: Counter[str] = Counter()
+        for adapter in sorted({self._adapter_of(call.agent) for call in calls}):
+            own = [(c, a) for c, a in zip(calls, advantages, strict=True) if self._adapter_of(c.agent) == adapter]
+            made = rollout_samples(
+                [call for call, _ in own], [a for _, a in own], task_id=task_id, max_tokens=limit, adapter=adapter
+            )
+            samples += made.samples
+            counts += made.counts
+        return RolloutSamples(tuple(samples), counts)
 
 
 def _longest_waiting(group: Group) -> float:

@@ -66,7 +66,7 @@ class TrainingLoop:
         self._trainer = trainer
         self._publisher = publisher
         fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
-        self._collector = Collector(fitting, store, ledger, order)
+        self._collector = Collector(fitting, store, ledger, order, config.policy.adapter_of)
         self._schedule = Schedule(config.trainer.schedule, self._collector, ledger)
         self._waits_for: str | None = None
         self._monitor = Monitor(config.trainer, ledger)
@@ -288,13 +288,14 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False, show
     upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
     if upstream is None:
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
+    mode = publish_mode(config)
     with only_trainer(config.policy.directory):
         trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
         try:
             async with opened(config.store) as database, operator_session() as session:
                 store, ledger = Store(database), Ledger(database)
                 vllm = open_vllm(session, upstream.urls, upstream.credentials)
-                swap = Swap(ledger, vllm, publish_mode(config), config.policy.directory)
+                swap = Swap(ledger, vllm, mode, config.policy.directory)
                 publisher = Publisher(config.policy, ledger, swap, trainer)
                 await TrainingLoop(config, store, ledger, trainer, publisher, show=show).run(stop, once=once)
             trainer.ranks.end()

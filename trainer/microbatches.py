@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,17 @@ from lightning_proxy.trainer.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples and their tree: `tree.paths[r]` is `samples[r]` less its last token, which predicts nothing."""
+    """Samples of one adapter and their tree.
+
+    `tree.paths[r]` is `samples[r]` less its last token, which predicts nothing.
+    """
 
     samples: tuple[Sample, ...]
     tree: PrefixTree
+
+    @property
+    def adapter(self) -> str:
+        return self.samples[0].adapter
 
     @property
     def padded_tokens(self) -> int:
@@ -51,10 +58,15 @@ _PASS_COST = 1.0
 def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
     """Cut `samples`, in the order of their tokens, so that as little as possible is computed twice.
 
-    No micro-batch has more than `cost.max_nodes` nodes, unless a single sample has. In that order a sample shares most
-    with its neighbours, and a cut costs just what the two samples beside it share: the best cuts are found one by one.
+    Samples of two adapters share nothing: each gives the same tokens hidden states of its own. No micro-batch has more
+    than `cost.max_nodes` nodes, unless a single sample has. In the order of their tokens a sample shares most with its
+    neighbours, and a cut costs just what the two samples beside it share: the best cuts are found one by one.
     """
-    ordered = sorted(samples, key=lambda sample: sample.token_ids)
+    by_adapter = groupby(sorted(samples, key=lambda s: (s.adapter, s.token_ids)), key=lambda s: s.adapter)
+    return [batch for _, ordered in by_adapter for batch in _of_one_adapter(list(ordered), cost)]
+
+
+def _of_one_adapter(ordered: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
     rows = [np.asarray(sample.token_ids[:-1], np.int64) for sample in ordered]
     shared = np.array([shared_prefix(a, b) for a, b in pairwise([np.empty(0, np.int64), *rows])], np.int64)
     cuts = _cheapest_cuts(np.array([len(row) for row in rows], np.int64), shared, cost)

@@ -116,14 +116,15 @@ def save_weights(config: Config, trainer: LightningTrainer, step: int) -> None:
     directory = config.policy.directory
     adapter, merged = directory / "adapter", directory / "model"
     trainer.save_weights(adapter, merged=False)
-    if publish_mode(config) == "merged":
+    if not config.policy.adapters and publish_mode(config) == "merged":
         trainer.save_weights(merged, merged=True)
         log.info("the weights of step %d, merged into the model: %s", step, merged)
     log.info("the weights of step %d, as a LoRA adapter: %s", step, adapter)
     alias, model = config.policy.alias, shlex.quote(str(config.policy.model))
+    modules = [f"{alias}={adapter}", *(f"{alias}.{own}={adapter / own}" for own in config.policy.adapters)]
     log.info(
-        "to serve them: vllm serve %s --enable-lora --max-lora-rank %d --lora-modules %s",
-        model, config.trainer.lora_rank, shlex.quote(f"{alias}={adapter}"),
+        "to serve them: vllm serve %s --enable-lora --max-lora-rank %d --max-loras %d --lora-modules %s",
+        model, config.trainer.lora_rank, len(modules), shlex.join(modules),
     )  # fmt: skip
     log.info(
         "to publish them, verified, and train on with live traffic: "

@@ -12,14 +12,14 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lightning_proxy.proxy.config import PolicyConfig
+from lightning_proxy.proxy.config import DEFAULT_ADAPTER, PolicyConfig
 from lightning_proxy.proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.ledger import Ledger, Step
 from lightning_proxy.proxy.policy import Superseded, Swap
 from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.proxy.vllm import Vllm
+from lightning_proxy.trainer.adapters import Weights
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
 
@@ -43,7 +43,7 @@ class Publisher:
         self._swap = swap
         self._trainer = trainer
         self._directory = config.directory.absolute() / "versions"
-        self._served: dict[str, Tensor] | None = None  # the adapter that was seen to be served last
+        self._served: dict[str, Weights] = {}  # the weights of each adapter that were seen to be served last
         self.keep: frozenset[int] = frozenset()  # versions whose files stay beside the newest
 
     async def publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int) -> PolicyVersion:
@@ -61,9 +61,9 @@ class Publisher:
             version = await self._save(step, metrics)
         try:
             if self._swap.mode == "lora":
-                await self._swap.vllm.unload_adapter(str(version.served_model))  # of another store, perhaps
+                await self._swap.unload(version)  # of another store, perhaps
                 await self._swap.load(version)
-                await self._verify(str(version.served_model), samples)
+                await self._verify_adapters(version, samples)
                 await self._swap.activate(version, step, expected=base, verified=True)
             else:
                 if version is not live:
@@ -97,6 +97,12 @@ class Publisher:
             log.error("policy version %d is live again, but not in vLLM yet: %s", base, error.message)
             await self._ledger.set_live(base)
 
+    async def _verify_adapters(self, version: PolicyVersion, samples: Sequence[Sample]) -> None:
+        """Verify each by what its own agents were asked, or the others' where a step has nothing of them."""
+        for adapter, model in {DEFAULT_ADAPTER: str(version.served_model), **version.adapters}.items():
+            own = [sample for sample in samples if sample.adapter == adapter]
+            await self._verify(model, own or samples, adapter)
+
     async def _verify_merged(self, version: PolicyVersion, samples: Sequence[Sample]) -> None:
         """Verify what vLLM serves now, unless it serves something else by then: restarted, or changed by hand."""
         while True:
@@ -125,10 +131,10 @@ class Publisher:
         lora = self._swap.mode == "lora"
         await asyncio.to_thread(self._trainer.save_weights, path, merged=not lora)
         served = f"{self._config.alias}-v{number}" if lora else await self._swap.vllm.base_model()
-        await self._ledger.saved(number, str(path), served)
+        await self._ledger.saved(number, str(path), served, {own: f"{served}.{own}" for own in self._config.adapters})
         return await self._ledger.version(number)
 
-    async def _verify(self, model: str, samples: Sequence[Sample]) -> None:
+    async def _verify(self, model: str, samples: Sequence[Sample], adapter: str = DEFAULT_ADAPTER) -> None:
         """Let vLLM go on from the prompts of a few samples, and compare its log-probabilities with the trainer's own.
 
         Every replica is asked, but for one that goes away meanwhile: it gets the weights before it serves again. Not by
@@ -137,11 +143,11 @@ class Publisher:
         chosen = _varied(samples, self._config.verify_samples)
         prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
         servers = await self._swap.vllm.reachable()
-        if not any([await self._verify_server(server, model, prompts) for server in servers]):
+        if not any([await self._verify_server(server, model, prompts, adapter) for server in servers]):
             raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
-        self._served = self._trainer.adapter()
+        self._served[adapter] = self._trainer.adapter(adapter)
 
-    async def _verify_server(self, server: Vllm, model: str, prompts: Sequence[Sequence[int]]) -> bool:
+    async def _verify_server(self, server: Vllm, model: str, prompts: Sequence[Sequence[int]], adapter: str) -> bool:
         """False if the server goes away meanwhile."""
         try:
             answers = [await self._sample(server, model, prompt) for prompt in prompts]
@@ -149,16 +155,17 @@ class Publisher:
             log.warning("the published weights are not verified there: %s", error)
             return False
         rows = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, answers, strict=True)]
-        difference = _difference(await asyncio.to_thread(self._trainer.logprobs, rows), answers)
+        difference = _difference(await asyncio.to_thread(self._trainer.logprobs, rows, None, adapter), answers)
         tolerance = self._config.verify_tolerance or TOLERANCE[self._trainer.policy_model.dtype]
         if not difference <= tolerance:  # NaN fails too
             raise PublishError(
-                "vLLM does not serve the weights that were published: its log-probabilities of "
+                f"vLLM does not serve the weights that were published as {model}: its log-probabilities of "
                 f"{sum(len(ids) for ids, _ in answers)} tokens differ from the trainer's by {difference:.4g} on "
                 f"average (policy.verify_tolerance is {tolerance:g}); the previous version stays live"
             )
-        if self._served is not None and difference > tolerance * ROUNDING:
-            before = _difference(await asyncio.to_thread(self._trainer.logprobs, rows, self._served), answers)
+        if adapter in self._served and difference > tolerance * ROUNDING:
+            as_before = await asyncio.to_thread(self._trainer.logprobs, rows, self._served[adapter], adapter)
+            before = _difference(as_before, answers)
             if before < difference / 2:
                 raise PublishError(
                     "vLLM still serves the weights from before: its log-probabilities differ from theirs by "
@@ -197,9 +204,9 @@ class Publisher:
                 await self._remove(version)
 
     async def _remove(self, version: PolicyVersion) -> None:
-        if self._swap.mode == "lora" and version.served_model:
-            with suppress(LightningError):  # a server that is away has unloaded it already
-                await self._swap.vllm.unload_adapter(version.served_model)
+        if self._swap.mode == "lora":
+            with suppress(LightningError):  # a server that is away has unloaded them already
+                await self._swap.unload(version)
         await self._ledger.forget_files(version.version)
         await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version.version}", ignore_errors=True)
 

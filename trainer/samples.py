@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lightning_proxy.proxy.config import DEFAULT_ADAPTER
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.prefix_tree import Ints, shared_prefix
 from lightning_proxy.trainer.types import Sample
@@ -94,7 +95,7 @@ class _Row:
         self.temperatures += [call.temperature] * n
         self.call_ids.append(call.call_id)
 
-    def sample(self, rollout_id: str, task_id: str) -> Sample:
+    def sample(self, rollout_id: str, task_id: str, adapter: str) -> Sample:
         return Sample(
             rollout_id=rollout_id,
             task_id=task_id,
@@ -104,11 +105,17 @@ class _Row:
             advantages=tuple(self.advantages),
             temperatures=tuple(self.temperatures),
             call_ids=tuple(self.call_ids),
+            adapter=adapter,
         )
 
 
 def rollout_samples(
-    calls: Sequence[ModelCall], advantages: Sequence[float], *, task_id: str, max_tokens: int
+    calls: Sequence[ModelCall],
+    advantages: Sequence[float],
+    *,
+    task_id: str,
+    max_tokens: int,
+    adapter: str = DEFAULT_ADAPTER,
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 
@@ -128,7 +135,7 @@ def rollout_samples(
         row.add(call, advantage)
         counts.update(["calls", outcome] if outcome else ["calls"])
     rollout_id = calls[0].rollout_id if calls else ""
-    return RolloutSamples(tuple(row.sample(rollout_id, task_id) for row in rows), counts)
+    return RolloutSamples(tuple(row.sample(rollout_id, task_id, adapter) for row in rows), counts)
 
 
 def merge_rate(counts: Mapping[str, int]) -> float:

@@ -11,22 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
+from lightning_proxy.proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 
 FILE = "config.json"
 WEIGHTS = "weights of policy.model"
+ADAPTERS = "policy.adapters, their names"
 # What the weights and the optimizer state in a checkpoint belong to.
-FIXED = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets", WEIGHTS)
+FIXED = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets", ADAPTERS, WEIGHTS)
 LOOKED_AT = 256  # values of each tensor
 
 Saved = dict[str, Any]
 
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
-    """Every key of `trainer`, flat, and which model they are about."""
+    """Every key of `trainer`, flat, and which model and adapters they are about."""
     keys = _flat("trainer", trainer.model_dump(mode="json"))
-    return keys | {"policy.model": policy.model, WEIGHTS: weights}
+    adapters = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
+    return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
 
 
 def write(directory: Path, config: Saved) -> None:
@@ -36,7 +38,8 @@ def write(directory: Path, config: Saved) -> None:
 def changes(directory: Path, config: Saved) -> list[str]:
     """`key old → new` of each key that differs from what is in a checkpoint; none for one without a configuration.
 
-    ConfigError if the checkpoint cannot be gone on with under `config`: of another rank, or another base model.
+    ConfigError if the checkpoint cannot be gone on with under `config`: of another rank, other adapters, or another
+    base model.
     """
     path = directory / FILE
     if not path.is_file():
@@ -51,11 +54,13 @@ def changes(directory: Path, config: Saved) -> list[str]:
     return [_change(key, before, config) for key in differing]
 
 
-def read_state(path: Path, adapter: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What is in a checkpoint; ConfigError if that cannot be read, or holds an adapter of another shape."""
+def read_state(path: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """What is in a checkpoint; ConfigError if that cannot be read, or holds other adapters, or of another shape."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        found = {name: tuple(value.shape) for name, value in state["adapter"].items()}
+        if "adapter" in state:  # as it was written when there was but one
+            state["adapters"] = {DEFAULT_ADAPTER: state.pop("adapter")}
+        found = _shapes(state["adapters"])
         state["step"], state["rng"]
     except Exception as error:  # what half a file makes of a reader is anybody's guess
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -63,15 +68,19 @@ def read_state(path: Path, adapter: Mapping[str, Tensor]) -> dict[str, Any]:
             f"the checkpoint {path} is damaged ({what}): restore it from a backup, or make an earlier policy version "
             "live (lightning-proxy policy promote), or start anew with another store.url and policy.directory"
         ) from None
-    wanted = {name: tuple(value.shape) for name, value in adapter.items()}
+    wanted = _shapes(adapters)
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise ConfigError(
                 f"the checkpoint {path} has an adapter of another shape: {name} is {found.get(name)} in it and "
-                f"{wanted.get(name)} by the configuration; set policy.model, trainer.lora_rank and "
+                f"{wanted.get(name)} by the configuration; set policy.model, policy.adapters, trainer.lora_rank and "
                 "trainer.lora_targets back"
             )
     return state
+
+
+def _shapes(adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {f"{adapter}: {name}": tuple(w.shape) for adapter, own in adapters.items() for name, w in own.items()}
 
 
 def fingerprint(model: nn.Module) -> str:

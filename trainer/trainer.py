@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, ProgressCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
+from lightning_proxy.proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer import saved_config
+from lightning_proxy.trainer.adapters import Adapters, Weights
 from lightning_proxy.trainer.checkpoint import whole_directory
 from lightning_proxy.trainer.finite import fault_of_loss, named
 from lightning_proxy.trainer.losses import Answers, kl_penalty, loss_arguments, loss_inputs, token_weights
@@ -70,6 +71,7 @@ class LightningTrainer(GRPOTrainer):
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self._run.in_one_place(self.callback_handler)
+        self.adapters = Adapters(self.peft_model, policy.adapters, _lora_config(config))
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or 10**9)
         self._saved_config = saved_config.saved_config(config, policy, saved_config.fingerprint(self.model))
         self.model, self.optimizer, self.ranks = prepare(self.accelerator, self.model, self.optimizer)
@@ -108,25 +110,25 @@ class LightningTrainer(GRPOTrainer):
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on `batch`; returns its metrics together with the batch's own.
 
+        Each adapter's update is the one that it would get from its own samples alone; without any, it stays as it is.
         A loss or gradient that is not finite leaves weights, optimizer and scheduler untouched: `skipped` is 1, and
         what is not finite is missing from the metrics; `skipped_because` then says what, and in which rollouts.
         """
         metrics = StepMetrics(time.perf_counter(), self.settings)
         self.model.train()
         self.optimizer.zero_grad()
-        weights = token_weights(batch.samples, self.settings, batch.compared)
-        samples = [sample for sample in batch.samples if sample.rollout_id in weights and sample.trained_tokens]
+        weights = {adapter: self._token_weights(batch, adapter) for adapter in self.adapters.names}
+        samples = [sample for sample in batch.samples if sample.trained_tokens]
         metrics.fault = None if samples else "it has no trainable tokens"
         for micro_batch, counts in turns(micro_batches(samples, self._cost), self._cost, self.ranks):
-            loss = self._loss(micro_batch, weights, metrics if counts else None)
+            loss = self._loss(micro_batch, weights[micro_batch.adapter], metrics if counts else None)
             if not metrics.finite and not self.ranks.sharded:
                 break
             self.accelerator.backward(loss)
         metrics = metrics.sum(self.ranks.gathered(metrics))
         if samples and metrics.finite:
-            self.ranks.sum_gradients(self._trained)
-            norm = self.accelerator.clip_grad_norm_(self._trained, self.args.max_grad_norm)
-            metrics.grad_norm = float(norm)  # on a GPU this waits for the backward passes
+            self.ranks.sum_gradients(self.adapters.parameters())
+            metrics.grad_norm = self._clip_gradients()  # on a GPU this waits for the backward passes
             if not metrics.finite:
                 metrics.fault = f"the gradient is not finite over {named([s.rollout_id for s in samples])}"
         metrics.forward_backward_s = metrics.elapsed
@@ -163,28 +165,39 @@ class LightningTrainer(GRPOTrainer):
         except Exception as error:
             log.warning("step %d did not reach every tracker: %s", self.state.global_step, _one_line(error))
 
-    def adapter(self) -> dict[str, Tensor]:
-        """A copy of the adapter's weights."""
-        return {name: value.clone() for name, value in get_peft_model_state_dict(self.peft_model).items()}
+    def _token_weights(self, batch: Batch, adapter: str) -> dict[str, float]:
+        """By rollout, as if the adapter's samples were all that there are."""
+        own = [sample for sample in batch.samples if sample.adapter == adapter]
+        return token_weights(own, self.settings, batch.compared_by_adapter.get(adapter, batch.compared))
+
+    def _clip_gradients(self) -> float:
+        """Clip each adapter's gradient by itself; returns the norm of all together, before that."""
+        limit = self.args.max_grad_norm
+        parts = [self.adapters.parameters(name) for name in self.adapters.names]
+        return math.hypot(*(float(self.accelerator.clip_grad_norm_(part, limit)) for part in parts))
+
+    def adapter(self, name: str = DEFAULT_ADAPTER) -> Weights:
+        """A copy of an adapter's weights."""
+        return self.adapters.weights(name)
 
     @on_every_shard
     @torch.no_grad()
     def logprobs(
-        self, token_ids: Sequence[Sequence[int]], adapter: dict[str, Tensor] | None = None
+        self, token_ids: Sequence[Sequence[int]], weights: Weights | None = None, adapter: str = DEFAULT_ADAPTER
     ) -> list[list[float]]:
-        """Log-probability of every token at temperature 1 under the current policy; 0.0 for each row's first.
+        """Log-probability of every token at temperature 1 under an adapter; 0.0 for each row's first.
 
-        `adapter`: score with these weights instead.
+        `weights`: score as if the adapter had these.
         """
-        if adapter is not None:
-            current = self.adapter()
-            set_peft_model_state_dict(self.peft_model, adapter)
+        if weights is not None:
+            current = self.adapter(adapter)
+            self.adapters.set({adapter: weights})
             try:
-                return self.logprobs(token_ids)
+                return self.logprobs(token_ids, adapter=adapter)
             finally:
-                set_peft_model_state_dict(self.peft_model, current)
+                self.adapters.set({adapter: current})
         self.model.eval()
-        rows = [_fully_scored(str(i), tuple(ids)) for i, ids in enumerate(token_ids) if len(ids) > 1]
+        rows = [_fully_scored(str(i), tuple(ids), adapter) for i, ids in enumerate(token_ids) if len(ids) > 1]
         found: dict[str, list[float]] = {}
         for micro_batch in micro_batches(rows, self._cost):
             for sample, values in zip(micro_batch.samples, self._score(micro_batch).logprobs.tolist(), strict=True):
@@ -192,11 +205,11 @@ class LightningTrainer(GRPOTrainer):
         return [found.get(str(i), [0.0] * len(ids)) for i, ids in enumerate(token_ids)]
 
     def save(self, directory: Path) -> None:
-        """Write adapter, optimizer, scheduler, random state and step; `directory` appears whole or not at all."""
+        """Write adapters, optimizer, scheduler, random state and step; `directory` appears whole or not at all."""
         with whole_directory(directory) as temporary:
             state = {
                 "step": self.state.global_step,
-                "adapter": get_peft_model_state_dict(self.peft_model),
+                "adapters": self.adapters.all_weights(),
                 "optimizer": self.optimizer.state_dict(),
                 "scheduler": self.lr_scheduler.state_dict(),
                 "rng": torch.get_rng_state(),
@@ -208,10 +221,10 @@ class LightningTrainer(GRPOTrainer):
     def load(self, directory: Path) -> int:
         """Go on from what `save` wrote, exactly; returns the step it was written after.
 
-        ConfigError, and nothing changed, if it is damaged, or of another adapter or base model than is configured.
+        ConfigError, and nothing changed, if it is damaged, or of other adapters or another base model than configured.
         """
         changed = saved_config.changes(directory, self._saved_config)
-        state = saved_config.read_state(directory / STATE_FILE, self.adapter())
+        state = saved_config.read_state(directory / STATE_FILE, self.adapters.all_weights())
         if "optimizer" not in state:
             log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
         self._restore(state)
@@ -221,7 +234,7 @@ class LightningTrainer(GRPOTrainer):
 
     @on_every_rank
     def _restore(self, state: dict[str, Any]) -> None:
-        set_peft_model_state_dict(self.peft_model, state["adapter"])
+        self.adapters.set(state["adapters"])
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
             self.lr_scheduler.load_state_dict(state["scheduler"])
@@ -233,7 +246,7 @@ class LightningTrainer(GRPOTrainer):
 
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:
-        """Write what vLLM loads: the adapter, or the whole model with the adapter merged in."""
+        """Write what vLLM loads: the adapters, or the whole model with the one of all agents merged in."""
         if merged:
             save_merged(self.peft_model, self.processing_class, directory, writes=self.ranks.rank == 0)
         elif self.ranks.rank == 0:
@@ -261,10 +274,6 @@ class LightningTrainer(GRPOTrainer):
         assert self._scores is not None, "step() scores a micro-batch before it asks for its loss"
         return *self._scores, None
 
-    @property
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
     def _compute_loss(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """TRL's, of this rank's samples alone: it would wait for the other ranks in every micro-batch."""
         everybody, self.accelerator = self.accelerator, alone(self.accelerator)
@@ -275,6 +284,7 @@ class LightningTrainer(GRPOTrainer):
             self.accelerator = everybody
 
     def _score(self, micro_batch: MicroBatch) -> Scores:
+        self.adapters.activate(micro_batch.adapter)
         with self.accelerator.autocast():
             return score(self.policy_model, micro_batch.tree, micro_batch.samples)
 
@@ -313,9 +323,10 @@ def _one_line(error: Exception) -> str:
     return " ".join((str(error) or type(error).__name__).split())
 
 
-def _fully_scored(name: str, token_ids: tuple[int, ...]) -> Sample:
+def _fully_scored(name: str, token_ids: tuple[int, ...], adapter: str) -> Sample:
     n = len(token_ids)
-    return Sample(name, name, token_ids, (0,) + (1,) * (n - 1), (0.0,) * n, (0.0,) * n, (1.0,) * n)
+    mask, zeros, ones = (0,) + (1,) * (n - 1), (0.0,) * n, (1.0,) * n
+    return Sample(name, name, token_ids, mask, zeros, zeros, ones, adapter=adapter)
 
 
 def _rewards_come_from_the_store(**_: Any) -> list[float]:

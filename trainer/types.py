@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_proxy.proxy.config import DEFAULT_ADAPTER
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -12,6 +14,7 @@ class Sample:
 
     `mask[i]` is 1 where the policy sampled `token_ids[i]`, 0 for context; there `logprobs` and `advantages` are 0.0.
     `temperatures[i]` is the sampling temperature of the call that token i belongs to (1.0 for context).
+    `adapter`: whose gradient the row is; it sampled every answer in it.
     """
 
     rollout_id: str
@@ -22,6 +25,7 @@ class Sample:
     advantages: tuple[float, ...]
     temperatures: tuple[float, ...]
     call_ids: tuple[str, ...] = ()
+    adapter: str = DEFAULT_ADAPTER
 
     def __post_init__(self) -> None:
         lengths = {len(x) for x in (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures)}
@@ -41,6 +45,7 @@ class Batch:
 
     `compared`: the rollouts whose rewards were looked at, those of groups that teach nothing included; the loss is
     averaged over them, so that a step with little to learn from is a small step. 0: the rollouts of the samples.
+    `compared_by_adapter`: those of them in which the adapter's agents took part, where adapters are told apart.
     `tasks`: mean, spread and number of the rewards by task.
     """
 
@@ -49,4 +54,5 @@ class Batch:
     rollout_ids: tuple[str, ...]
     metrics: dict[str, float] = field(default_factory=dict)
     compared: int = 0
+    compared_by_adapter: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -17,7 +17,10 @@ MARKER = "COMPLETE"
 
 
 def save_adapter(model: PeftModel, directory: Path) -> None:
-    """Write the adapter in PEFT's format; `directory` appears whole, with a marker file, or not at all."""
+    """Write the adapters in PEFT's format; `directory` appears whole, with a marker file, or not at all.
+
+    `default` is in it itself, each other adapter in a directory of its name.
+    """
     with whole_directory(directory) as temporary:
         model.save_pretrained(str(temporary))
         (temporary / MARKER).touch()
