@@ -193,14 +193,16 @@ class System:
         finally:
             await database.close()
 
-    async def earlier_version(self, ledger: Ledger, directory: Path) -> int:
+    async def earlier_version(self, ledger: Ledger, directory: Path, adapters: Sequence[str] = ()) -> int:
         """A version that was live once and can be promoted again."""
         publish = self.config.policy.publish
         assert publish != "auto"
         version = await ledger.new_version(publish, 1, {})
         path = directory / f"v{version}"
-        path.mkdir()
-        await ledger.saved(version, str(path), f"policy-v{version}")
+        for part in (path, *(path / name for name in adapters)):
+            part.mkdir()
+        served = f"policy-v{version}"
+        await ledger.saved(version, str(path), served, {name: f"{served}.{name}" for name in adapters})
         await ledger.set_live(version, 1)
         await ledger.set_live(0)
         return version
@@ -212,6 +214,7 @@ async def _running(
     *,
     publish: str = "merged",
     continuity: str = "text",
+    adapters: dict[str, list[str]] | None = None,
     recording: dict[str, Any] | None = None,
     telemetry: dict[str, Any] | None = None,
     replicas: Sequence[str] = (),
@@ -238,6 +241,7 @@ async def _running(
             publish=publish,  # type: ignore[arg-type]
             directory=tmp_path / "policy",
             token_continuity=continuity,  # type: ignore[arg-type]
+            adapters=adapters or {},
         ),
     )
     server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, **UVICORN))

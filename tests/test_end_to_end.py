@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -79,7 +80,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class System:
     """`lightning-proxy up` on free ports, in a directory of its own."""
 
-    def __init__(self, directory: Path, model: Path, publish: str, trainer: dict[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, model: Path, publish: str, trainer: dict[str, Any], policy: dict[str, Any] | None = None
+    ) -> None:
         self.directory = directory
         self.port, self.vllm_port = free_port(), free_port()
         self.config = directory / "config.yaml"
@@ -87,7 +90,7 @@ class System:
             "proxy": {"port": self.port},
             "store": {"url": f"sqlite:///{directory}/store.db"},
             "upstreams": [{"name": "policy", "kind": "vllm", "base_url": f"http://127.0.0.1:{self.vllm_port}/v1"}],
-            "policy": {"model": str(model), "publish": publish, "directory": str(directory / "policy")},
+            "policy": {"model": str(model), "publish": publish, "directory": f"{directory}/policy"} | (policy or {}),
             "vllm": {"port": self.vllm_port, "max_model_len": 256, "kv_cache_gib": 1},
             "trainer": {
                 "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 1e-2, "report_to": [],
@@ -163,6 +166,15 @@ class System:
         summary: dict[str, Any] = json.loads(done.stdout)
         return summary
 
+    def play(self, boards: str, *options: str) -> float:
+        """The mean reward of the planner and the executor on the example's boards, trained on or held out."""
+        agent, tasks = PLANNER_EXECUTOR / "agent.py", PLANNER_EXECUTOR / f"{boards}.jsonl"
+        return float(self.run(agent, tasks, *options)["mean_reward"])
+
+    def measure(self) -> float:
+        """The same on boards that nothing is trained on."""
+        return self.play("held_out", "--mode", "eval", "--repeat", "2")
+
     def waiting(self) -> list[Any]:
         """Rollouts that the trainer has not come to yet."""
         found = self.get("/rollouts?limit=1000&mode=train")["data"]
@@ -181,8 +193,8 @@ class System:
 def make_system(tmp_path: Path, tiny_model: Path) -> Iterator[Any]:
     made: list[System] = []
 
-    def make(publish: str, **trainer: Any) -> System:
-        made.append(System(tmp_path, tiny_model, publish, trainer))
+    def make(publish: str, policy: dict[str, Any] | None = None, **trainer: Any) -> System:
+        made.append(System(tmp_path, tiny_model, publish, trainer, policy))
         return made[-1]
 
     yield make
@@ -243,17 +255,12 @@ def test_of_a_planner_and_an_executor_the_planners_calls_alone_are_trained_on(ma
     settings = yaml.safe_load((PLANNER_EXECUTOR / "config.yaml").read_text())["trainer"]
     system: System = make_system("merged", **settings | {"learning_rate": 1e-2})
     system.start()
-
-    def play(*options: str) -> float:
-        agent, boards = PLANNER_EXECUTOR / "agent.py", PLANNER_EXECUTOR / "tasks.jsonl"
-        return float(system.run(agent, boards, *options)["mean_reward"])
-
-    before = play("--mode", "eval", "--repeat", "2")
+    before = system.measure()
     for _ in range(6):
-        play("--repeat", "2")
+        system.play("tasks", "--repeat", "2")
     wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
-    after = play("--mode", "eval", "--repeat", "2")
-    print(f"mean reward {before:.3f} -> {after:.3f}")
+    after = system.measure()
+    print(f"mean reward on held-out boards {before:.3f} -> {after:.3f}")
     assert after > before + 0.2, (before, after)
     with closing(sqlite3.connect(system.directory / "store.db")) as db:
         answered = {(step, agent): tokens for step, agent, tokens in db.execute(ANSWERED)}
@@ -307,6 +314,60 @@ def served_weights(port: int) -> str:
             return str(json.load(answer)["weight_version"])
     except OSError:
         return ""
+
+
+def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights_in_one_batch(
+    make_system: Any, tiny_model: Path
+) -> None:
+    settings = yaml.safe_load((PLANNER_EXECUTOR / "own_adapters.yaml").read_text())
+    trainer = settings["trainer"] | {"learning_rate": 1e-2}
+    system: System = make_system("lora", {"adapters": settings["policy"]["adapters"]}, **trainer)
+    system.start()
+    before = system.measure()
+    for _ in range(4):
+        system.play("tasks", "--repeat", "2")
+    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
+    wait_until(lambda: system.live()["step"] == system.steps(), 60, "the last step is published")
+    after, live = system.measure(), system.live()
+    calls = [
+        call
+        for rollout in system.get("/rollouts?limit=1000&mode=eval")["data"]
+        for call in system.get(f"/rollouts/{rollout['rollout_id']}")["calls"]
+        if call["policy_version"] == live["version"]
+    ]
+    by_agent = {agent: [call for call in calls if call["agent"] == agent] for agent in ("planner", "executor")}
+    assert any(at_once(a, b) for a in by_agent["planner"] for b in by_agent["executor"])
+    for agent, other in (("planner", "executor"), ("executor", "planner")):
+        own, not_own = (logprob_differences(tiny_model, live, name, by_agent[agent]) for name in (agent, other))
+        print(f"{agent}: {len(own)} calls, largest difference {max(own):.2g}, from the other's {fmean(not_own):.2g}")
+        assert len(own) >= 64 and max(own) < 1e-3
+        assert fmean(not_own) > 0.05
+    print(f"mean reward on held-out boards {before:.3f} -> {after:.3f}, {system.steps()} steps")
+    assert after > before + 0.1, (before, after)
+    system.stop()
+
+
+def at_once(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two calls were answered at the same time."""
+    (a_start, a_end), (b_start, b_end) = ((c["started_at"], c["started_at"] + c["latency_ms"] / 1000) for c in (a, b))
+    return bool(a_start < b_end and b_start < a_end)
+
+
+def logprob_differences(base: Path, version: dict[str, Any], adapter: str, calls: list[dict[str, Any]]) -> list[float]:
+    """Of each call: the largest difference between what vLLM said and what transformers and PEFT make of an adapter."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), Path(version["path"]) / adapter)
+    found = []
+    for call in calls:
+        prompt, answer = call["prompt_token_ids"], torch.tensor(call["response_token_ids"])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        found.append(float((logprobs - torch.tensor(call["logprobs"])).abs().max()))
+    return found
 
 
 def kill(system: System, part: bytes) -> None:

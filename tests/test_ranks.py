@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.ranks import batch, lead, make_model, trainer
+from support.ranks import OWN, batch, lead, make_model, trainer
 
 torch = pytest.importorskip("torch")
 
@@ -85,6 +85,26 @@ def test_two_processes_make_the_update_of_one(directory: Path, tmp_path: Path, k
     for file in ("merged/model.safetensors", "adapter/adapter_model.safetensors"):
         ours, theirs = (load_file(directory / who / file) for who in ("one", kind))
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_two_processes_move_each_of_several_adapters_as_one_does(directory: Path, tmp_path: Path, kind: str) -> None:
+    what = f"adapters-{kind}"
+    (directory / f"{what}-one").mkdir()
+    one = lead(trainer(directory, OWN), directory / f"{what}-one")
+    process = worker(launcher(tmp_path, kind), what, directory)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    two, other = (torch.load(directory / what / f"rank-{rank}.pt") for rank in (0, 1))
+    for adapter in ("default", *OWN):
+        for name, weight in one["all"][adapter].items():
+            torch.testing.assert_close(two["all"][adapter][name], weight, rtol=1e-4, atol=2e-5)
+            assert torch.equal(two["all"][adapter][name], other["all"][adapter][name])
+    for alone, together in zip(one["metrics"], two["metrics"], strict=True):
+        assert together["skipped"] == alone["skipped"]
+        assert together.get("grad_norm", 0.0) == pytest.approx(alone.get("grad_norm", 0.0), rel=1e-3)
+    for mine, theirs in zip(one["now"], two["now"], strict=True):
+        assert theirs == pytest.approx(mine, abs=1e-3)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -25,6 +25,7 @@ import torch
 import yaml
 from aiohttp import web
 from peft import PeftModel
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -36,7 +37,7 @@ from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.policy import NotServed, Swap
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, PolicyVersion, Reward, RolloutName
 from lightning_proxy.proxy.vllm import operator_session
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.metric_schema import METRICS
@@ -142,23 +143,30 @@ class Bench:
         return self.config.policy.publish
 
     async def rollout(
-        self, task: str, reward: float | None, *, version: int = 0, status: str | None = None, answer: int = 4
+        self,
+        task: str,
+        reward: float | None,
+        *,
+        version: int = 0,
+        status: str | None = None,
+        answer: int = 4,
+        agent: str | None = None,
     ) -> str:
         """One recorded rollout of one call with `answer` tokens, ended with a reward or a status."""
         ids = tuple(self.random.randrange(2, VOCABULARY) for _ in range(answer))
-        rollout_id = await self.record(task, Choice(0, ids, (-3.0,) * answer, "stop"), version)
+        rollout_id = await self.record(task, Choice(0, ids, (-3.0,) * answer, "stop"), version, agent)
         if reward is not None:
             await self.store.post_rewards([Reward(rollout_id, reward)], None, b"")
         if status is not None:
             await self.store.end_rollout(rollout_id, status, None)  # type: ignore[arg-type]
         return rollout_id
 
-    async def record(self, task: str | None, choice: Choice, version: int) -> str:
+    async def record(self, task: str | None, choice: Choice, version: int, agent: str | None = None) -> str:
         """A rollout of one call, still running."""
         rollout_id = f"{task}-{self.random.getrandbits(60)}"
         async with Recorder(self.store, merged=self.mode == "merged") as recorder:
             request = {"messages": [{"role": "user", "content": task}]}
-            name = RolloutName(rollout_id, task)
+            name = RolloutName(rollout_id, task, agent)
             await recorder.start(
                 CallStart(rollout_id, name, "chat/completions", "policy", version, request, time.time())
             )
@@ -172,10 +180,10 @@ class Bench:
         rollout_id = await self.record(task, Choice(0, ids, logprobs, "stop"), version)
         await self.store.post_rewards([Reward(rollout_id, fmean(i % 2 == 0 for i in ids))], None, b"")
 
-    async def groups(self, *tasks: str) -> list[str]:
+    async def groups(self, *tasks: str, agent: str | None = None) -> list[str]:
         """A whole group of every task, with rewards that differ."""
         size = self.config.trainer.group_size
-        return [await self.rollout(task, float(i % 2)) for task in tasks for i in range(size)]
+        return [await self.rollout(task, float(i % 2), agent=agent) for task in tasks for i in range(size)]
 
     async def steps_of(self, rollouts: list[str]) -> set[int | None]:
         return {(await self.store.rollout(r)).step for r in rollouts}
@@ -189,6 +197,7 @@ async def bench(
     server: type[HonestServer] = HonestServer,
     replicas: Sequence[type[HonestServer]] = (),
     busy_timeout_s: float = 5.0,
+    policy: dict[str, Any] | None = None,
     **trainer: Any,
 ) -> AsyncIterator[Bench]:
     servers, runners = [kind(base) for kind in (server, *replicas)], []
@@ -203,7 +212,9 @@ async def bench(
     config = Config(
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db", busy_timeout_s=busy_timeout_s),
         upstreams=[UpstreamConfig(name="policy", base_url=url, replicas=others)],
-        policy=PolicyConfig.model_validate({"model": str(base), "publish": publish, "directory": tmp_path / "policy"}),
+        policy=PolicyConfig.model_validate(
+            {"model": str(base), "publish": publish, "directory": tmp_path / "policy", **(policy or {})}
+        ),
         trainer=TrainerConfig.model_validate({**settings, **trainer}),
     )
     database = await Database.open(config.store)
@@ -831,3 +842,70 @@ async def test_the_version_before_a_warning_keeps_its_files_and_its_checkpoint(b
         versions = {v.version: v.path is not None for v in await b.ledger.versions()}
         assert versions == {0: False, 1: True, 2: False, 3: False, 4: True, 5: True, 6: True}
         assert (tmp_path / "policy/checkpoints/1").is_dir()
+
+
+OWN_ADAPTERS = {"adapters": {"writer": ["writer", "rewriter"], "checker": ["checker"]}}
+
+
+def adapter_files(version: PolicyVersion, name: str = "") -> dict[str, torch.Tensor]:
+    return load_file(Path(str(version.path)) / name / "adapter_model.safetensors")
+
+
+async def test_a_version_holds_an_adapter_of_each_agent_and_a_step_moves_those_it_has_samples_of(
+    base: Path, tmp_path: Path
+) -> None:
+    async with bench(base, tmp_path, "lora", policy=OWN_ADAPTERS) as b:
+        await b.groups("t1", agent="rewriter")
+        await b.groups("t2")  # of no name
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.version, live.verified, live.served_model) == (1, True, "policy-v1")
+        assert live.adapters == {"writer": "policy-v1.writer", "checker": "policy-v1.checker"}
+        assert set(b.server.models) == {"base", *live.served_models}
+        moved = {name: any(w.any() for key, w in adapter_files(live, name).items() if "lora_B" in key)
+                 for name in ("", "writer", "checker")}  # fmt: skip
+        assert moved == {"": True, "writer": True, "checker": False}
+        await b.groups("t3", "t4", agent="checker")
+        await b.loop().run(asyncio.Event(), once=True)
+        second = await b.ledger.live()
+        for name, stays in (("", True), ("writer", True), ("checker", False)):
+            before, after = adapter_files(live, name), adapter_files(second, name)
+            assert all(torch.equal(before[key], after[key]) for key in before) == stays, name
+
+
+async def test_all_adapters_of_a_version_are_served_again_after_a_restart_and_go_with_it(
+    base: Path, tmp_path: Path
+) -> None:
+    async with bench(base, tmp_path, "lora", policy=OWN_ADAPTERS | {"keep_versions": 2}) as b:
+        await b.groups("t1", "t2", agent="writer")
+        await b.loop().run(asyncio.Event(), once=True)
+        swap = Swap(b.ledger, b.vllm, "lora", b.config.policy.directory)
+        for lost in (list((await b.ledger.live()).served_models), ["policy-v1.checker"]):
+            for name in lost:
+                del b.server.models[name]
+            await swap.restore(set())
+            assert set(b.server.models) == {"base", "policy-v1", "policy-v1.writer", "policy-v1.checker"}
+        for tasks in (("t3", "t4"), ("t5", "t6")):
+            await b.groups(*tasks, agent="checker")
+            await b.loop().run(asyncio.Event(), once=True)
+        served = {f"policy-v{v}{own}" for v in (2, 3) for own in ("", ".writer", ".checker")}
+        assert set(b.server.models) == {"base", *served}
+        assert (await b.ledger.version(1)).path is None
+
+
+class MixedUpServer(HonestServer):
+    """Serves the writer's weights to the checker, too."""
+
+    def load(self, name: str, path: str) -> None:
+        super().load(name, path.replace("checker", "writer"))
+
+
+async def test_an_adapter_that_is_not_served_keeps_the_whole_version_from_going_live(
+    base: Path, tmp_path: Path
+) -> None:
+    async with bench(base, tmp_path, "lora", MixedUpServer, policy=OWN_ADAPTERS) as b:
+        await b.groups("t1", "t2", agent="checker")
+        with pytest.raises(PublishError, match=r"were published as policy-v1\.checker"):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.ledger.live()).version == 0
+        assert (await b.ledger.version(1)).status == "failed"

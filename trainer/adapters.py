@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from itertools import pairwise
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from lightning_proxy.proxy.config import DEFAULT_ADAPTER
@@ -19,13 +20,13 @@ _PREFIX = "lora_"
 class Adapters:
     """The adapters of `model`: its first one, `default`, and one more by each of `names`. All are trainable."""
 
-    def __init__(self, model: PeftModel, names: Iterable[str], config: LoraConfig) -> None:
+    def __init__(self, model: PeftModel, names: Iterable[str]) -> None:
         self._model = model
         # In the order of their names, whatever it is in the configuration: an optimizer's state goes by position.
         self.names = (DEFAULT_ADAPTER, *sorted(names))
         for name in self.names[1:]:
             _check_name(name, model)
-            model.add_adapter(name, config)
+            model.add_adapter(name, deepcopy(model.peft_config[DEFAULT_ADAPTER]))
         for parameter in self.parameters():
             parameter.requires_grad_(True)
 

@@ -89,7 +89,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     **_group(
         "optimizer",
         ("loss", "1", "TRL's loss, in which every rollout weighs the same"),
-        ("grad_norm", "1", "of the gradient before it is clipped to `trainer.max_grad_norm`"),
+        ("grad_norm", "1", "of the gradient before it is clipped to `trainer.max_grad_norm`, of all adapters together"),
         ("lr", "1", "learning rate of the step"),
         ("skipped", "0 or 1", "1: nothing to train on, or loss or gradient not finite; the weights are as before"),
     ),

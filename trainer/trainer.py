@@ -71,7 +71,7 @@ class LightningTrainer(GRPOTrainer):
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self._run.in_one_place(self.callback_handler)
-        self.adapters = Adapters(self.peft_model, policy.adapters, _lora_config(config))
+        self.adapters = Adapters(self.peft_model, policy.adapters)
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or 10**9)
         self._saved_config = saved_config.saved_config(config, policy, saved_config.fingerprint(self.model))
         self.model, self.optimizer, self.ranks = prepare(self.accelerator, self.model, self.optimizer)

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 
 VOCABULARY = 64
+OWN = ("checker", "writer")  # beside the one that all others share
 ROWS = [(5, 6, 7, 8), (5, 6, 9)]
 
 
@@ -37,10 +39,12 @@ def make_model(directory: Path) -> None:
     )
 
 
-def trainer(directory: Path, **settings: Any) -> LightningTrainer:
+def trainer(directory: Path, adapters: Sequence[str] = (), **settings: Any) -> LightningTrainer:
     given = {"learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", "max_tokens_per_batch": 30}
     config = TrainerConfig.model_validate({**given, **settings})
-    return LightningTrainer(config, PolicyConfig(model=str(directory / "model"), directory=directory / "policy"))
+    own = {name: [name] for name in adapters}
+    policy = PolicyConfig(model=str(directory / "model"), directory=directory / "policy", adapters=own)
+    return LightningTrainer(config, policy)
 
 
 def batch(step: int, tasks: int = 3, siblings: int = 5) -> Batch:
@@ -68,10 +72,16 @@ def poisoned(given: Batch) -> Batch:
     return replace(given, samples=(*others, bad))
 
 
+def shared_out(given: Batch, adapters: Sequence[str]) -> Batch:
+    """Its samples by turns those of each adapter."""
+    samples = (replace(s, adapter=adapters[i % len(adapters)]) for i, s in enumerate(given.samples))
+    return replace(given, samples=tuple(samples))
+
+
 def lead(learner: LightningTrainer, out: Path) -> dict[str, Any]:
     """Everything that the training loop asks of a trainer, on rank 0; what came of it."""
     given = [batch(1), batch(2), poisoned(batch(3)), batch(4, 1, 1), replace(batch(5), samples=())]
-    metrics = [learner.step(one) for one in given]
+    metrics = [learner.step(shared_out(one, learner.adapters.names)) for one in given]
     before = learner.logprobs(ROWS)
     learner.save(out / "checkpoint")
     learner.save_weights(out / "adapter", merged=False)
@@ -82,20 +92,26 @@ def lead(learner: LightningTrainer, out: Path) -> dict[str, Any]:
     learner.load(out / "checkpoint")
     metrics.append(learner.step(batch(6)))
     found = {"metrics": metrics, "kept": kept, "moved": moved, "again": learner.adapter(), "before": before}
-    return found | {"old": learner.logprobs(ROWS, kept), "now": learner.logprobs(ROWS)}
+    found["all"] = learner.adapters.all_weights()
+    return found | {
+        "old": learner.logprobs(ROWS, kept),
+        "now": learner.logprobs(ROWS, adapter=learner.adapters.names[-1]),
+    }
 
 
 def main(what: str, directory: Path) -> None:
     rank = int(os.environ["RANK"])
     out = directory / what
     out.mkdir(exist_ok=True)
-    learner = trainer(directory, seed=rank)  # what differs at first must not stay so
+    adapters = OWN if what.startswith("adapters") else ()
+    learner = trainer(directory, adapters, seed=rank)  # what differs at first must not stay so
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     if rank:
         learner.ranks.follow(learner)
         layer = learner.policy_model.base_model.layers[0].mlp.up_proj.base_layer
         sharded = isinstance(layer.weight, DTensor) and layer.weight.to_local().numel() < layer.weight.numel()
-        torch.save({"adapter": learner.adapter(), "rank": rank, "sharded": sharded}, out / f"rank-{rank}.pt")
+        found = {"adapter": learner.adapter(), "all": learner.adapters.all_weights(), "rank": rank, "sharded": sharded}
+        torch.save(found, out / f"rank-{rank}.pt")
         return
     if what == "waits":
         while True:
