@@ -107,7 +107,7 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     if policy is None:
         return table
     since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
-    served = policy["served_model"] or "the base model"
+    served = ", ".join([policy["served_model"] or "the base model", *policy["adapters"].values()])
     table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
     if collapse := policy["collapse"]:
         table.add_row("stopped", plain(f"for {duration(now - collapse['at'])}: {Collapse(**collapse).story}", "red"))

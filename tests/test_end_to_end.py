@@ -324,11 +324,11 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
     system: System = make_system("lora", {"adapters": settings["policy"]["adapters"]}, **trainer)
     system.start()
     before = system.measure()
-    for _ in range(4):
-        system.play("tasks", "--repeat", "2")
+    system.play("tasks", "--repeat", "2")
     wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
     wait_until(lambda: system.live()["step"] == system.steps(), 60, "the last step is published")
-    after, live = system.measure(), system.live()
+    system.measure()  # while both still say this and that
+    live = system.live()
     calls = [
         call
         for rollout in system.get("/rollouts?limit=1000&mode=eval")["data"]
@@ -339,9 +339,16 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
     assert any(at_once(a, b) for a in by_agent["planner"] for b in by_agent["executor"])
     for agent, other in (("planner", "executor"), ("executor", "planner")):
         own, not_own = (logprob_differences(tiny_model, live, name, by_agent[agent]) for name in (agent, other))
-        print(f"{agent}: {len(own)} calls, largest difference {max(own):.2g}, from the other's {fmean(not_own):.2g}")
+        surprise = -fmean(fmean(call["logprobs"]) for call in by_agent[agent])
+        print(
+            f"{agent}: {-surprise:.2f} a token, {max(own):.2g} off at most, {fmean(not_own):.2g} from the other adapter"
+        )
         assert len(own) >= 64 and max(own) < 1e-3
-        assert fmean(not_own) > 0.05
+        assert surprise > 0.1 and fmean(not_own) > 100 * max(own)
+    for _ in range(3):
+        system.play("tasks", "--repeat", "2")
+    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
+    after = system.measure()
     print(f"mean reward on held-out boards {before:.3f} -> {after:.3f}, {system.steps()} steps")
     assert after > before + 0.1, (before, after)
     system.stop()
