@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -10,6 +12,10 @@ import orjson
 from lightning_proxy.proxy.types import ToolCall, ToolResult
 
 Json = dict[str, Any]
+
+# smolagents writes calls and results into texts: an assistant's, with the calls' ids, and then a user's.
+_WRITTEN_CALL = re.compile(r"\{'id': '([^']+)', 'type': 'function'")
+_WRITTEN_RESULT = re.compile(r"(?:Call id: .*\n)?(Observation|Error):\n")
 
 
 def conversation(request: Json) -> list[Any]:
@@ -26,8 +32,12 @@ def tool_calls(response: Any) -> tuple[ToolCall, ...]:
 
 
 def tool_results(items: Sequence[Any]) -> list[ToolResult]:
-    """Results that an agent sends back: chat's role `tool`, Responses' `…_call_output`, Anthropic's `tool_result`."""
-    return [result for item in items if isinstance(item, dict) for result in _results(item)]
+    """Results that an agent sends back: chat's role `tool`, Responses' `…_call_output`, Anthropic's `tool_result`.
+
+    Also those that smolagents writes into a text, where that is the result of one call only.
+    """
+    found = [result for item in items if isinstance(item, dict) for result in _results(item)]
+    return [*found, *_written_results(items)]
 
 
 def _of_chat(response: Json) -> Iterator[ToolCall]:
@@ -64,6 +74,25 @@ def _results(item: Json) -> Iterator[ToolResult]:
         for block in dicts(item.get("content")):
             if block.get("type") == "tool_result" and isinstance(call_id := block.get("tool_use_id"), str):
                 yield ToolResult(call_id, block.get("content"), block.get("is_error") is True)
+
+
+def _written_results(items: Sequence[Any]) -> Iterator[ToolResult]:
+    for said, told in pairwise(items):
+        _, calling, calls = _words(said, "assistant").rpartition("Calling tools:\n")
+        ids = _WRITTEN_CALL.findall(calls) if calling else []
+        text = _words(told, "user") if len(ids) == 1 else ""
+        if begin := _WRITTEN_RESULT.match(text):
+            content, _, _ = text[begin.end() :].partition("\nNew task:\n")
+            yield ToolResult(ids[0], content, begin[1] == "Error")
+
+
+def _words(item: Any, role: str) -> str:
+    """What a message of this role says; nothing for any other item."""
+    if not isinstance(item, dict) or item.get("role") != role:
+        return ""
+    content = item.get("content")
+    parts = [content] if isinstance(content, str) else [part.get("text") for part in dicts(content)]
+    return "\n".join(part for part in parts if isinstance(part, str))
 
 
 def dicts(value: Any) -> Iterator[Json]:
