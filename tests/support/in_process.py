@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config import Config
 
 
 @asynccontextmanager
-async def proxy_of(config: Config) -> AsyncIterator[str]:
-    """Yields its root URL."""
-    server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, log_level="warning", access_log=False))
+async def proxy_of(config: Config, wrapped: Callable[[ASGIApp], ASGIApp] = lambda app: app) -> AsyncIterator[str]:
+    """Yields its root URL. `wrapped` is given its app, and what it returns is run."""
+    server = uvicorn.Server(uvicorn.Config(wrapped(create_app(config)), port=0, log_level="warning", access_log=False))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

@@ -61,7 +61,7 @@ _ID = r"(call|fc|toolu|msg|resp|rs)_[0-9a-f]+"
 
 def say(request: Json, source: random.Random) -> Said:
     """An answer of the kind that the request wants."""
-    said, tools, choice = Said(), list(_tools(request)), _tool_choice(request)
+    said, tools, choice = Said(), list(tools_of(request)), _tool_choice(request)
     final = [tool for tool in tools if tool.name.startswith("final_")]
     others = [tool for tool in tools if tool not in final]
     calls = choice not in (None, "auto", "none") or (choice != "none" and _goes_on(request, source))
@@ -144,7 +144,7 @@ def _all_text(request: Json) -> str:
     return json.dumps([request.get("system"), request.get("instructions"), items(request)[:1], items(request)[-1:]])
 
 
-def _tools(request: Json) -> Iterator[Tool]:
+def tools_of(request: Json) -> Iterator[Tool]:
     for tool in request.get("tools") or ():
         function = tool.get("function", tool)
         if function.get("name"):

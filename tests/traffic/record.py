@@ -1,4 +1,4 @@
-"""Records traffic of real agents: `make record-traffic`. Needs the agents' environments, see `make agents`.
+"""Records traffic of real agents: `make record-traffic`.
 
 Every agent program runs many rollouts at once against a real proxy, in front of a played model, with its rollouts named
 in headers. Beside the fixture it prints, for each scenario, whether the store holds what was served.
@@ -21,10 +21,12 @@ import aiohttp
 from aiohttp import web
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from traffic.recording import FIXTURE, Call, Json, Traffic, write
-from traffic.server import Answer, Playing, app, proxying, serving
+from traffic.server import Answer, Playing, app, config_of, serving
+
+from support.environments import command_for
+from support.in_process import proxy_of
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 SECONDS = 240  # for one agent program
 
 
@@ -81,7 +83,7 @@ async def record(programs: list[Path], out: Path) -> None:
     with tempfile.TemporaryDirectory() as directory:
         async with (
             serving(app(tape.answer)) as upstream,
-            proxying(tape.around, upstream, Path(directory)) as proxy,
+            proxy_of(config_of(upstream, Path(directory)), tape.around) as proxy,
         ):
             for program in programs:
                 tape.traffic.versions |= await run(program, proxy)
@@ -92,10 +94,9 @@ async def record(programs: list[Path], out: Path) -> None:
 
 async def run(program: Path, proxy: str) -> dict[str, str]:
     """Run an agent program; the versions of what it is made with."""
-    home = ROOT / ".venv-agents" / ("crewai" if "crewai" in program.stem else "")
     environment = os.environ | {"OPENAI_BASE_URL": f"{proxy}/v1", "OPENAI_API_KEY": "same", "NO_COLOR": "1"}
     process = await asyncio.create_subprocess_exec(
-        home / "bin/python", "-W", "ignore", program, proxy, stdout=PIPE, env=environment, cwd=tempfile.gettempdir()
+        *command_for(program), proxy, stdout=PIPE, env=environment, cwd=tempfile.gettempdir()
     )
     out, _ = await asyncio.wait_for(process.communicate(), SECONDS)
     if process.returncode:

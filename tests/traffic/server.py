@@ -9,14 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from aiohttp import web
-from starlette.types import ASGIApp
 from traffic.played import PlayedModel
 from traffic.shapes import Ids, stream, whole_answer
 
-from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config import Config, PolicyConfig, ProxyConfig, StoreConfig, UpstreamConfig
+from lightning_proxy.proxy.config import Config, PolicyConfig, StoreConfig, UpstreamConfig
 
 Json = dict[str, Any]
 # Status and body for a request; None: no answer ever.
@@ -83,21 +80,10 @@ async def serving(application: web.Application) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-@asynccontextmanager
-async def proxying(wrapped: Callable[[ASGIApp], ASGIApp], upstream: str, directory: Path) -> AsyncIterator[str]:
-    """The root URL of a real proxy in front of an upstream; `wrapped` is given its app, and what it returns is run."""
-    config = Config(
-        proxy=ProxyConfig(),
+def config_of(upstream: str, directory: Path) -> Config:
+    """Of a proxy in front of an upstream, its store in a directory."""
+    return Config(
         store=StoreConfig(url=f"sqlite:///{directory}/store.db"),
         upstreams=[UpstreamConfig(name="policy", base_url=f"{upstream}/v1")],
         policy=PolicyConfig(publish="merged", directory=directory / "policy"),
     )
-    server = uvicorn.Server(uvicorn.Config(wrapped(create_app(config)), port=0, log_level="warning", access_log=False))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task

@@ -1,3 +1,11 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "agent-framework-core==1.23.0",
+#     "agent-framework-openai==1.17.0",
+#     "agent-framework-orchestrations==1.4.0",
+# ]
+# ///
 """Microsoft's Agent Framework: tools, sessions, agents as tools, and its orchestrations of several agents."""
 
 from __future__ import annotations

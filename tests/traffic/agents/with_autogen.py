@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"]
+# ///
 """AutoGen teams: agents of different system prompts that share one conversation."""
 
 from __future__ import annotations

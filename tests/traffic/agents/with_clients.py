@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["openai==3.52.0", "anthropic==2.11.0"]
+# ///
 """Agents without a framework, on the official clients: branches, best of n, retries, summaries, all three APIs."""
 
 from __future__ import annotations

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["crewai==1.15.30"]
+# ///
 """CrewAI: crews of two agents and several tasks, sequential and hierarchical."""
 
 from __future__ import annotations

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["langchain==1.4.7", "langchain-openai==1.7.3", "langgraph==1.2.22"]
+# ///
 """LangChain's agents (LangGraph underneath): tools, streaming, sub-agents, summaries, structured output, Responses."""
 
 from __future__ import annotations

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["openai-agents==0.24.0"]
+# ///
 """The OpenAI Agents SDK: tools, handoffs, agents as tools, sessions, structured output; chat and Responses."""
 
 from __future__ import annotations

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["pydantic-ai-slim[openai]==2.62.0"]
+# ///
 """Pydantic AI: tools, message history, output that is validated and asked for again, agents as tools, Responses."""
 
 from __future__ import annotations

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["smolagents[openai]==1.26.0"]
+# ///
 """smolagents: agents that call tools, agents that write code, a manager of agents, plans."""
 
 from __future__ import annotations
