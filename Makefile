@@ -7,12 +7,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
-AGENTS := .venv-agents
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store bench-credit bench-train soak agents
-.PHONY: record-traffic clean
+.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store bench-credit bench-train soak
+.PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -80,16 +79,12 @@ bench-train: setup  ## a training step beside TRL's own padded rows, on the same
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
-# Frameworks pin what the product needs in other versions: they have environments of their own.
-agents: $(AGENTS)/.set-up  ## make .venv-agents/ with the agent frameworks whose traffic the tests replay
+# Frameworks pin what the product needs in other versions: each program of theirs has an environment in .venv-agents/.
+test-frameworks: setup clients  ## run an agent of every framework through the proxy (their packages: a minute, once)
+	$(BIN)/python -m pytest frameworks $(ARGS)
 
-$(AGENTS)/.set-up: tests/traffic/requirements.txt tests/traffic/requirements-crewai.txt
-	$(PYTHON) -m venv $(AGENTS) && $(AGENTS)/bin/pip install --quiet -r $<
-	$(PYTHON) -m venv $(AGENTS)/crewai && $(AGENTS)/crewai/bin/pip install --quiet -r $(word 2,$^)
-	@touch $@
-
-record-traffic: setup agents  ## record the traffic of real agents that tests/test_traffic.py replays
+record-traffic: setup  ## record the traffic of real agents that tests/test_traffic.py replays
 	PYTHONPATH=tests $(BIN)/python -m traffic.record $(ARGS)
 
 clean:  ## remove every environment and all caches
-	rm -rf $(VENV) .venv-peers $(AGENTS) tests/clients/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf $(VENV) .venv-peers .venv-agents tests/clients/js/node_modules frameworks/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info

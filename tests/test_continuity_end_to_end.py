@@ -28,6 +28,7 @@ from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.samples import rollout_samples
+from support.tool_template import TEMPLATE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,23 +43,6 @@ WEATHER: Any = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-TEMPLATE = """
-{%- if tools %}{{ '<|im_start|>system\n<tools>' }}{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}
-{{- '\n</tools><|im_end|>\n' }}{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
-{%- else %}
-{{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}' }}
-{{- '\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-"""
 
 
 @dataclass

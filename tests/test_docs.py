@@ -30,6 +30,18 @@ def test_the_readmes_map_names_every_module_and_no_other() -> None:
     assert named - modules - commands == set()
 
 
+def test_the_snippets_for_frameworks_are_parts_of_the_programs_that_are_run() -> None:
+    document = (ROOT / "docs" / "frameworks.md").read_text()
+    for program in ROOT.glob("frameworks/**/with_*.*"):
+        if "node_modules" in program.parts or program.suffix == ".pyc":
+            continue
+        _, _, after = program.read_text().partition(" docs: begin\n")
+        snippet = re.split(r"\n+(?:#|//) docs: end", after)[0]
+        language = {".py": "python", ".mjs": "js"}[program.suffix]
+        assert f"(../{program.relative_to(ROOT)})" in document
+        assert f"```{language}\n{snippet}\n```" in document, program.name
+
+
 def test_agents_md_is_short() -> None:
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) < 60
 

@@ -1,0 +1,28 @@
+"""The table at the end of `make test-frameworks`."""
+
+from __future__ import annotations
+
+import pytest
+
+COLUMNS = ["framework", "version", "calls", "tool results", "streamed", "unnamed", "seconds"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    ended = terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", [])
+    reports = [report for report in ended if report.user_properties]
+    rows = [[*COLUMNS, "outcome"]]
+    for report in reports:
+        said = dict(report.user_properties) | {"seconds": f"{report.duration:.0f}"}
+        rows.append([str(said.get(name, "–")) for name in COLUMNS] + [outcome(report)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    terminalreporter.section("frameworks")
+    for row in rows:
+        terminalreporter.write_line("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+def outcome(report: pytest.TestReport) -> str:
+    """`finished`, or the first line of what went wrong."""
+    if report.passed:
+        return "finished"
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return (crash.message if crash else str(report.longrepr)).splitlines()[0][:100]

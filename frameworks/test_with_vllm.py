@@ -1,0 +1,92 @@
+"""The same agents in front of a real vLLM, whose answers are dictated: every token recorded, every rollout one row."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+from traffic.server import config_of
+
+from lightning_proxy.commands.demo_model import cache_directory, prepare_model
+from support.agent_runs import plan, stored, told
+from support.dictated import dictating
+from support.environments import command_for
+from support.in_process import proxy_of
+from support.tool_template import TEMPLATE
+
+HERE = Path(__file__).parent
+PROGRAMS = ["js/with_openai.mjs", "with_langchain.py", "with_openai_agents_chat.py", "with_pydantic_ai.py"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The root URL of a real vLLM that knows tools."""
+    directory = tmp_path_factory.mktemp("vllm")
+    (directory / "template.jinja").write_text(TEMPLATE.strip())
+    port = free_port()
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    settings = {
+        "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{port}/v1"}],
+        "policy": {"model": str(prepare_model(cache_directory())), "publish": "merged"},
+        "vllm": {
+            "port": port, "max_model_len": 1024, "kv_cache_gib": 1,
+            "extra_args": [*tools, "--chat-template", str(directory / "template.jinja")],
+        },
+    }  # fmt: skip
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(directory / "config.yaml"), "vllm"]
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}/health", process, directory / "log")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_an_agent_of_this_framework_can_be_trained_on(program: str, vllm: str, tmp_path: Path) -> None:
+    command = command_for(HERE / program)
+    async with (
+        dictating(vllm) as (dictated, upstream),
+        proxy_of(config_of(upstream, tmp_path)) as proxy,
+        aiohttp.ClientSession(proxy) as session,
+    ):
+        runs = await plan(proxy, session)
+        for n, run in enumerate(runs[:2]):
+            await run(command, tmp_path / f"home-{n}")
+        rollouts = await stored(session)
+    for run in runs[:2]:
+        calls = rollouts[str(run.rollout)]["calls"]
+        assert len(calls) == len(dictated.asked[run.shown]) == 4
+        assert [call["untrainable_reason"] for call in calls] == [None] * 4
+        assert told(rollouts[str(run.rollout)]) == run.products
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(240):
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(1)
+    pytest.fail(f"{url} is not there: {log.read_text()[-3000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,40 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["langchain==1.4.7", "langchain-openai==1.7.3"]
+# ///
+"""LangChain: an agent that remembers."""
+
+# docs: begin
+from typing import Any
+
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers."""
+    return a * b
+
+
+def agent_with(headers: dict[str, str]) -> Any:
+    model = ChatOpenAI(model="policy", default_headers=headers)
+    return create_agent(model, [multiply], checkpointer=InMemorySaver())
+
+
+# docs: end
+def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
+    agent, config = agent_with(headers), {"configurable": {"thread_id": "1"}}
+    for question in questions:
+        said: Any = {"messages": [{"role": "user", "content": question}]}
+        if stream:
+            parts = agent.stream(said, config, stream_mode="messages")
+            print("".join(str(part.content) for part, _ in parts if part.type == "AIMessageChunk"))
+        else:
+            print(agent.invoke(said, config)["messages"][-1].content)
+
+
+if __name__ == "__main__":
+    from asked import HEADERS, QUESTIONS, STREAM
+
+    main(HEADERS, QUESTIONS, STREAM)
