@@ -26,7 +26,7 @@ class Dictated:
         if request.path == "/v1/chat/completions":
             asked = json.loads(body)
             self.asked[key_of(request)].append(asked)
-            body = json.dumps(asked | {"structured_outputs": {"choice": [text_for(asked)]}}).encode()
+            body = json.dumps(dictated(asked)).encode()
         headers = {"Content-Type": request.content_type}
         url = self._vllm + request.path_qs
         async with self._session.request(request.method, url, data=body, headers=headers) as answer:
@@ -37,6 +37,12 @@ class Dictated:
             async for piece in answer.content.iter_any():
                 await response.write(piece)
         return response
+
+
+def dictated(request: Json) -> Json:
+    """With one text only that vLLM may answer. Of a strict tool it would allow every call that fits the schema."""
+    tools = [tool | {"function": tool["function"] | {"strict": False}} for tool in request.get("tools") or ()]
+    return request | {"structured_outputs": {"choice": [text_for(request)]}} | ({"tools": tools} if tools else {})
 
 
 def text_for(request: Json) -> str:
@@ -50,8 +56,8 @@ def text_for(request: Json) -> str:
 async def dictating(vllm: str) -> AsyncIterator[tuple[Dictated, str]]:
     """With its root URL."""
     async with aiohttp.ClientSession() as session:
-        dictated = Dictated(vllm, session)
+        model = Dictated(vllm, session)
         application = web.Application(client_max_size=64 * 2**20)
-        application.router.add_route("*", "/{path:.*}", dictated.forward)
+        application.router.add_route("*", "/{path:.*}", model.forward)
         async with serving(application) as url:
-            yield dictated, url
+            yield model, url
