@@ -10,6 +10,8 @@ COLUMNS = ["framework", "version", "calls", "tool results", "streamed", "unnamed
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ended = terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", [])
     reports = [report for report in ended if report.user_properties]
+    if not reports:
+        return
     rows = [[*COLUMNS, "outcome"]]
     for report in reports:
         said = dict(report.user_properties) | {"seconds": f"{report.duration:.0f}"}

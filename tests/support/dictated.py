@@ -31,7 +31,7 @@ class Dictated:
         url = self._vllm + request.path_qs
         async with self._session.request(request.method, url, data=body, headers=headers) as answer:
             response = web.StreamResponse(
-                status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
+                status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "text/plain")}
             )
             await response.prepare(request)
             async for piece in answer.content.iter_any():
