@@ -87,25 +87,40 @@ def train(
     model: Model = None,
     once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then end")] = False,
     max_steps: Annotated[int | None, typer.Option(help="trainer.max_steps")] = None,
+    method: Annotated[
+        str, typer.Option(help="rl, or sft: imitate the best rollouts (trainer.sft), once, then end")
+    ] = "rl",
+    min_reward: Annotated[float | None, typer.Option(help="sft: trainer.sft.min_reward")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="on recorded data, without vLLM and proxy")] = False,
     data: Annotated[
         Path | None, typer.Option(help="--offline: a store, or an export; by default store.url. It is only read")
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="--offline: how often to go through the data")] = 1,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="--offline: how often to go through the data; sft: trainer.sft.epochs")
+    ] = None,
     directory: Annotated[
         Path | None,
         typer.Option("--dir", help="--offline: where the run is kept; by default offline/ in policy.directory"),
     ] = None,
 ) -> None:
     """Run the trainer alone."""
-    from lightning_proxy.commands.train import Offline
+    from typing import cast, get_args
+
+    from lightning_proxy.commands.train import Method, Offline
     from lightning_proxy.commands.train import train as run
     from lightning_proxy.proxy.errors import ConfigError
 
-    if not offline and (data or directory or epochs > 1):
-        raise ConfigError("--data, --dir and --epochs go with --offline")
-    config, _ = _load(context, {"policy.model": model, "trainer.max_steps": max_steps})
-    run(config, once=once, offline=Offline(data, directory, epochs) if offline else None)
+    if method not in get_args(Method):
+        raise ConfigError(f"--method is rl or sft, got {method!r}")
+    sft = method == "sft"
+    if not offline and (data or directory or (epochs and not sft)):
+        raise ConfigError("--data and --dir go with --offline, --epochs with it or with --method sft")
+    if min_reward is not None and not sft:
+        raise ConfigError("--min-reward goes with --method sft")
+    overrides = {"trainer.sft.min_reward": min_reward, "trainer.sft.epochs": epochs if sft else None}
+    config, _ = _load(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
+    offline_run = Offline(data, directory, epochs or 1) if offline else None
+    run(config, once=once, offline=offline_run, method=cast(Method, method))
 
 
 @app.command()

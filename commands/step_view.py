@@ -50,8 +50,11 @@ def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
     version = metrics.get("version")
     fate = _unpublished(metrics, "not published") if version is None else f"version {version:.0f}"
     tokens, per_second = metrics.get("trained_tokens"), "" if speed is None else f" at {count(speed)}/s"
+    loss, held_out = metrics.get("loss"), metrics.get("held_out_loss")
+    measured = "" if held_out is None else f", held out {metrics['held_out_loss_before']:.3f} → {held_out:.3f}"
     return [
         (0, f"step {step}", "bold"),
+        (2, f"sft loss {loss:.3f}{measured}" if metrics.get("method") == "sft" else "", "magenta"),
         (1, "" if mean is None else f"reward {mean:.3f}", "green"),
         (3, "" if std is None else f"± {std:.2f}", "green"),
         (4, f"{groups} groups" if (groups := _groups(metrics)) != "-" else "", ""),

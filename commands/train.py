@@ -9,13 +9,17 @@ import os
 import signal
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from lightning_proxy.commands.vllm import require_model
 from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.proxy.errors import ConfigError, LightningError
 
 LAUNCHER_POLL_S = 1.0
+# rl: LightningRL, as `trainer` says; sft: supervised fine-tuning on the best rollouts, as `trainer.sft` says.
+Method = Literal["rl", "sft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +31,20 @@ class Offline:
     epochs: int = 1
 
 
-def train(config: Config, *, once: bool = False, offline: Offline | None = None) -> None:
-    """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready."""
+def train(config: Config, *, once: bool = False, offline: Offline | None = None, method: Method = "rl") -> None:
+    """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready.
+
+    Method sft is one run, which SIGINT and SIGTERM interrupt; the next one goes on from there.
+    """
     require_model(config)
+    if method == "sft" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--method sft runs in one process: start it without a launcher")
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # TRL tells its makers of every trainer that is made; nobody was asked.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     # Of no use to whoever watches: TRL names the releases that its own vLLM client knows, which is not used here.
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -45,26 +56,36 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None)
 
     disable_progress_bar()  # of every file that is written, between the lines of the steps
     if leads():
-        asyncio.run(_train(config, once, offline))
+        asyncio.run(_train(config, once, offline, method))
     else:
         follow(config)
 
 
-async def _train(config: Config, once: bool, offline: Offline | None) -> None:
+async def _train(config: Config, once: bool, offline: Offline | None, method: Method) -> None:
+    from datasets import disable_progress_bars
     from rich.console import Console
 
     from lightning_proxy.commands.steps import teller
+    from lightning_proxy.trainer.loop import TrainingLoop
     from lightning_proxy.trainer.loop import train as run
-    from lightning_proxy.trainer.offline import train_offline
+    from lightning_proxy.trainer.offline import OfflineRun, train_offline
+    from lightning_proxy.trainer.sft import SftRun
 
+    disable_progress_bars()
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     watch = asyncio.create_task(_stop_without_launcher(stop)) if "RANK" in os.environ else None
+    show = teller(Console(stderr=True, highlight=False))
     if offline is None:
-        await run(config, stop, once=once, show=teller(Console(stderr=True, highlight=False)))
+        await run(config, stop, once=once, show=show, runs=SftRun if method == "sft" else TrainingLoop)
     else:
-        await train_offline(config, stop, offline.data, offline.directory, offline.epochs)
+        runs = (
+            partial(SftRun, publisher=None, show=show)
+            if method == "sft"
+            else partial(OfflineRun, epochs=offline.epochs)
+        )
+        await train_offline(config, stop, offline.data, offline.directory, runs)
     if watch is not None:
         watch.cancel()
 

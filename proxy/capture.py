@@ -17,6 +17,11 @@ _WHOLE = frozenset({"stop", "length", "tool_calls", "function_call"})
 # vLLM takes any lower temperature for 0.
 _GREEDY_BELOW = 1e-5
 
+# Why a call cannot be trained on by reinforcement learning, though it can be learned from by imitation.
+GREEDY = "greedy decoding is no sample of the policy"
+NO_TOKEN_IDS = "no token ids from the upstream"
+NOT_THE_POLICY = "the model is not the policy"
+
 
 @dataclass(slots=True)
 class _ChoiceTokens:
@@ -71,13 +76,12 @@ class Tokens:
             return f"the call ended as {status}"
         if len(self._choices) > 1 or request.get("n") not in (None, 1):
             return "n > 1: which answer the agent used is not known"
-        temperature = request.get("temperature")
-        if isinstance(temperature, int | float) and temperature < _GREEDY_BELOW:
-            return "greedy decoding is no sample of the policy"
         choice = self._choices.get(0)
         if choice is None or not choice.has_ids or not self.prompt_token_ids:
-            return "no token ids from the upstream"
-        return self._mismatch(choice)
+            return NO_TOKEN_IDS
+        temperature = request.get("temperature")
+        greedy = isinstance(temperature, int | float) and temperature < _GREEDY_BELOW
+        return self._mismatch(choice) or (GREEDY if greedy else None)
 
     def _mismatch(self, choice: _ChoiceTokens) -> str | None:
         if not choice.ids:

@@ -330,6 +330,15 @@ class CollapseConfig(Section):
         return self
 
 
+class SftConfig(Section):
+    min_reward: Number | None = None
+    top: Annotated[int, Field(ge=1)] = 4
+    epochs: Annotated[int, Field(ge=1)] = 3
+    learning_rate: Positive = 2e-4
+    batch_tokens: Annotated[int, Field(ge=1)] = 2048
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+
+
 class TrainerConfig(Section):
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
@@ -360,6 +369,7 @@ class TrainerConfig(Section):
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     sapo: SapoConfig = SapoConfig()
     vespo: VespoConfig = VespoConfig()
+    sft: SftConfig = SftConfig()
     kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     kl_metric: bool = False
     collapse: CollapseConfig = CollapseConfig()

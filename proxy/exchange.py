@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from lightning_proxy.proxy.asgi import Agent
-from lightning_proxy.proxy.capture import Tokens
+from lightning_proxy.proxy.capture import NOT_THE_POLICY, Tokens
 from lightning_proxy.proxy.dialects import Dialect
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.json_text import encode_as_vllm
@@ -185,7 +185,7 @@ class Exchange:
 
     def _untrainable_reason(self, status: CallStatus, tokens: Tokens) -> str | None:
         if status == "ok" and self._attempts.target.route.version is None:
-            return "the model is not the policy"
+            return NOT_THE_POLICY
         return tokens.untrainable_reason(status, self._start.request)
 
     def _written(self, end: CallEnd, written: asyncio.Future[None]) -> None:

@@ -88,7 +88,7 @@ class Redactor:
             tool_calls=tool_calls(response),
             prompt_token_ids=(),
             choices=tuple(Choice(c.index, finish_reason=c.finish_reason) for c in end.choices),
-            untrainable_reason=end.untrainable_reason or REASON,
+            untrainable_reason=REASON,  # whatever else speaks against it: nothing is learned from it in any way
         )
 
     def _texts(self, value: Any) -> Any:

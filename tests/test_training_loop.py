@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from lightning_proxy.proxy.config import Config, PolicyConfig, StoreConfig, TrainerConfig, UpstreamConfig
 from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.errors import PublishError, UpstreamUnreachable
+from lightning_proxy.proxy.errors import ConfigError, LightningError, PublishError, UpstreamUnreachable
 from lightning_proxy.proxy.fleet import open_vllm
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.policy import NotServed, Swap
@@ -42,6 +42,7 @@ from lightning_proxy.proxy.vllm import operator_session
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.metric_schema import METRICS
 from lightning_proxy.trainer.publish import Publisher
+from lightning_proxy.trainer.sft import SftRun
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch
 
@@ -131,12 +132,12 @@ class Bench:
         self.store, self.ledger = Store(database), Ledger(database)
         self.random = random.Random(0)
 
-    def loop(self, **trainer: Any) -> TrainingLoop:
+    def loop(self, runs: Any = TrainingLoop, **trainer: Any) -> Any:
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
         swap = Swap(self.ledger, self.vllm, self.mode, config.policy.directory)
         self.trainer = LightningTrainer(config.trainer, config.policy)
         publisher = Publisher(config.policy, self.ledger, swap, self.trainer)
-        return TrainingLoop(config, self.store, self.ledger, self.trainer, publisher)
+        return runs(config, self.store, self.ledger, self.trainer, publisher)
 
     @property
     def mode(self) -> Any:
@@ -909,3 +910,59 @@ async def test_an_adapter_that_is_not_served_keeps_the_whole_version_from_going_
             await b.loop().run(asyncio.Event(), once=True)
         assert (await b.ledger.live()).version == 0
         assert (await b.ledger.version(1)).status == "failed"
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_fine_tuned_weights_are_published_and_rl_goes_on_with_the_next_version(
+    base: Path, tmp_path: Path, publish: str
+) -> None:
+    async with bench(base, tmp_path, publish, sft={"learning_rate": 0.01, "epochs": 2}) as b:
+        rollouts = await b.groups("t1", "t2")
+        await b.loop(SftRun).run(asyncio.Event())
+        live = await b.ledger.live()
+        assert (live.version, live.verified, await b.steps_of(rollouts)) == (1, True, {None})
+        await b.loop().run(asyncio.Event(), once=True)
+        steps = await b.ledger.steps()
+        assert [(s.metrics.get("method"), s.base, s.version) for s in steps] == [("sft", 0, 1), (None, 1, 2)]
+        assert await b.steps_of(rollouts) == {2}
+        assert (await b.ledger.live()).verified
+
+
+@pytest.mark.parametrize("moment", ["commit", "publish"])
+async def test_a_fine_tuning_run_that_was_killed_is_one_version(
+    base: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(Exception):
+        pass
+
+    def crash(*_: Any, **__: Any) -> Any:
+        raise Crash
+
+    async with bench(base, tmp_path, sft={"learning_rate": 0.01, "epochs": 2}) as b:
+        await b.groups("t1", "t2")
+        run = b.loop(SftRun)
+        with monkeypatch.context() as broken:
+            broken.setattr(*{"commit": (b.ledger, "trained"), "publish": (b.vllm, "sample")}[moment], crash)
+            with pytest.raises(Crash):
+                await run.run(asyncio.Event())
+        weights = b.trainer.adapter()
+        await b.loop(SftRun).run(asyncio.Event())
+        assert len(await b.ledger.steps()) == 1
+        assert ((await b.ledger.live()).step, (await b.ledger.live()).verified) == (1, True)
+        for name, weight in b.trainer.adapter().items():
+            assert torch.allclose(weight, weights[name], atol=1e-6), name
+
+
+async def test_adapters_of_agents_are_not_fine_tuned(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, "lora", policy=OWN_ADAPTERS) as b:
+        with pytest.raises(ConfigError, match="not for policy.adapters yet"):
+            b.loop(SftRun)
+
+
+async def test_nothing_is_fine_tuned_while_publication_is_stopped(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, collapse={"max_kl": 1e-9, "steps": 1}) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        with pytest.raises(LightningError, match="publication is stopped: .* `lightning-proxy policy promote 0`"):
+            await b.loop(SftRun).run(asyncio.Event())
+        assert len(await b.ledger.steps()) == 1

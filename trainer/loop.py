@@ -38,7 +38,7 @@ UNPUBLISHED = -1  # instead of a policy version: the trainer's weights are none'
 Show = Callable[[int, Mapping[str, Any]], None]
 
 
-def _show_nothing(step: int, metrics: Mapping[str, Any]) -> None: ...
+def show_nothing(step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
 class Stopped(Exception):
@@ -59,7 +59,7 @@ class TrainingLoop:
         trainer: LightningTrainer,
         publisher: Publisher | None,
         order: Order | None = None,
-        show: Show = _show_nothing,
+        show: Show = show_nothing,
     ) -> None:
         self._config = config.trainer
         self._ledger = ledger
@@ -88,18 +88,18 @@ class TrainingLoop:
                 return
             except StoreUnavailable as error:
                 log.error("the trainer waits: %s", error)
-            await _sleep(stop, RETRY_S)
+            await pause(stop, RETRY_S)
 
     async def _train(self, stop: asyncio.Event, once: bool) -> None:
         while not stop.is_set() and not await self.is_done():
             trained = False
-            if not await self._is_stopped():
-                await self._follow_live_version()
+            if not await self.is_stopped():
+                await self.follow_live_version()
                 trained = await self._train_when_due(once)
             if not trained and once:
                 break
             if not trained:
-                await _sleep(stop, self._config.poll_s)
+                await pause(stop, self._config.poll_s)
 
     async def resume(self, stop: asyncio.Event | None = None) -> None:
         """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish if need be."""
@@ -163,6 +163,10 @@ class TrainingLoop:
         metrics["reward_by_task"] = batch.tasks
         if self._publisher is not None:
             metrics |= await self._monitor.of_step(self._version, metrics)
+        return await self.conclude(batch, metrics)
+
+    async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> bool:
+        """Commit and publish the weights as they are after a step; False if it was stopped before it was saved."""
         try:
             await self._commit(batch, metrics)
         except Stopped:
@@ -190,7 +194,7 @@ class TrainingLoop:
                 break
             except (NotSaved, StoreUnavailable) as error:
                 log.error("step %d waits to be saved: %s; free some space, it is tried again", batch.step, error)
-            await _sleep(self._stop, RETRY_S)
+            await pause(self._stop, RETRY_S)
             if self._stop.is_set():
                 raise Stopped
         await self._prune_checkpoints()
@@ -230,11 +234,11 @@ class TrainingLoop:
             except (UpstreamUnreachable, UpstreamTimeout, NotSaved) as error:
                 log.warning("publishing step %d waits: %s", step, error)
                 await publisher.abandon_unfinished()
-            await _sleep(self._stop, RETRY_S)
+            await pause(self._stop, RETRY_S)
             if self._stop.is_set():
                 raise Stopped
 
-    async def _is_stopped(self) -> bool:
+    async def is_stopped(self) -> bool:
         """Whether a collapse was seen, and neither somebody nor (`collapse.action: rollback`) we went back since."""
         collapse = None if self._publisher is None else await self._monitor.look()
         if collapse is None or self._publisher is None:
@@ -245,7 +249,12 @@ class TrainingLoop:
         await self._publisher.take_back(live, collapse.go_back_to)
         return False
 
-    async def _follow_live_version(self) -> None:
+    @property
+    def version(self) -> int:
+        """The policy version that the trainer's weights go on from."""
+        return self._version
+
+    async def follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""
         live = await self._ledger.live()
         if live.version == self._version:
@@ -283,8 +292,18 @@ def follow(config: Config) -> None:
     trainer.ranks.follow(trainer)
 
 
-async def train(config: Config, stop: asyncio.Event, *, once: bool = False, show: Show = _show_nothing) -> None:
-    """Run the trainer on the configuration's store and vLLM server until `stop` is set; `show` every step."""
+async def train(
+    config: Config,
+    stop: asyncio.Event,
+    *,
+    once: bool = False,
+    show: Show = show_nothing,
+    runs: Callable[..., Any] = TrainingLoop,
+) -> None:
+    """Run the trainer on the configuration's store and vLLM server until `stop` is set; `show` every step.
+
+    `runs`: the method, `TrainingLoop` or another that is made and run as that is.
+    """
     upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
     if upstream is None:
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
@@ -297,7 +316,7 @@ async def train(config: Config, stop: asyncio.Event, *, once: bool = False, show
                 vllm = open_vllm(session, upstream.urls, upstream.credentials)
                 swap = Swap(ledger, vllm, mode, config.policy.directory)
                 publisher = Publisher(config.policy, ledger, swap, trainer)
-                await TrainingLoop(config, store, ledger, trainer, publisher, show=show).run(stop, once=once)
+                await runs(config, store, ledger, trainer, publisher, show=show).run(stop, once=once)
             trainer.ranks.end()
         finally:
             trainer.close()
@@ -315,6 +334,6 @@ def only_trainer(directory: Path) -> Iterator[None]:
         yield
 
 
-async def _sleep(stop: asyncio.Event, seconds: float) -> None:
+async def pause(stop: asyncio.Event, seconds: float) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(stop.wait(), seconds)

@@ -114,10 +114,25 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     ),
 })  # fmt: skip
 
+# What a run of `train --method sft` reports besides those of the above that apply to it.
+SFT_METRICS: Mapping[str, Metric] = MappingProxyType(
+    _group(
+        "sft",
+        ("held_out_loss_before", "nats", "mean cross-entropy of the answers' tokens of held-out tasks, before the run"),
+        ("held_out_loss", "nats", "the same after it; both missing without held-out tasks (`trainer.sft.held_out`)"),
+        ("token_accuracy", "share", "trained tokens that were the likeliest; mean over the last epoch"),
+        ("epochs", "count", "passes over the rows"),
+        ("optimizer_steps", "count", "updates of the weights in all epochs"),
+        ("groups_held_out", "count", "tasks that are only measured on"),
+        ("calls_untokenised", "count", "left out: of other models, and the policy's chat template does not show them"),
+    )
+)
+ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **SFT_METRICS})
+
 
 def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
     """A step's numbers under their trackers' tags."""
-    return {METRICS[name].tag if name in METRICS else name: value for name, value in scalars(metrics).items()}
+    return {ALL_METRICS[name].tag if name in ALL_METRICS else name: value for name, value in scalars(metrics).items()}
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -127,4 +142,4 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def table(group: str) -> str:
     """The rows of a group as docs/metrics.md has them."""
-    return "".join(f"| `{m.name}` | {m.unit} | {m.meaning} |\n" for m in METRICS.values() if m.group == group)
+    return "".join(f"| `{m.name}` | {m.unit} | {m.meaning} |\n" for m in ALL_METRICS.values() if m.group == group)

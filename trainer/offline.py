@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import logging
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import opened
@@ -92,9 +94,12 @@ def offline_config(config: Config, directory: Path) -> Config:
 
 
 async def train_offline(
-    config: Config, stop: asyncio.Event, data: Path | None, directory: Path | None, epochs: int
+    config: Config, stop: asyncio.Event, data: Path | None, directory: Path | None, runs: Callable[..., Any]
 ) -> None:
-    """Train on `data` (a store or an export; None: the configured store), which is only read."""
+    """Train on `data` (a store or an export; None: the configured store), which is only read.
+
+    `runs`: the method, made as `OfflineRun` is, without its epochs.
+    """
     directory = (directory or config.policy.directory / "offline").expanduser().absolute()
     with only_trainer(directory):
         store_config = await prepare(data or config.store.path, directory)
@@ -102,8 +107,7 @@ async def train_offline(
         trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
         try:
             async with opened(store_config) as database:
-                run = OfflineRun(config, Store(database), Ledger(database), trainer, epochs)
-                last = await run.run(stop)
+                last = await runs(config, Store(database), Ledger(database), trainer).run(stop)
             if last is not None:
                 await asyncio.to_thread(save_weights, config, trainer, last.step)
             trainer.ranks.end()

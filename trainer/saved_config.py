@@ -112,6 +112,6 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Saved:
     """Nested sections as dotted keys; the values of a dict that is no section stay together."""
     found: Saved = {}
     for name, value in values.items():
-        is_section = prefix == "trainer" and name in ("air", "judge", "schedule", "collapse")
+        is_section = prefix == "trainer" and name in ("air", "judge", "schedule", "collapse", "sft")
         found |= _flat(f"{prefix}.{name}", value) if is_section else {f"{prefix}.{name}": value}
     return found

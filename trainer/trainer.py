@@ -180,6 +180,11 @@ class LightningTrainer(GRPOTrainer):
         """A copy of an adapter's weights."""
         return self.adapters.weights(name)
 
+    def adopt(self, step: int) -> None:
+        """The adapter was trained by other means, as `step`: the optimizer's moments, which are of before, go."""
+        self.optimizer.state.clear()
+        self.state.global_step = step
+
     @on_every_shard
     @torch.no_grad()
     def logprobs(
