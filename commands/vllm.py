@@ -73,8 +73,7 @@ def vllm_program(config: Config) -> Program:
     if publish_mode(config) == "lora":
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
         argv += ["--max-loras", str(options.max_loras * (1 + len(config.policy.adapters)))]
-    if config.policy.token_continuity == "exact":
-        argv += ["--enable-scale-out"]  # the render route
+    argv += ["--enable-scale-out"]  # the routes between messages and tokens: token continuity, power sampling
     return Program((*argv, *options.extra_args), _environment(config, model, gpu))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lightning_proxy.proxy import memory
 from lightning_proxy.proxy.auth import Keys
+from lightning_proxy.proxy.chosen import Chosen
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.continuity import Continuity
 from lightning_proxy.proxy.conversations import Conversations
@@ -49,6 +50,7 @@ class Parts:
     metrics: Metrics
     redactor: Redactor
     relay: Relay
+    chosen: Chosen
     health: Health
 
     def forget(self, rollout_id: str, why: str) -> None:
@@ -81,8 +83,10 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             telemetry = open_telemetry(config.telemetry, redactor)
             on_end = metrics.call_ended
             relay = Relay(config, upstreams, kept, policy, keys, on_end, continuity, conversations, telemetry)
-            events = Events(database)
-            parts = Parts(config, mode, store, ledger, events, recorder, policy, keys, metrics, redactor, relay, health)
+            events, chosen = Events(database), Chosen(config, ledger, swap)
+            parts = Parts(
+                config, mode, store, ledger, events, recorder, policy, keys, metrics, redactor, relay, chosen, health
+            )
             keeper = Keeper(database, config.store.retention, parts.forget)
             running = (
                 policy.watch(),

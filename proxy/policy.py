@@ -19,6 +19,7 @@ from lightning_proxy.proxy.fleet import VllmFleet
 from lightning_proxy.proxy.health import Health
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.ports import Route
+from lightning_proxy.proxy.power_vllm import power_of
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PolicyVersion, PublishMode, RolloutName
 from lightning_proxy.proxy.vllm import Vllm
@@ -164,7 +165,7 @@ class Policy:
         self._swap = swap
         self._health = health
         self._upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
-        self._named = _by_model(config.upstreams)
+        self._named = models_by_upstream(config.upstreams)
         self._pins: OrderedDict[str, int] = OrderedDict()
         self._base: str | None = None
         self._look: asyncio.Task[None] | None = None
@@ -176,6 +177,14 @@ class Policy:
 
     async def route(self, rollout: RolloutName, model: str | None) -> Route:
         """Where a call of this rollout for this model goes. An unreachable vLLM is left for the call itself to meet."""
+        chosen = self._store.model_of(rollout.rollout_id) if model == self.alias else None
+        if chosen is None:
+            return await self._route(rollout, model)
+        return _asking_for(chosen, await self._route(rollout, chosen))
+
+    async def _route(self, rollout: RolloutName, model: str | None) -> Route:
+        if self._swap is not None and (alpha := power_of(model)) is not None:
+            return await self._route_to_power(self._swap, rollout, alpha)
         upstream = self._upstream_of(model)
         fallbacks = tuple(self._fallbacks(upstream, model)) if upstream.fallbacks else ()
         if upstream is not self._upstream or self._swap is None:
@@ -211,6 +220,13 @@ class Policy:
         asked = 0 if model in (None, self._base) else await self._version_named(model)
         return Route(upstream, None, asked, pins=False)
 
+    async def _route_to_power(self, swap: Swap, rollout: RolloutName, alpha: float) -> Route:
+        assert self._upstream is not None
+        base = await self._route_to_policy(swap, self._upstream, rollout, None)
+        if base.version != 0:
+            raise NotFound(f"power:{alpha:g} samples from the base model, and version {base.version} is in its place")
+        return Route(self._upstream, self._base, None, pins=False, power=alpha)
+
     def forget(self, rollout_id: str) -> None:
         """The rollout was deleted: under its name another one may begin, with the version that is live then."""
         self._pins.pop(rollout_id, None)
@@ -244,7 +260,7 @@ class Policy:
         pin = live.version if pin is None else pin
         version = live if pin == live.version else await self._ledger.version(pin)
         # A version whose files were pruned cannot be served any more.
-        servable = version.version == 0 or (version.path and version.publish == live.publish)
+        servable = version.version == 0 or (version.path and version.publish == "lora")
         return version if servable else live
 
     async def _recorded_pin(self, rollout_id: str) -> int | None:
@@ -343,7 +359,13 @@ class Policy:
             self._health.report(self._upstream.name, url, None if problem is None else str(problem))
 
 
-def _by_model(upstreams: Sequence[UpstreamConfig]) -> dict[str, UpstreamConfig]:
+def _asking_for(model: str, route: Route) -> Route:
+    """The route of a call that names another model."""
+    fallbacks = tuple(_asking_for(model, fallback) for fallback in route.fallbacks)
+    return replace(route, model=route.model or model, fallbacks=fallbacks)
+
+
+def models_by_upstream(upstreams: Sequence[UpstreamConfig]) -> dict[str, UpstreamConfig]:
     """The upstream of every model that one names; the names that only a fallback maps are none of these."""
     standing_by = {name for upstream in upstreams for name in upstream.fallbacks}
     named: dict[str, UpstreamConfig] = {}

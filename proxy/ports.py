@@ -18,6 +18,7 @@ class Route:
     """Where a call goes, under which model name (None: the agent's), and the policy version (None: not one of ours).
 
     `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
+    `power`: its answer is to be sampled from the model's distribution to this power.
     `pins`: the version is what the rollout is answered by from now on; not one that was asked for by its own name.
     """
 
@@ -26,6 +27,7 @@ class Route:
     version: int | None
     fallbacks: tuple[Route, ...] = ()
     pins: bool = True
+    power: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

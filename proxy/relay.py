@@ -26,6 +26,7 @@ from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.limits import Limiter
 from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path, wants_recording
 from lightning_proxy.proxy.ports import NO_RECORDER, Caller, Keys, Policy, Recorder, Route
+from lightning_proxy.proxy.power_vllm import PowerCall
 from lightning_proxy.proxy.telemetry import Telemetry
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 from lightning_proxy.proxy.upstream import Request
@@ -161,7 +162,9 @@ class Relay:
             agent.extra.append((_VERSION, str(route.version).encode()))
         continuity = self._continuity if recorder is not None else None
         continued = continuity and continuity.call(route.upstream, start, attempts.target.sent)
-        if continued:
+        if route.power is not None:
+            attempts.begin_with(PowerCall(self._upstreams, route.upstream, route.power).open)
+        elif continued:
             attempts.begin_with(continued.open)
         recorded = recorder is not None
         if recorder is not None and conversations is not None:

@@ -87,7 +87,9 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     names = [RolloutName(uuid4().hex, body.task_id, None, body.mode) for _ in range(body.n)]
     keys = [new_key("rollout") for _ in names]
     hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
-    await p.store.open_rollouts(hashed, p.redactor.value(body.metadata, "metadata"), caller.key_id)
+    await p.chosen.check(body.policy_version, body.model)
+    metadata = p.redactor.value(body.metadata, "metadata")
+    await p.store.open_rollouts(hashed, metadata, caller.key_id, policy_version=body.policy_version, model=body.model)
     root = str(request.base_url).rstrip("/")
     return [
         {"rollout_id": n.rollout_id, "base_url": f"{root}/rollouts/{n.rollout_id}/v1", "api_key": key}

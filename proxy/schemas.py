@@ -41,12 +41,17 @@ class RewardBody(Body):
 
 
 class RolloutsBody(Body):
-    """Opens `n` sibling rollouts of one task."""
+    """Opens `n` sibling rollouts of one task; none only checks what is asked for.
+
+    `policy_version` or `model`: what answers the policy's alias in them, if not the live version.
+    """
 
     task_id: Id | None = None
     mode: Literal["train", "eval"] = "train"
     metadata: dict[str, Any] = {}
-    n: Annotated[int, Field(strict=True, ge=1, le=1000), WHOLE] = 1
+    n: Annotated[int, Field(strict=True, ge=0, le=1000), WHOLE] = 1
+    policy_version: Annotated[int, Field(strict=True, ge=0, lt=2**31), WHOLE] | None = None
+    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 
 
 class EndBody(Body):

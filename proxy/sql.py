@@ -16,9 +16,11 @@ ON CONFLICT (rollout_id) DO UPDATE SET
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
 """
 ROLLOUT_OPEN = """
-INSERT INTO rollouts (rollout_id, task_id, mode, metadata, created_at)
-VALUES (:rollout_id, :task_id, :mode, :metadata, :at)
+INSERT INTO rollouts (rollout_id, task_id, mode, policy_version, metadata, created_at)
+VALUES (:rollout_id, :task_id, :mode, :policy_version, :metadata, :at)
 """
+ROLLOUT_CHOOSES = "INSERT INTO rollout_models (rollout_id, model) VALUES (:rollout_id, :model)"
+ROLLOUT_CHOSE = "SELECT model FROM rollout_models WHERE rollout_id = :rollout_id"
 ROLLOUT_KEY = """
 INSERT INTO rollout_keys (key_hash, rollout_id, key_id) VALUES (:key_hash, :rollout_id, :key_id)
 """

@@ -75,14 +75,25 @@ class Store:
     # Rollouts ------------------------------------------------------------------------------------------------------
 
     async def open_rollouts(
-        self, names: Sequence[tuple[RolloutName, str]], metadata: dict[str, Any], key_id: str | None = None
+        self,
+        names: Sequence[tuple[RolloutName, str]],
+        metadata: dict[str, Any],
+        key_id: str | None = None,
+        *,
+        policy_version: int | None = None,
+        model: str | None = None,
     ) -> None:
-        """Open rollouts, each with the hash of the key that names it; `key_id`: the stored key that asked for them."""
+        """Open rollouts, each with the hash of the key that names it; `key_id`: the stored key that asked for them.
+
+        `policy_version`, `model`: what answers the alias in them, if not the live version.
+        """
         at = time.time()
         batch: list[tuple[str, dict[str, Any]]] = []
         for name, _ in names:
             row = {"rollout_id": name.rollout_id, "task_id": name.task_id, "mode": name.mode, "at": at}
-            batch.append((sql.ROLLOUT_OPEN, row | {"metadata": dumps(metadata)}))
+            batch.append((sql.ROLLOUT_OPEN, row | {"metadata": dumps(metadata), "policy_version": policy_version}))
+        if model is not None:
+            batch += [(sql.ROLLOUT_CHOOSES, {"rollout_id": name.rollout_id, "model": model}) for name, _ in names]
         batch += [
             (sql.ROLLOUT_KEY, {"rollout_id": n.rollout_id, "key_hash": key_hash, "key_id": key_id})
             for n, key_hash in names
@@ -94,6 +105,11 @@ class Store:
         if row is None:
             raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
         return rows.read_rollout(row)
+
+    def model_of(self, rollout_id: str) -> str | None:
+        """The model that answers the alias in this rollout, where it was opened for one; at once, for every call."""
+        row = self._db.one_now(sql.ROLLOUT_CHOSE, {"rollout_id": rollout_id})
+        return None if row is None else row["model"]
 
     async def rollout_of_key(self, key_hash: str) -> tuple[str, str | None] | None:
         """The rollout that a key was given out for, and the stored key (if one) that it was asked for with."""

@@ -77,6 +77,7 @@ class PolicyServer:
         self.app.router.add_get("/is_paused", self.is_paused)
         self.app.router.add_post("/v1/chat/completions", self.chat)
         self.app.router.add_post("/v1/chat/completions/render", self.render)
+        self.app.router.add_post("/v1/chat/completions/derender", self.derender)
         self.app.router.add_post("/tokenize", self.tokenize)
         for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
             self.app.router.add_post(f"/{path}", self.operate)
@@ -137,13 +138,30 @@ class PolicyServer:
         choice["logprobs"] = {"content": [entry | {"top_logprobs": top} for entry in top]}
         if not self.returns_token_ids:
             del choice["token_ids"]
+        if body.get("stop"):
+            choice["stop_reason"] = body["stop"][0]
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-        answer = {"id": "x", "object": "chat.completion", "model": body["model"], "choices": [choice], "usage": usage}
+        choices = [choice | {"index": i} for i in range(body.get("n") or 1)]
+        answer = {"id": "x", "object": "chat.completion", "model": body["model"], "choices": choices, "usage": usage}
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_tokens else None
         return web.json_response(answer | {"prompt_token_ids": given or [1, 2, 3]})
 
-    async def render(self, _: web.Request) -> web.Response:
-        return web.json_response({"token_ids": [1, 2, 3]} if self.renders else {}, status=200 if self.renders else 403)
+    async def render(self, request: web.Request) -> web.Response:
+        if not self.renders:
+            return web.json_response({}, status=403)
+        most = (await request.json()).get("max_tokens") or 500
+        parameters = {"max_tokens": most} if most != 16 else {}  # its default, which vLLM leaves out
+        return web.json_response({"token_ids": [1, 2, 3], "sampling_params": parameters})
+
+    async def derender(self, request: web.Request) -> web.Response:
+        """The text is the tokens' numbers."""
+        body = await request.json()
+        (choice,) = body["generate_response"]["choices"]
+        text = " ".join(map(str, choice["token_ids"]))
+        made = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        made["logprobs"] = {"content": [{"token": "x", **entry} for entry in choice["logprobs"]["content"]]}
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": {}}
+        return web.json_response(answer | {"choices": [made]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """A byte is a token; a turn is its text and an end."""

@@ -94,10 +94,8 @@ def test_the_behaviour_logprobs_are_those_after_temperature(model: Path) -> None
     assert option(vllm_program(policy(model)).argv, "--logprobs-mode") == "processed_logprobs"
 
 
-def test_the_routes_that_exact_continuity_needs_are_opened_for_it_only(model: Path) -> None:
-    exact = Config.model_validate({"policy": {"model": str(model), "token_continuity": "exact"}})
-    assert "--enable-scale-out" in vllm_program(exact).argv
-    assert "--enable-scale-out" not in vllm_program(policy(model)).argv
+def test_the_routes_between_messages_and_tokens_are_opened(model: Path) -> None:
+    assert "--enable-scale-out" in vllm_program(policy(model)).argv
 
 
 def test_a_model_directory_is_served_under_its_name_and_an_id_under_itself(model: Path) -> None:
