@@ -152,6 +152,37 @@ def run(
     run_command(config, tasks, command, preload.split(",") if preload else [], repeat, as_json, request)
 
 
+@app.command(name="eval", context_settings={"allow_interspersed_args": False})
+def evaluate(
+    context: typer.Context,
+    command: Annotated[list[str], typer.Argument(help="the agent program, after `--`")],
+    tasks: Annotated[Path, typer.Option(help="JSON Lines: one held-out task a line")],
+    models: Annotated[
+        str, typer.Option(help="what answers, each compared with the first: live, a policy version, a model, power:4")
+    ] = "live",
+    samples: Annotated[int, typer.Option(min=1, max=1000, help="rollouts per task and model")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="programs at once")] = 8,
+    pass_at: Annotated[float, typer.Option(help="the reward from which on a rollout has passed")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="of the intervals")] = 0,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="make versions live in turn, where they are not served side by side")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
+    preload: Annotated[str, typer.Option(help="modules to import once, for `python script.py …`")] = "",
+    logs: Annotated[Path | None, typer.Option(help="keep each program's output here")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare policy versions and other models on held-out tasks: mean reward, pass@k, intervals."""
+    from lightning_proxy.commands.eval_report import Scoring
+    from lightning_proxy.commands.eval_view import EvalRequest, eval_command
+
+    modules = preload.split(",") if preload else []
+    config, scoring = _load(context, {})[0], Scoring(pass_at, seed)
+    eval_command(
+        config, EvalRequest(tasks, models, command, modules, samples, concurrency, promote, scoring, out, logs, as_json)
+    )
+
+
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 90,

@@ -73,8 +73,9 @@ class ControlClient:
         if self._session is not None:
             await self._session.close()
 
-    async def open_rollouts(self, task_id: str, mode: Mode, n: int) -> list[OpenRollout]:
-        answer = await self.request("POST", "/rollouts", {"task_id": task_id, "mode": mode, "n": n})
+    async def open_rollouts(self, task_id: str, mode: Mode, n: int, **choice: Any) -> list[OpenRollout]:
+        """`choice`: `policy_version` or `model`, what answers them if not the live version."""
+        answer = await self.request("POST", "/rollouts", {"task_id": task_id, "mode": mode, "n": n, **choice})
         return [OpenRollout(one["rollout_id"], one["base_url"], one["api_key"]) for one in answer]
 
     async def end_rollout(self, rollout_id: str, status: str, reason: str | None = None) -> None:
@@ -82,11 +83,6 @@ class ControlClient:
 
     async def rollout(self, rollout_id: str) -> dict[str, Any]:
         return await self.request("GET", f"/rollouts/{rollout_id}")
-
-    async def reward(self, rollout_id: str) -> float | None:
-        """The rollout's newest reward, if it has one."""
-        value: float | None = (await self.rollout(rollout_id))["reward"]
-        return value
 
     async def rollouts(self, **filters: str | int | None) -> dict[str, Any]:
         params = {name: str(value) for name, value in filters.items() if value is not None}

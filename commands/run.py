@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lightning_proxy.commands.control import ControlClient, ControlError, OpenRollout
 from lightning_proxy.commands.programs import Runner
@@ -20,13 +21,19 @@ CONFLICT = 409
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """How one run of the program ended. `reward` is None while no reward of the rollout has arrived."""
+    """How one run of the program ended. `reward` is None while no reward of the rollout has arrived.
+
+    `policy_versions`: all that its calls were answered by, in order; None for a model outside the policy.
+    `tokens`: how many were sampled.
+    """
 
     rollout_id: str
     task_id: str
     exit_code: int
     reason: str | None
     reward: float | None
+    policy_versions: tuple[int | None, ...] = ()
+    tokens: int = 0
 
     @property
     def failed(self) -> bool:
@@ -35,12 +42,16 @@ class RolloutResult:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How `run_tasks` runs: siblings per task, programs at once, and where their output goes (None: thrown away)."""
+    """How `run_tasks` runs: siblings per task, programs at once, and where their output goes (None: thrown away).
+
+    `choice`: what answers the rollouts if not the live policy version: `policy_version` or `model` of POST /rollouts.
+    """
 
     group_size: int = 1
     concurrency: int = 1
     mode: Mode = "train"
     logs: Path | None = None
+    choice: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,8 @@ class TaskRun:
         # A group is opened when its first sibling can start: none waits half open.
         for task in tasks:
             await self._gate()
-            group = await self._api.open_rollouts(task.task_id, self._options.mode, self._options.group_size)
+            options = self._options
+            group = await self._api.open_rollouts(task.task_id, options.mode, options.group_size, **options.choice)
             self._opened.update((rollout.rollout_id, rollout) for rollout in group)
             for rollout in group:
                 yield Job(task, rollout)
@@ -116,8 +128,9 @@ class TaskRun:
             await self._end(rollout_id, "failed", reason)
         if self._options.logs is None:
             log.unlink(missing_ok=True)
-        reward = await self._api.reward(rollout_id)
-        return RolloutResult(rollout_id, job.task.task_id, code, reason, reward)
+        rollout = await self._api.rollout(rollout_id)
+        versions, tokens = _answered_by(rollout.get("calls", [])), rollout.get("tokens", 0)
+        return RolloutResult(rollout_id, job.task.task_id, code, reason, rollout["reward"], versions, tokens)
 
     def _environment(self, job: Job) -> dict[str, str]:
         return {
@@ -152,6 +165,12 @@ async def run_tasks(
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `gate` is awaited before each group; `tasks` may be endless."""
     return await TaskRun(api, runner, options, on_result, gate).run(tasks)
+
+
+def _answered_by(calls: Iterable[Mapping[str, Any]]) -> tuple[int | None, ...]:
+    """Of the calls that were answered. A call during which weights were replaced has several."""
+    answered = [call["policy_versions"] or [None] for call in calls if call["status"] == "ok"]
+    return tuple(dict.fromkeys(version for versions in answered for version in versions))
 
 
 def last_line(log: Path) -> str:

@@ -27,13 +27,14 @@ class RunProgress:
 
     progress: Progress
     total: int
+    label: str = "rollouts"
     done: int = 0
     failed: int = 0
     rewarded: int = 0
     reward: float = 0.0
 
     def __post_init__(self) -> None:
-        self._bar = self.progress.add_task("rollouts", total=self.total, reward="-", failed=0)
+        self._bar = self.progress.add_task(self.label, total=self.total, reward="-", failed=0)
 
     def add(self, result: RolloutResult) -> None:
         self.done += 1
@@ -45,13 +46,18 @@ class RunProgress:
         self.progress.update(self._bar, completed=self.done, reward=mean, failed=self.failed)
 
 
+def progress_bars(console: Console) -> Progress:
+    """Bars for `RunProgress`."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]}"))
+    more = (TextColumn("failed {task.fields[failed]}"), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(TextColumn("{task.description}"), *columns, *more, console=console)
+
+
 async def run_with_progress(
     api: ControlClient, tasks: list[Task], runner: Runner, options: RunOptions, console: Console
 ) -> list[RolloutResult]:
     """`run_tasks` under a progress bar with the mean reward so far."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]}"))
-    more = (TextColumn("failed {task.fields[failed]}"), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns, *more, console=console) as progress:
+    with progress_bars(console) as progress:
         counts = RunProgress(progress, len(tasks) * options.group_size)
         async with api:
             try:

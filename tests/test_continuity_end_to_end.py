@@ -6,6 +6,7 @@ The model may say one sentence only, but in which tokens is sampled: seldom thos
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from support.tool_template import TEMPLATE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
+ADDITION = Path(__file__).parents[1] / "examples" / "addition" / "agent.py"
 SENTENCE = "The astonishingly quick fox jumps over 1234 lazy dogs, doesn't it?"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Reykjavik"}}\n</tool_call>'
 WEATHER: Any = {
@@ -49,6 +52,7 @@ WEATHER: Any = {
 class Served:
     """The same vLLM behind both proxies, by `policy.token_continuity`."""
 
+    config: Path
     url: dict[str, str]
     store: dict[str, Path]
 
@@ -91,7 +95,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         },
     }  # fmt: skip
     (directory / "config.yaml").write_text(yaml.safe_dump(settings))
-    found = Served({}, {})
+    found = Served(directory / "config.yaml", {}, {})
     parts: list[subprocess.Popen[bytes]] = []
 
     def start(part: str, **environment: str) -> None:
@@ -241,3 +245,47 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(served: Served) -> None:
+    """By vLLM's own routes between messages and tokens: text, tokens and log-probabilities are of one answer."""
+    questions = ["What is the capital of France?", "Name a colour.", "Count to five.", "Say hello."]
+
+    def ask(model: str, **more: Any) -> None:
+        def one(question: str) -> Any:
+            messages: list[Any] = [{"role": "user", "content": question}]
+            client = served.client("text", f"likely-{model}".replace(":", "-"))
+            return client.chat.completions.create(model=model, messages=messages, max_tokens=12, logprobs=True, **more)
+
+        with ThreadPoolExecutor(len(questions)) as pool:
+            for answer in pool.map(one, questions):
+                for choice in answer.choices:
+                    tokens = [entry.token for entry in choice.logprobs.content]
+                    assert (choice.message.content or "") == "".join(tokens).removesuffix("<|im_end|>")
+
+    def likelihoods(model: str) -> list[float]:
+        calls = served.calls("text", f"likely-{model}".replace(":", "-"))
+        return [sum(choice.logprobs) for call in calls for choice in call.choices]
+
+    ask("policy", n=8, temperature=1.0)
+    ask("power:4", temperature=0.3)
+    before, after = likelihoods("policy"), likelihoods("power:4")
+    assert (len(before), len(after)) == (32, 4)
+    assert sum(after) / len(after) > sum(before) / len(before) + 2
+
+
+def test_an_agent_is_evaluated_with_the_base_model_and_with_power_sampling(served: Served, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("\n".join(json.dumps({"a": a, "b": 2}) for a in range(3)))
+    command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(served.config), "eval"]
+    command += ["--tasks", str(tasks), "--models", "base,power:4", "--samples", "2", "--json", "--concurrency", "6"]
+    env = os.environ | {"LIGHTNING_PROXY__PORT": served.url["text"].rpartition(":")[2]}
+    done = subprocess.run([*command, "--", sys.executable, str(ADDITION)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    base, power = json.loads(done.stdout)["rows"]
+    for row in (base, power):
+        assert [reason for task in row["by_task"].values() for reason in task["failures"]] == []
+        assert (row["rollouts"], row["failed"], row["without_reward"], row["complete"]) == (6, 0, 0, True)
+        assert row["tokens"] > 0
+    assert (base["policy_versions"], power["policy_versions"]) == ([0], [None])
+    assert power["versus"]["tasks"] == 3
