@@ -177,6 +177,18 @@ def test_a_metric_over_its_bound_warns_and_collapses_after_some_steps_in_a_row(
     assert (again.since, again.collapsed) == (7, True) and "3 steps in a row" in again.what
 
 
+def test_rollouts_of_older_versions_may_be_farther_from_the_policy() -> None:
+    # A backlog that was trained on at 1e-2: the way grows with every step, its KL divergence with the square of it.
+    backlog = [(3.82, 5.0), (2.71, 4.0), (1.39, 3.0), (0.57, 2.0), (0.11, 1.0)]
+    measured = [Measured(5 - i, {"kl": kl, "staleness_mean": stale}) for i, (kl, stale) in enumerate(backlog)]
+    assert step_signs(measured, [], CONFIG) == []
+    (far,) = step_signs(steps("kl", 4.1, 4.1, 4.1, staleness_mean=2.0), [], CONFIG)
+    assert far.collapsed and "is 4.1, over 4 (3 steps" in far.what
+    assert step_signs(steps("clip_share", 0.6, staleness_mean=2.0), [], CONFIG) == []
+    assert len(step_signs(steps("clip_share", 0.61, staleness_mean=2.0), [], CONFIG)) == 1
+    assert len(step_signs(steps("kl_base", 5.1, staleness_mean=2.0), [], CONFIG)) == 1
+
+
 def test_what_is_not_measured_or_not_watched_is_no_sign() -> None:
     assert step_signs(steps("loss", 1.0, 1.0), [], CONFIG) == []
     unwatched = CollapseConfig(max_clip_share=None, max_kl=None, max_kl_base=None, min_entropy=0.0)
@@ -199,3 +211,11 @@ def test_entropy_that_is_lost_is_a_collapse_unless_the_reward_rose_for_it() -> N
     risen, not_quite = ([Measured(9 - i, rewarded(mean, entropy=0.1)) for i in range(3)] for mean in (0.63, 0.62))
     assert step_signs(risen, first, CONFIG) == []
     assert len(step_signs(not_quite, first, CONFIG)) == 1
+
+
+def test_rewards_of_before_the_entropy_was_lost_say_nothing_of_it() -> None:
+    first = [rewarded(0.5, entropy=2.0, staleness_mean=0.0)]
+    lost = [Measured(9 - i, rewarded(0.5, entropy=0.1, staleness_mean=3.0)) for i in range(4)]
+    assert step_signs(lost[:3], first, CONFIG) == [], "version 9 - 3 sampled, and the entropy is low from 7 on"
+    (sign,) = step_signs(lost, first, CONFIG)  # from 6 on
+    assert (sign.name, sign.since, sign.collapsed) == ("entropy", 6, True)

@@ -24,6 +24,9 @@ WORDS: Mapping[str, str] = {
     "kl_base": "the KL divergence from the base model",
 }
 
+# How they grow with the way that the policy went since it sampled; a small way's KL divergence is quadratic in it.
+POWER_OF_STALENESS: Mapping[str, int] = {"clip_share": 1, "kl": 2, "kl_base": 0}
+
 
 @dataclass(frozen=True, slots=True)
 class Sign:
@@ -149,21 +152,30 @@ def step_signs(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], co
 
 
 def _too_high(name: Any, limit: float, steps: Sequence[Measured], config: CollapseConfig) -> Sign | None:
-    streak = _streak(steps, lambda metrics: metrics.get(name, 0.0) > limit)
+    """Rollouts of older versions are farther from the policy: their limit is that of as many versions' way."""
+
+    def allowed(metrics: Mapping[str, Any]) -> float:
+        return float(limit * max(1.0, metrics.get("staleness_mean", 0.0)) ** POWER_OF_STALENESS[name])
+
+    streak = _streak(steps, lambda metrics: metrics.get(name, 0.0) > allowed(metrics))
     if not streak:
         return None
-    what = f"{WORDS[name]} is {streak[0].metrics[name]:.3g}, over {limit:g}"
+    what = f"{WORDS[name]} is {streak[0].metrics[name]:.3g}, over {allowed(streak[0].metrics):.3g}"
     return _sign(name, what, streak, config)
 
 
 def _entropy_sign(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], config: CollapseConfig) -> Sign | None:
-    """A policy that learns pays with entropy; one whose reward did not rise has paid for nothing (arXiv 2505.22617)."""
+    """A policy that learns pays with entropy; one whose reward did not rise has paid for nothing (arXiv 2505.22617).
+
+    Only rewards of rollouts that were sampled since the entropy is low can tell.
+    """
     entropies = [metrics["entropy"] for metrics in first if "entropy" in metrics]
     if not entropies:
         return None
     start = max(entropies)
     streak = _streak(steps, lambda metrics: metrics.get("entropy", start) < config.min_entropy * start)
-    if not streak or _has_risen(first, [step.metrics for step in streak], config.reward_warn):
+    told = [s.metrics for i, s in enumerate(streak) if s.metrics.get("staleness_mean", 0.0) < len(streak) - i]
+    if not told or _has_risen(first, told, config.reward_warn):
         return None
     now = streak[0].metrics
     what = (
