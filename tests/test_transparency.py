@@ -158,13 +158,17 @@ def test_the_agent_sees_no_difference(served: Served, path: str, body: dict[str,
     ours = body | {"model": body.get("model", "policy")}
     theirs = body | {"model": body.get("model", NAME)}
     post(f"{served.direct}/v1/{path}", theirs)  # fills vLLM's prefix cache, which `usage` shows
-    expected = post(f"{served.direct}/v1/{path}", theirs)
-    got = post(f"{served.proxied}/v1/{path}", ours)
-    assert (got.status, got.headers) == (expected.status, expected.headers)
     several = body["stream"] and (body.get("n") or isinstance(body.get("prompt"), list))  # vLLM sends as they come
-    assert (
-        sorted(got.body.split("\n\n")) == sorted(expected.body.split("\n\n")) if several else got.body == expected.body
-    )
+    for _ in range(3):  # where it falls behind, vLLM joins tokens in one frame: then both are asked anew
+        expected = post(f"{served.direct}/v1/{path}", theirs)
+        got = post(f"{served.proxied}/v1/{path}", ours)
+        assert (got.status, got.headers) == (expected.status, expected.headers)
+        frames, expected_frames = (
+            sorted(answer.body.split("\n\n")) if several else answer.body.split("\n\n") for answer in (got, expected)
+        )
+        if frames == expected_frames:
+            break
+    assert frames == expected_frames
 
 
 def test_what_was_sampled_is_recorded_with_its_tokens(served: Served) -> None:
