@@ -38,7 +38,7 @@ from lightning_proxy.proxy.policy import NotServed, Swap
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, PolicyVersion, Reward, RolloutName
-from lightning_proxy.proxy.vllm import operator_session
+from lightning_proxy.proxy.vllm import VllmError, operator_session
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.metric_schema import METRICS
 from lightning_proxy.trainer.publish import Publisher
@@ -102,6 +102,8 @@ class HonestServer:
                 self.load(body["lora_name"], body["lora_path"])
             case "/v1/unload_lora_adapter":
                 del self.models[body["lora_name"]]
+            case "/v1/completions" if body["model"] not in self.models:
+                return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
             case "/v1/completions":
                 return web.json_response({"choices": [self.sample(body)]})
         return web.json_response({})
@@ -600,6 +602,32 @@ async def test_a_vllm_that_restarts_during_verification_gets_the_weights_again(
         assert (live.version, live.verified, live.status) == (1, True, "live")
 
 
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_a_trainer_that_is_stopped_waits_for_no_vllm_and_the_next_one_finishes(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, publish: str
+) -> None:
+    async def away(*_: Any) -> Any:
+        raise UpstreamUnreachable("away")
+
+    async with bench(base, tmp_path, publish) as b:
+        await b.groups("t1", "t2")
+        stop = asyncio.Event()
+        with monkeypatch.context() as broken:
+            broken.setattr(b.vllm, "sample", away)
+            broken.setattr("lightning_proxy.trainer.publish.RETRY_S", 3600.0)
+            training = asyncio.create_task(b.loop().run(stop, once=True))
+            while "verifying the published weights waits" not in caplog.text:
+                assert not training.done()
+                await asyncio.sleep(0.01)
+            stop.set()
+            await training
+        assert (await b.ledger.version(1)).status == ("live" if publish == "merged" else "publishing")
+        assert not (await b.ledger.version(1)).verified
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.step, live.verified) == (1, True)
+
+
 async def test_verification_goes_on_when_vllm_was_away(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -892,6 +920,61 @@ async def test_all_adapters_of_a_version_are_served_again_after_a_restart_and_go
         served = {f"policy-v{v}{own}" for v in (2, 3) for own in ("", ".writer", ".checker")}
         assert set(b.server.models) == {"base", *served}
         assert (await b.ledger.version(1)).path is None
+
+
+class RestartingServer(HonestServer):
+    """Restarted when it is first asked (or always, when it is asked) for one adapter: it knows none then."""
+
+    restarts_at, always, restarts = "policy-v1", False, 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        asked = (await request.json())["model"] if request.path == "/v1/completions" else None
+        if asked == self.restarts_at and (self.always or not self.restarts):
+            self.restarts += 1
+            self.models = {"base": self.models["base"]}
+        return await super().handle(request)
+
+
+@pytest.mark.parametrize("replicas", [(), (HonestServer,)])
+@pytest.mark.parametrize(
+    "policy, restarts_at", [({}, "policy-v1"), (OWN_ADAPTERS, "policy-v1"), (OWN_ADAPTERS, "policy-v1.checker")]
+)
+async def test_a_vllm_that_restarts_during_verification_gets_all_adapters_again(
+    base: Path, tmp_path: Path, replicas: Sequence[type[HonestServer]], policy: dict[str, Any], restarts_at: str
+) -> None:
+    async with bench(base, tmp_path, "lora", RestartingServer, replicas, policy=policy) as b:
+        assert isinstance(b.server, RestartingServer)
+        b.server.restarts_at = restarts_at
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.version, live.verified, b.server.restarts) == (1, True, 1)
+        for server in (b.server, *b.replicas):
+            assert set(server.models) == {"base", *live.served_models}
+
+
+async def test_an_adapter_that_ends_vllm_whenever_it_is_asked_is_not_published(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, "lora", RestartingServer) as b:
+        assert isinstance(b.server, RestartingServer)
+        b.server.always = True
+        await b.groups("t1", "t2")
+        with pytest.raises(PublishError, match="vLLM was restarted 3 times while policy version 1 was verified"):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert ((await b.ledger.live()).version, b.server.restarts) == (0, 3)
+        assert (await b.ledger.version(1)).status == "failed"
+
+
+async def test_what_vllm_refuses_for_another_reason_is_said(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: Any) -> Any:
+        raise VllmError("too long")
+
+    async with bench(base, tmp_path, "lora") as b:
+        await b.groups("t1", "t2")
+        monkeypatch.setattr(b.vllm, "sample", refused)
+        with pytest.raises(VllmError, match="too long"):
+            await b.loop().run(asyncio.Event(), once=True)
 
 
 class MixedUpServer(HonestServer):

@@ -203,7 +203,8 @@ class TrainingLoop:
         if self._publisher is None:
             await self._finish(step, metrics)
             return
-        started, self._publisher.keep = time.perf_counter(), self._monitor.keep
+        started = time.perf_counter()
+        self._publisher.keep, self._publisher.stop = self._monitor.keep, self._stop
         try:
             metrics["version"] = self._version = (await self._reach(self._publisher, step, samples, metrics)).version
         except Superseded as error:
@@ -233,10 +234,10 @@ class TrainingLoop:
                 return await publisher.publish(step, samples, scalars(metrics), self._version)
             except (UpstreamUnreachable, UpstreamTimeout, NotSaved) as error:
                 log.warning("publishing step %d waits: %s", step, error)
-                await publisher.abandon_unfinished()
             await pause(self._stop, RETRY_S)
             if self._stop.is_set():
                 raise Stopped
+            await publisher.abandon_unfinished()
 
     async def is_stopped(self) -> bool:
         """Whether a collapse was seen, and neither somebody nor (`collapse.action: rollback`) we went back since."""

@@ -18,7 +18,7 @@ from lightning_proxy.proxy.errors import LightningError, PublishError, UpstreamT
 from lightning_proxy.proxy.ledger import Ledger, Step
 from lightning_proxy.proxy.policy import Superseded, Swap
 from lightning_proxy.proxy.types import PolicyVersion
-from lightning_proxy.proxy.vllm import Vllm
+from lightning_proxy.proxy.vllm import Vllm, VllmError
 from lightning_proxy.trainer.adapters import Weights
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
@@ -31,6 +31,7 @@ TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 ROUNDING = 0.02
 VERIFIED_TOKENS = 8
 VERIFY_TRIES = 150
+VERIFY_RESTARTS = 3
 RETRY_S = 2.0
 
 
@@ -45,6 +46,7 @@ class Publisher:
         self._directory = config.directory.absolute() / "versions"
         self._served: dict[str, Weights] = {}  # the weights of each adapter that were seen to be served last
         self.keep: frozenset[int] = frozenset()  # versions whose files stay beside the newest
+        self.stop = asyncio.Event()  # once it is set, nobody waits for vLLM any more
 
     async def publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int) -> PolicyVersion:
         """Make the weights of `step`, which started from version `base`, live; may be called again after a failure.
@@ -62,7 +64,6 @@ class Publisher:
         try:
             if self._swap.mode == "lora":
                 await self._swap.unload(version)  # of another store, perhaps
-                await self._swap.load(version)
                 await self._verify_adapters(version, samples)
                 await self._swap.activate(version, step, expected=base, verified=True)
             else:
@@ -98,7 +99,28 @@ class Publisher:
             await self._ledger.set_live(base)
 
     async def _verify_adapters(self, version: PolicyVersion, samples: Sequence[Sample]) -> None:
-        """Verify each by what its own agents were asked, or the others' where a step has nothing of them."""
+        """Load them and verify what vLLM serves; once more where it was restarted meanwhile, and knows them no more."""
+        for _ in range(VERIFY_RESTARTS):
+            await self._swap.load(version)
+            try:
+                return await self._verify_each_adapter(version, samples)
+            except VllmError:
+                if await self._has_adapters(version):
+                    raise
+                log.warning("vLLM was restarted while its weights were verified: once more")
+        raise PublishError(
+            f"vLLM was restarted {VERIFY_RESTARTS} times while policy version {version.version} was verified (its log "
+            "may say why); the previous version stays live"
+        )
+
+    async def _has_adapters(self, version: PolicyVersion) -> bool:
+        """Whether every server that answers still has all that was loaded."""
+        servers = await self._swap.vllm.reachable()
+        served = [{model["id"] for model in await server.models()} for server in servers]
+        return all(models.issuperset(version.served_models) for models in served)
+
+    async def _verify_each_adapter(self, version: PolicyVersion, samples: Sequence[Sample]) -> None:
+        """By what its own agents were asked, or the others' where a step has nothing of them."""
         for adapter, model in {DEFAULT_ADAPTER: str(version.served_model), **version.adapters}.items():
             own = [sample for sample in samples if sample.adapter == adapter]
             await self._verify(model, own or samples, adapter)
@@ -174,7 +196,7 @@ class Publisher:
         return True
 
     async def _sample(self, server: Vllm, model: str, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
-        """vLLM's answer; waits for the only server, if it is away: the proxy puts it in line when it is back."""
+        """vLLM's answer; waits for the only server until `stop`, if it is away: the proxy puts it in line then."""
         for _ in range(VERIFY_TRIES):
             try:
                 return await server.sample(model, prompt, VERIFIED_TOKENS)
@@ -182,7 +204,10 @@ class Publisher:
                 if await self._another_answers(server):
                     raise
                 log.warning("verifying the published weights waits: %s", error)
-                await asyncio.sleep(RETRY_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.stop.wait(), RETRY_S)
+                if self.stop.is_set():
+                    raise
         raise UpstreamUnreachable(f"the published weights are not verified yet: vLLM is away for {VERIFY_TRIES} tries")
 
     async def _another_answers(self, server: Vllm) -> bool:
