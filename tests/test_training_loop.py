@@ -676,6 +676,19 @@ async def test_a_changed_way_of_publishing_publishes_the_last_step_anew(base: Pa
         assert (live.version, live.step, live.publish, live.verified) == (2, 1, "lora", True)
 
 
+async def test_what_was_stopped_is_not_published_in_another_way_either(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, **ABSURD) as b:
+        await varied(b, 0)
+        await b.loop().run(asyncio.Event(), once=True)
+        await varied(b, 1)
+    for _ in range(2):  # a restart changes nothing
+        async with bench(base, tmp_path, "lora", **ABSURD) as b:
+            await b.loop().run(asyncio.Event(), once=True)
+            collapse, live, last = await b.ledger.collapse(), await b.ledger.live(), await b.ledger.last_step()
+            assert collapse is not None and (collapse.sign, live.version) == ("reward", 1)
+            assert last is not None and (last.step, last.version) == (1, 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 async def test_two_processes_train_from_the_store_and_publish_until_the_launcher_ends(
     base: Path, tmp_path: Path, number: signal.Signals

@@ -136,8 +136,10 @@ class TrainingLoop:
         if live.status == "failed":  # killed before the version before it was live again
             await publisher.take_back(live.version, last.base)
             live = await self._ledger.live()
+        stopped = await self._monitor.look() is not None
+        last = await self._ledger.last_step() or last  # what was seen is in its metrics
         done = last.metrics.get("skipped") or publisher.is_done(live, last)
-        if live.version == self._version and (not done or publisher.is_of_another_mode(live)):
+        if not stopped and live.version == self._version and (not done or publisher.is_of_another_mode(live)):
             await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)
         elif "publish_s" not in last.metrics:  # killed after it was published, or skipped
             published = {} if last.version is None else {"version": last.version}
