@@ -804,6 +804,22 @@ async def test_a_store_that_is_locked_for_long_is_waited_for(
         assert (live.step, live.verified) == (last.step, True)
 
 
+async def test_no_step_is_taken_before_its_round_is_due(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    schedule = {"when": "rollouts", "every_rollouts": 12}
+    async with bench(base, tmp_path, schedule=schedule, poll_s=0.01, max_steps=2) as b:
+        early = await b.groups("t1", "t2")  # enough for a step
+        training = asyncio.create_task(b.loop().run(asyncio.Event()))
+        while "the trainer waits for 12 complete rollouts, 8 so far" not in caplog.text:
+            assert not training.done() and await b.steps_of(early) == {None}
+            await asyncio.sleep(0.01)
+        late = await b.groups("t3")
+        await training
+        assert (await b.steps_of(early), await b.steps_of(late)) == ({1}, {2})
+
+
 async def varied(b: Bench, version: int) -> None:
     """Rollouts of four tasks that the server samples, rewarded for tokens that differ from each other."""
     torch.manual_seed(version)
