@@ -327,7 +327,18 @@ def test_what_is_clipped_is_counted_at_the_level_of_the_loss(model: Path, tmp_pa
         # Ratios 1.5 and 1/1.5: each outside of [0.8, 1.3], their geometric mean is 1.
         moved = [own[0] - math.log(1.5), own[1] + math.log(1.5)]
         shares[level] = learner.step(Batch(1, (row("r", "t", ([3], [4, 5], moved, 1.0)),), ()))["clip_share"]
-    assert shares == {"token": 1.0, "sequence": 0.0}
+    assert shares == {"token": 0.5, "sequence": 0.0}
+
+
+def test_what_is_clipped_is_counted_on_the_side_that_the_advantage_pulls_to(model: Path, tmp_path: Path) -> None:
+    # Ratios 4, 0.25 and 1, as TRL counts: (cispo, grpo) -> shares of three tokens.
+    by_hand = {1.0: (1 / 3, 1 / 3), -1.0: (0.0, 1 / 3), 0.0: (0.0, 0.0)}
+    learners = [trainer(model, tmp_path, loss_type=loss_type) for loss_type in ("cispo", "grpo")]
+    own = learners[0].logprobs([[3, 4, 5, 6]])[0][1:]
+    moved = [own[0] - math.log(4), own[1] + math.log(4), own[2]]
+    for advantage, expected in by_hand.items():
+        given = Batch(1, (row("r", "t", ([3], [4, 5, 6], moved, advantage)),), ())
+        assert tuple(learner.step(given)["clip_share"] for learner in learners) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("settings", [{"loss_type": "luspo"}, {"loss_type": "vespo", "importance_level": "sequence"}])

@@ -81,7 +81,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("staleness_max", "versions", "the greatest of these"),
         ("ratio_mean", "1", "a token's probability by the trainer over that by the sampler; mean over trained tokens"),
         ("ratio_max", "1", "the greatest of these"),
-        ("clip_share", "share", "trained tokens with a ratio over `importance_cap`, or (grpo) outside the clip range"),
+        ("clip_share", "share", "trained tokens that are clipped: ratio too high, advantage > 0; (grpo) too low, < 0"),
         ("kl", "nats", "KL divergence of the sampler from the trainer; mean over trained tokens (estimator k3)"),
         ("kl_base", "nats", "the same of the policy from the base model; missing without `kl_coef` and `kl_metric`"),
         ("entropy", "nats", "of the next token's distribution, mean over trained tokens"),

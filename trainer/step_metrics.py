@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from lightning_proxy.proxy.config import TrainerConfig
@@ -27,7 +26,8 @@ SUMS = (
 
 @dataclass(slots=True)
 class StepMetrics:
-    """`clip_share`: of tokens whose importance ratio, at `trainer.importance_level`, is outside of the loss's limits.
+    """`clip_share`: of tokens whose importance ratio, at `trainer.importance_level`, is outside of the loss's limits
+    on the side that its advantage pulls it to, as TRL counts.
 
     `kl`: to the policies that sampled the answers. `kl_base`: to the base model, where it is computed.
     """
@@ -83,7 +83,8 @@ class StepMetrics:
             self.kl_base_sum += float((weight * k3((reference - logprobs)[mask])).sum())
         self.ratio_sum += float(ratio.sum())
         self.ratio_max = max(self.ratio_max, float(ratio.max()))
-        self.clipped += float(torch.logical_or(compared < low, compared > high).sum())
+        advantages = inputs["advantages"][mask]
+        self.clipped += float(((compared < low) & (advantages < 0) | (compared > high) & (advantages > 0)).sum())
         self.trained_tokens += len(ratio)
         self.computed_tokens += len(micro_batch.tree)
         self.padded_tokens += micro_batch.padded_tokens
