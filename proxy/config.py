@@ -317,6 +317,7 @@ class CollapseConfig(Section):
     action: Literal["stop", "rollback", "warn", "off"] = "stop"
     reward_warn: Positive = 3.0
     reward_stop: Positive = 5.0
+    min_drop: Annotated[float, Field(ge=0, le=1)] = 0.25
     steps: Annotated[int, Field(ge=1)] = 3
     min_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_clip_share: Annotated[float, Field(gt=0, le=1)] | None = 0.3

@@ -89,6 +89,25 @@ def test_a_smaller_drop_is_a_warning_and_a_rise_is_none() -> None:
     assert reward_sign([*on_tasks(0, 0, 0, 0, 0), *on_tasks(1, 1, 1, 1, 1)], [1, 0], CONFIG) is None
 
 
+@pytest.mark.parametrize("shift", [0.0, -7.0])
+def test_a_certain_but_small_drop_is_only_a_warning(shift: float) -> None:
+    # 94 % after 100 %: 64 rollouts a version, 8 versions each.
+    rewards = [Scored(v, f"t{i // 8}", shift + (v < 8 or i % 16 != 0)) for v in range(16) for i in range(64)]
+    line = range(15, -1, -1)
+    sign = reward_sign(rewards, line, CONFIG)
+    assert sign is not None and "(5." in sign.what and not sign.collapsed
+    sign = reward_sign(rewards, line, CollapseConfig(min_drop=0.06))
+    assert sign is not None and sign.collapsed
+
+
+def test_a_rare_reward_that_is_lost_is_a_large_drop() -> None:
+    found = drop(scored(0, None, 1.0, *[0.0] * 19), scored(1, None, *[0.0] * 20))
+    assert (found.before, found.share) == (0.05, 1.0)
+    assert drop(scored(0, None, 4.0, 2.0), scored(1, None, 2.0, 2.0)).share == 1.0, "above the lowest that there was"
+    assert drop(scored(0, None, 4.0, 2.0), scored(1, None, 1.0, 3.0)).share == 0.5
+    assert drop(scored(0, None, 1.0, 1.0), scored(1, None, 1.0, 1.0)).share == 0.0
+
+
 def test_a_reward_that_falls_little_by_little_is_seen_over_several_versions() -> None:
     rewards, line = list[Scored](), list(range(15, -1, -1))
     for version in range(16):

@@ -57,12 +57,22 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """How far the mean reward fell from `before` to `after`; so many rollouts or tasks were `compared` on each side."""
+    """How far the mean reward fell from `before` to `after`; so many rollouts or tasks were `compared` on each side.
+
+    `lowest`: the least that was compared. Rewards may be shifted and scaled as one likes.
+    """
 
     sigmas: float
     before: float
     after: float
     compared: int
+    lowest: float
+
+    @property
+    def share(self) -> float:
+        """How much is lost of what the mean was above the lowest reward: 1.0 is all of it."""
+        height = self.before - self.lowest
+        return (self.before - self.after) / height if height > 0 else 0.0
 
 
 Stratum = tuple[Sequence[float], Sequence[float]]  # rewards before and after, oldest first
@@ -81,15 +91,16 @@ def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseC
             drops.append((found, line[newest - 1]))
     if not drops:
         return None
-    worst, since = max(drops, key=lambda found: found[0].sigmas)
-    sigmas = of_several(worst.sigmas, len(drops))
+    worth = [of_several(found.sigmas, len(drops)) for found, _ in drops]
+    enough = [s >= config.reward_stop and d.share >= config.min_drop for s, (d, _) in zip(worth, drops, strict=True)]
+    collapsed, sigmas, (worst, since) = max(zip(enough, worth, drops, strict=True), key=lambda one: one[:2])
     if sigmas < config.reward_warn:
         return None
     what = (
         f"the reward fell from {worst.before:.3g} to {worst.after:.3g} with policy version {since} "
         f"({sigmas:.1f} sigmas, {worst.compared} compared with {worst.compared})"
     )
-    return Sign("reward", what, since, sigmas >= config.reward_stop)
+    return Sign("reward", what, since, collapsed)
 
 
 def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
@@ -101,7 +112,7 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
     which makes the test symmetric: rare rewards raise no alarm.
     """
     fallen = spread = first = second = 0.0
-    compared = 0
+    compared, lowest = 0, math.inf
     for left, right in _strata(before, after):
         size = min(len(left), len(right))
         if size:
@@ -109,8 +120,9 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
             first, second, compared = first + math.fsum(old), second + math.fsum(new), compared + size
             fallen += (math.fsum(old) - math.fsum(new)) / 2
             spread += size / 2 * _variance([*old, *new])
+            lowest = min(lowest, *old, *new)
     sigmas = fallen / math.sqrt(spread) if spread > 0 else 0.0
-    return Drop(sigmas, first / max(compared, 1), second / max(compared, 1), compared)
+    return Drop(sigmas, first / max(compared, 1), second / max(compared, 1), compared, lowest)
 
 
 def of_several(sigmas: float, tests: int) -> float:
