@@ -50,7 +50,8 @@ class Collapse:
     """Why publication is stopped since `at` (Unix time), until a version is made live by hand.
 
     `sign`, `what`: what was seen. `live_at`: since when the version is live that was live then. `go_back_to`: the
-    newest version from before that can be served. Kept in the metrics of the last step as `collapse`.
+    newest version from before that can be served, or else the oldest since. Kept in the metrics of the last step as
+    `collapse`.
     """
 
     sign: CollapseSign
@@ -70,7 +71,7 @@ class Collapse:
         """For a person: what was seen, what is so now, what can be done."""
         return (
             f"{self.what}. Agents are served as before; nothing is trained or published until a version is made live "
-            f"by hand: `lightning-proxy policy promote {self.go_back_to}` goes back to before that"
+            f"by hand: `lightning-proxy policy promote {self.go_back_to}` goes back"
         )
 
 
@@ -208,7 +209,7 @@ class Ledger:
         return [_read_step(row) for row in await self._db.all(sql.STEPS)]
 
     async def first_steps(self, limit: int) -> list[Step]:
-        """The first finished steps, oldest first."""
+        """The first steps of RL that changed the policy, oldest first."""
         return [_read_step(row) for row in await self._db.all(sql.STEPS_FIRST, {"limit": limit})]
 
     async def newest_steps(self, limit: int) -> list[Step]:

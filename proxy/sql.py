@@ -323,7 +323,11 @@ SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.s
 WHERE policy_versions.version = :version
 """
 STEPS = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step"
-STEPS_FIRST = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step LIMIT :limit"
+STEPS_FIRST = """
+SELECT * FROM steps WHERE status = 'trained'
+    AND json_extract(metrics, '$.method') IS NULL AND NOT json_extract(metrics, '$.skipped')
+ORDER BY step LIMIT :limit
+"""
 STEPS_NEWEST = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step DESC LIMIT :limit"
 
 # Keys -------------------------------------------------------------------------------------------------------------

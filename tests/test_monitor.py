@@ -16,6 +16,7 @@ from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallStart, Reward, RolloutName
+from lightning_proxy.trainer.judge import JUDGE
 from lightning_proxy.trainer.monitor import Monitor
 
 
@@ -44,8 +45,20 @@ class Run:
         await self.ledger.set_live(version, step, verified=True)
         return version
 
-    async def rollouts(self, version: int, *rewards: float, mode: Any = "train", status: str | None = None) -> None:
-        """For each of eight tasks."""
+    async def skipped(self) -> None:
+        """A step that changed nothing."""
+        step = await self.ledger.claim([], (await self.ledger.live()).version)
+        await self.ledger.trained(step, None, {"skipped": 1.0})
+
+    async def rollouts(
+        self,
+        version: int,
+        *rewards: float,
+        mode: Any = "train",
+        status: str | None = None,
+        judged: float | None = None,
+    ) -> None:
+        """For each of eight tasks. `judged`: what a judge says of the only call, which is what is rewarded."""
         async with Recorder(self.store, merged=True) as recorder:
             for task, reward in itertools.product("abcdefgh", rewards):
                 rollout_id = f"r{next(self._ids)}"
@@ -54,7 +67,10 @@ class Run:
                     CallStart(rollout_id, name, "chat/completions", "policy", version, {}, time.time())
                 )
                 if status is None:
-                    await self.store.post_rewards([Reward(rollout_id, reward)], None, b"")
+                    await self.store.post_rewards([Reward(rollout_id, reward, rollout_id)], None, b"")
+                    if judged is not None:
+                        score = Reward(rollout_id, judged, rollout_id, name=JUDGE, final=False)
+                        await self.store.post_rewards([score], None, b"")
                 else:
                     await self.store.end_rollout(rollout_id, status, None)  # type: ignore[arg-type]
 
@@ -91,8 +107,9 @@ async def test_a_version_made_live_by_hand_lets_training_go_on(run: Run, version
     await run.step()
     await run.rollouts(2, 0, 0, 0, 0)
     monitor = run.monitor()
+    assert 1 in await monitor.keep()
     found = await monitor.look()
-    assert found is not None and (found.go_back_to, monitor.keep) == (1, {1})
+    assert found is not None and found.go_back_to == 1
     await run.ledger.set_live(version)  # 2: it is meant to be so
     assert await monitor.look() is None and await run.ledger.collapse() is None
     await run.rollouts(version, 0, 0, 0, 0)
@@ -129,7 +146,6 @@ async def test_a_smaller_drop_is_said_once_and_kept_with_the_step(run: Run, capl
     assert last is not None and "collapse" not in last.metrics
     assert last.metrics["warnings"]["reward"].startswith("the reward fell from 0.5 to 0.25 with policy version 1")
     assert caplog.text.count("may be collapsing") == 1
-    assert monitor.keep == {0}
 
 
 @pytest.mark.parametrize(("action", "stops"), [("stop", True), ("rollback", True), ("warn", False), ("off", False)])
@@ -140,6 +156,25 @@ async def test_what_is_done_is_configured(run: Run, action: str, stops: bool) ->
     assert (await run.monitor(action=action).look() is not None) is stops
     last = await run.ledger.last_step()
     assert last is not None and ("warnings" in last.metrics) is (action != "off")
+
+
+async def test_promoting_the_live_version_lets_training_go_on_where_the_last_step_was_skipped(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 0, 0, 0, 0)
+    await run.skipped()
+    monitor = run.monitor()
+    assert await monitor.look() is not None
+    await run.ledger.set_live(1)
+    assert await monitor.look() is None
+
+
+async def test_a_judges_scores_of_what_was_trained_on_do_not_set_versions_apart(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 0, 0, judged=1.0)
+    await run.step()
+    await run.rollouts(1, 1, 1, 0, 0)
+    config = TrainerConfig.model_validate({"credit": "judge", "judge": {"model": "x/y"}})
+    assert await Monitor(config, run.ledger, run.clock).look() is None
 
 
 async def test_evaluations_do_not_count_and_failed_rollouts_as_the_trainer_counts_them(run: Run) -> None:
@@ -171,7 +206,7 @@ async def test_a_step_out_of_bounds_stops_after_some_in_a_row_and_goes_back_to_b
         await run.step(**metrics)
     for _ in range(2):
         said = await monitor.of_step((await run.ledger.live()).version, bad)
-        assert list(said) == ["warnings"] and monitor.keep == {1}, "version 2 is the first that was out of bounds"
+        assert list(said) == ["warnings"] and 1 in await monitor.keep(), "version 2 is the first out of bounds"
         await run.step(**bad, **said)
     said = await run.monitor().of_step(4, bad)
     assert said["collapse"]["sign"] == "kl" and said["collapse"]["go_back_to"] == 1
@@ -185,6 +220,61 @@ async def test_a_version_whose_files_are_gone_is_nothing_to_go_back_to(run: Run)
     monitor = run.monitor(steps=1)
     said = await monitor.of_step(2, {"kl": 2.0, "skipped": 0.0})
     assert said["collapse"]["go_back_to"] == 0
+
+
+@pytest.mark.parametrize("action", ["stop", "off"])
+async def test_what_can_be_gone_back_to_keeps_its_files_from_the_beginning(run: Run, action: str) -> None:
+    for _ in range(20):
+        await run.step()
+    assert await run.monitor(action=action).keep() == ({19, 17, 13, 9} if action == "stop" else set())
+
+
+async def test_a_reward_that_falls_little_by_little_is_gone_back_from_while_few_versions_have_files(run: Run) -> None:
+    found, monitor = None, run.monitor()
+    for version, right in enumerate([8] * 6 + [7, 7, 6, 5, 5, 4]):
+        if version:
+            await run.step()
+            for old in {*range(1, version - 2)} - await monitor.keep():
+                await run.ledger.forget_files(old)
+        await run.rollouts(version, *[1.0] * right, *[0.0] * (8 - right))
+        found = found or await monitor.look()
+    assert found is not None and "with policy version 7" in found.what and found.go_back_to == 5
+
+
+async def test_where_all_from_before_are_gone_the_oldest_since_is_gone_back_to(run: Run) -> None:
+    for kl in (0.1, 0.1, 0.1, 2.0, 2.0):  # from version 3 on
+        await run.step(kl=kl)
+    for gone in (1, 2, 3):
+        await run.ledger.forget_files(gone)
+    said = await run.monitor().of_step(5, {"kl": 2.0, "skipped": 0.0})
+    assert said["collapse"]["go_back_to"] == 4
+
+
+async def test_the_first_version_is_gone_back_from_to_the_base_model(run: Run) -> None:
+    for kl in (0.1, 2.0, 2.0):
+        await run.step(kl=kl)
+    said = await run.monitor().of_step(3, {"kl": 2.0, "skipped": 0.0})
+    assert said["collapse"]["go_back_to"] == 0
+
+
+async def test_the_first_steps_are_those_of_rl_that_changed_something(run: Run) -> None:
+    of_all = {"rollouts": 64.0, "reward_std": 0.4}
+    await run.step(method="sft", rollouts=2000.0, reward_mean=0.95, reward_std=0.2)
+    await run.skipped()
+    for mean in (0.3, 0.35, 0.4):
+        await run.step(**of_all, reward_mean=mean, entropy=1.0)
+    learned = {**of_all, "reward_mean": 0.93, "entropy": 0.08, "skipped": 0.0}
+    assert await run.monitor(steps=1).of_step(4, learned) == {}
+    said = await run.monitor(steps=1).of_step(4, learned | {"reward_mean": 0.35})
+    assert said["collapse"]["sign"] == "entropy"
+
+
+@pytest.mark.parametrize(("level", "watched"), [("token", True), ("sequence", False)])
+async def test_clipped_sequences_are_no_sign(run: Run, level: str, watched: bool) -> None:
+    await run.step()
+    config = TrainerConfig.model_validate({"loss_type": "grpo", "importance_level": level})
+    said = await Monitor(config, run.ledger).of_step(1, {"clip_share": 0.6, "skipped": 0.0})
+    assert ("warnings" in said) is watched
 
 
 async def test_a_skipped_step_and_one_that_was_overtaken_by_hand_say_nothing(run: Run) -> None:

@@ -891,14 +891,25 @@ async def test_a_step_that_was_stopped_is_committed_and_never_published(base: Pa
         assert "collapse" not in last.metrics, "one step in a row"
 
 
-async def test_the_version_before_a_warning_keeps_its_files_and_its_checkpoint(base: Path, tmp_path: Path) -> None:
-    watched = {"max_kl": None, "max_clip_share": None, "max_kl_base": 1e-9, "steps": 9}
-    async with bench(base, tmp_path, collapse=watched) as b:
+async def test_versions_that_may_be_gone_back_to_keep_files_and_checkpoints_also_after_a_kill(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(Exception):
+        """As if the process had been killed."""
+
+    def crash(*_: Any, **__: Any) -> Any:
+        raise Crash
+
+    async with bench(base, tmp_path) as b:
         for step in range(1, 7):
             await b.groups(f"t{step}", f"u{step}")
-            await b.loop(kl_metric=step > 2).run(asyncio.Event(), once=True)  # from then on it is measured
+            if step == 6:
+                with monkeypatch.context() as broken, pytest.raises(Crash):
+                    broken.setattr(b.vllm, "sample", crash)
+                    await b.loop().run(asyncio.Event(), once=True)
+            await b.loop().run(asyncio.Event(), once=True)
         versions = {v.version: v.path is not None for v in await b.ledger.versions()}
-        assert versions == {0: False, 1: True, 2: False, 3: False, 4: True, 5: True, 6: True}
+        assert versions == {0: False, 1: True, 2: False, 3: True, 4: True, 5: True, 6: True}
         assert (tmp_path / "policy/checkpoints/1").is_dir()
 
 
@@ -934,7 +945,8 @@ async def test_a_version_holds_an_adapter_of_each_agent_and_a_step_moves_those_i
 async def test_all_adapters_of_a_version_are_served_again_after_a_restart_and_go_with_it(
     base: Path, tmp_path: Path
 ) -> None:
-    async with bench(base, tmp_path, "lora", policy=OWN_ADAPTERS | {"keep_versions": 2}) as b:
+    unwatched = {"collapse": {"action": "off"}}  # no version to go back to stays
+    async with bench(base, tmp_path, "lora", policy=OWN_ADAPTERS | {"keep_versions": 2}, **unwatched) as b:
         await b.groups("t1", "t2", agent="writer")
         await b.loop().run(asyncio.Event(), once=True)
         swap = Swap(b.ledger, b.vllm, "lora", b.config.policy.directory)

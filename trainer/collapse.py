@@ -78,6 +78,14 @@ class Drop:
 Stratum = tuple[Sequence[float], Sequence[float]]  # rewards before and after, oldest first
 
 
+def kept(line: Sequence[int]) -> set[int]:
+    """Which of a line of versions, newest first, may be gone back to: 1, 2 to 3, 4 to 7 and 8 to 15 versions back.
+
+    What is 8 back was 4 back, 2 back and 1 back before, and was chosen each time.
+    """
+    return {next((version for version in line[n:] if version % n == 1 % n), 0) for n in SPLITS}
+
+
 # Rewards --------------------------------------------------------------------------------------------------------------
 
 

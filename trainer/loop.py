@@ -70,6 +70,8 @@ class TrainingLoop:
         self._schedule = Schedule(config.trainer.schedule, self._collector, ledger)
         self._waits_for: str | None = None
         self._monitor = Monitor(config.trainer, ledger)
+        if publisher is not None:
+            publisher.keep = self._monitor.keep
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
         self._show = show
         self._stop = asyncio.Event()
@@ -206,7 +208,7 @@ class TrainingLoop:
             await self._finish(step, metrics)
             return
         started = time.perf_counter()
-        self._publisher.keep, self._publisher.stop = self._monitor.keep, self._stop
+        self._publisher.stop = self._stop
         try:
             metrics["version"] = self._version = (await self._reach(self._publisher, step, samples, metrics)).version
         except Superseded as error:

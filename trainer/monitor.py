@@ -12,9 +12,8 @@ from typing import Any
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.ledger import Collapse, Ledger, Step
 from lightning_proxy.proxy.types import PolicyVersion, Reward, Rollout
-from lightning_proxy.trainer.collapse import Measured, Scored, Sign, reward_sign, step_signs
+from lightning_proxy.trainer.collapse import Measured, Scored, Sign, kept, reward_sign, step_signs
 from lightning_proxy.trainer.rewards import weighted_rewards
-from lightning_proxy.trainer.siblings import reward_weights
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +28,21 @@ class Monitor:
 
     def __init__(self, config: TrainerConfig, ledger: Ledger, clock: Callable[[], float] = time.time) -> None:
         self._config = config
+        self._watched = config.collapse
+        if config.importance_level == "sequence":  # of a sequence's ratios so many are clipped (arXiv 2507.18071)
+            self._watched = config.collapse.model_copy(update={"max_clip_share": None})
         self._ledger = ledger
         self._clock = clock
         self._looked_at: object = None
         self._look_again = math.inf  # when more rollouts count, without any new reward
         self._told: Collapse | None = None
-        self._before: dict[str, int] = {}  # the version before each sign that is seen now
 
-    @property
-    def keep(self) -> frozenset[int]:
-        """Versions that may be gone back to: their files must stay."""
-        return frozenset(self._before.values())
+    async def keep(self) -> set[int]:
+        """Versions that may be gone back to from the live one: their files must stay."""
+        if self._config.collapse.action == "off":
+            return set()
+        live = (await self._ledger.live()).version
+        return kept(_versions(live, await self._line(live)))
 
     async def of_step(self, base: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """What the metrics of a step that began with version `base` are to say besides, before it is committed.
@@ -51,13 +54,12 @@ class Monitor:
             return {}
         line = await self._line(base)
         steps = [Measured(base, metrics), *(Measured(step.base, step.metrics) for step in line)]
-        first = [s.metrics for s in await self._ledger.first_steps(FIRST) if not s.metrics.get("skipped")]
-        signs = step_signs(steps, first, self._config.collapse)
-        self._before = {name: version for name, version in self._before.items() if name == "reward"}
+        first = [step.metrics for step in await self._ledger.first_steps(FIRST)]
+        signs = step_signs(steps, first, self._watched)
         for sign in signs:
             log.warning("policy version %d may be collapsing: %s", base, sign.what)
-            self._before[sign.name] = await self._last_before(sign.since, _versions(base, line))
-        return ({"warnings": {s.name: s.what for s in signs}} if signs else {}) | self._stopped(signs, live)
+        warnings = {"warnings": {sign.name: sign.what for sign in signs}} if signs else {}
+        return warnings | await self._stopped(signs, live, _versions(base, line))
 
     async def look(self) -> Collapse | None:
         """The collapse that publication is stopped for; looks at the rewards that came since the last look."""
@@ -77,32 +79,37 @@ class Monitor:
             return None
         self._looked_at = looked_at
         line = _versions(live.version, await self._line(live.version))
-        sign = reward_sign(await self._scored(line[-1]), line, self._config.collapse)
+        sign = reward_sign(await self._scored(line[-1]), line, self._watched)
         if sign is None:
-            self._before.pop("reward", None)
             return None
-        self._before["reward"] = await self._last_before(sign.since, line)
-        return await self._tell(sign, live, last)
+        return await self._tell(sign, live, last, await self._stopped([sign], live, line))
 
-    async def _tell(self, sign: Sign, live: PolicyVersion, last: Step) -> Collapse | None:
-        warnings, stopped = last.metrics.get("warnings", {}), self._stopped([sign], live)
+    async def _tell(self, sign: Sign, live: PolicyVersion, last: Step, stopped: dict[str, Any]) -> Collapse | None:
+        warnings = last.metrics.get("warnings", {})
         if sign.name not in warnings or stopped:
             log.warning("policy version %d may be collapsing: %s", live.version, sign.what)
             metrics = last.metrics | {"warnings": {**warnings, sign.name: sign.what}} | stopped
             await self._ledger.update_metrics(last.step, metrics)
         return Collapse(**stopped["collapse"]) if stopped else None
 
-    def _stopped(self, signs: Sequence[Sign], live: PolicyVersion) -> dict[str, Any]:
+    async def _stopped(self, signs: Sequence[Sign], live: PolicyVersion, line: Sequence[int]) -> dict[str, Any]:
         """`collapse`, if one of the signs is enough to stop for."""
         sign = next((sign for sign in signs if sign.collapsed), None)
         if sign is None or self._config.collapse.action == "warn":
             return {}
-        return {"collapse": asdict(Collapse(sign.name, sign.what, time.time(), live.live_at, self._before[sign.name]))}
+        go_back_to = await self._last_before(sign.since, line)
+        return {"collapse": asdict(Collapse(sign.name, sign.what, time.time(), live.live_at, go_back_to))}
 
     async def _last_before(self, version: int, line: Sequence[int]) -> int:
-        """The newest version before this one that can be served; the base model always can."""
-        for earlier in (v for v in line if 0 < v < version):
-            if (await self._ledger.version(earlier)).path is not None:
+        """The newest version of the line before this one that can be served, or else the oldest since.
+
+        Not the base model, which always can be, unless it was the one before, or nothing else can.
+        """
+        before = [v for v in line if v < version]
+        if before == [0]:
+            return 0
+        for earlier in [*before, *reversed(line[1:])]:
+            if earlier and (await self._ledger.version(earlier)).path is not None:
                 return earlier
         return 0
 
@@ -111,8 +118,9 @@ class Monitor:
         return list(_led_to(version, await self._ledger.newest_steps(LINE)))
 
     async def _scored(self, since: int) -> list[Scored]:
-        """The newest rollouts of versions from `since` on, as the trainer's configuration rewards them.
+        """The newest rollouts of versions from `since` on, with their posted rewards as they are weighted.
 
+        A judge scores only what is trained on, so its scores would set versions apart.
         Only those that most others needed no longer for than they are old: failures may be quicker than successes.
         """
         found = await self._ledger.rewarded_since(since, NEWEST)
@@ -129,7 +137,7 @@ class Monitor:
         return scored
 
     def _reward(self, rollout: Rollout, posted: Sequence[Reward]) -> float | None:
-        rewards = weighted_rewards(posted, reward_weights(self._config))
+        rewards = weighted_rewards(posted, self._config.reward_weights)
         if rollout.status == "failed" and rewards.final is None:
             return self._config.failed_reward
         return rewards.posted
@@ -144,9 +152,11 @@ def _took(rollout: Rollout, rewards: Sequence[Reward]) -> float:
 def _led_to(version: int, steps: Sequence[Step]) -> Iterator[Step]:
     """Of the steps, newest first."""
     for step in steps:
+        if "collapse" in step.metrics:
+            return
         if step.metrics.get("skipped"):  # it changed nothing
             continue
-        if step.version != version or "collapse" in step.metrics:
+        if step.version != version:
             return
         yield step
         version = step.base

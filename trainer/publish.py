@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -45,7 +45,7 @@ class Publisher:
         self._trainer = trainer
         self._directory = config.directory.absolute() / "versions"
         self._served: dict[str, Weights] = {}  # the weights of each adapter that were seen to be served last
-        self.keep: frozenset[int] = frozenset()  # versions whose files stay beside the newest
+        self.keep: Callable[[], Awaitable[set[int]]] | None = None  # versions whose files stay beside the newest
         self.stop = asyncio.Event()  # once it is set, nobody waits for vLLM any more
 
     async def publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int) -> PolicyVersion:
@@ -220,7 +220,7 @@ class Publisher:
         """Remove the files of old versions, except those that running rollouts or `keep` keep to."""
         versions = [v for v in await self._ledger.versions() if v.path is not None]
         keep = {v.version for v in versions[-self._config.keep_versions :]} | {(await self._ledger.live()).version}
-        keep |= self.keep
+        keep |= set() if self.keep is None else await self.keep()
         keep |= (
             await self._ledger.pinned(time.time() - self._config.pin_timeout_s) if self._swap.mode == "lora" else set()
         )
