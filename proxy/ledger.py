@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from lightning_proxy.proxy import rows, sql
@@ -131,18 +132,21 @@ class Ledger:
         row = await self._db.one(sql.CALLS_UNDER_WAY, {"since": since})
         return 0 if row is None else int(row["n"])
 
-    async def claim(self, rollout_ids: Sequence[str], base: int) -> int:
-        """Give rollouts to a new step and return its number."""
+    async def claim(
+        self, rollout_ids: Sequence[str], base: int, dropped: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> int:
+        """Give rollouts to a new step and return its number; with `dropped` as `drop` does, but for this step."""
         async with self._db.transaction() as db:
             inserted = list(await db.execute_fetchall(sql.STEP_NEW, {"base": base, "at": time.time()}))
             step = int(inserted[0]["step"])
             await db.executemany(sql.CLAIM, [{"step": step, "rollout_id": r} for r in rollout_ids])
+            await db.executemany(sql.DROP, _drops(dropped, step))
         return step
 
-    async def drop(self, rollout_ids: Sequence[str], reason: str) -> None:
-        """Never offer these rollouts again, and say why."""
+    async def drop(self, dropped: Mapping[str, Sequence[str]]) -> None:
+        """Never offer these rollouts again, and say why: ids by reason."""
         async with self._db.transaction() as db:
-            await db.executemany(sql.DROP, [{"rollout_id": r, "reason": reason} for r in rollout_ids])
+            await db.executemany(sql.DROP, _drops(dropped, None))
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
         """The step is done and its checkpoint is whole: its rollouts are never offered again."""
@@ -151,11 +155,12 @@ class Ledger:
             await db.execute(sql.STEP_TRAINED, row)
 
     async def release_unfinished(self) -> list[int]:
-        """Give back the rollouts of steps that a killed trainer left behind; returns those steps."""
+        """Give back what steps took and dropped that a killed trainer left behind; returns those steps."""
         async with self._db.transaction() as db:
             steps = [int(r["step"]) for r in await db.execute_fetchall(sql.STEPS_CLAIMED)]
             for step in steps:
                 await db.execute(sql.RELEASE, {"step": step})
+                await db.execute(sql.RELEASE_DROPPED, {"step": step})
                 await db.execute(sql.STEP_FORGET, {"step": step})
         return steps
 
@@ -297,6 +302,10 @@ class Ledger:
     async def pinned(self, since: float) -> set[int]:
         """Versions that running rollouts opened after `since` (Unix time) began with."""
         return {int(r["policy_version"]) for r in await self._db.all(sql.PINNED_VERSIONS, {"since": since})}
+
+
+def _drops(dropped: Mapping[str, Sequence[str]], step: int | None) -> list[dict[str, Any]]:
+    return [{"rollout_id": r, "reason": reason, "step": step} for reason, ids in dropped.items() for r in ids]
 
 
 def _read_step(row: Any) -> Step:

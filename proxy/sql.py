@@ -126,7 +126,7 @@ UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rol
 """
 # With the siblings that it was compared with: those of its step, or dropped for the same reason.
 ROLLOUT_OFFER_AGAIN = """
-UPDATE rollouts SET step = NULL, dropped = NULL
+UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL
 WHERE rollout_id = :rollout_id
    OR (task_id = :task_id AND status <> 'running' AND (step = :step OR dropped = :dropped))
 """
@@ -294,13 +294,14 @@ WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NUL
 """
 CLAIM = "UPDATE rollouts SET step = :step WHERE rollout_id = :rollout_id AND step IS NULL"
 CLAIMED = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
-DROP = "UPDATE rollouts SET dropped = :reason WHERE rollout_id = :rollout_id"
+DROP = "UPDATE rollouts SET dropped = :reason, dropped_by = :step WHERE rollout_id = :rollout_id"
 RELEASE = "UPDATE rollouts SET step = NULL WHERE step = :step"
+RELEASE_DROPPED = "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step"
 # A pass over all the data is done: what was trained on is offered again.
 OFFER_ALL = "UPDATE rollouts SET step = NULL WHERE step IS NOT NULL"
 # A copy of a store knows nothing of the training that was done on the original.
 FORGET_TRAINING = (
-    "UPDATE rollouts SET step = NULL, dropped = NULL WHERE step IS NOT NULL OR dropped IS NOT NULL",
+    "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL WHERE step IS NOT NULL OR dropped IS NOT NULL",
     "DELETE FROM steps",
     "UPDATE policy_versions SET step = NULL, path = NULL, status = 'ready' WHERE version > 0",
 )

@@ -107,17 +107,16 @@ class Collector:
             except JudgeError as error:
                 log.warning("the step waits: %s", error)
                 return None
-            for reason, rollout_ids in take.dropped.items():
-                await self._ledger.drop(rollout_ids, reason)
             self._seen.add(take.seen)
             if take.rollouts:
                 return await self._claim(take, live)
+            await self._ledger.drop(take.dropped)
         return None
 
     async def _claim(self, take: _Take, live: int) -> Batch:
         seen, self._seen = self._seen, Seen()
         return Batch(
-            step=await self._ledger.claim(take.rollout_ids, live),
+            step=await self._ledger.claim(take.rollout_ids, live, take.dropped),
             samples=tuple(take.samples),
             rollout_ids=take.rollout_ids,
             metrics={**seen.metrics(), **take.metrics()},
