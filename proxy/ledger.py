@@ -23,7 +23,8 @@ from lightning_proxy.proxy.types import CollapseSign, PolicyVersion, PublishMode
 class Group:
     """The ended, not yet trained rollouts of one task. `completed` of `ended` have a reward.
 
-    `task_id` None: those without a task, which are no siblings; only rewarded ones are counted.
+    `task_id` None: those without a task, which are no siblings; only rewarded ones are counted. Where failed rollouts
+    count for something (`trainer.failed_rollouts`), each of them has a reward: `failed` in the methods below.
     """
 
     task_id: str | None
@@ -85,36 +86,37 @@ class Ledger:
 
     # Steps ---------------------------------------------------------------------------------------------------------
 
-    async def groups(self) -> list[Group]:
+    async def groups(self, failed: bool = False) -> list[Group]:
         """Tasks with at least one rollout to train on, the longest waiting first."""
         return [
             Group(r["task_id"], r["completed"], r["ended"], r["oldest"])
-            for r in await self._db.all(sql.CLAIMABLE_GROUPS)
+            for r in await self._db.all(sql.CLAIMABLE_GROUPS, {"failed": failed})
         ]
 
     async def group_rollouts(self, task_id: str) -> list[Rollout]:
         """The rollouts of a `Group`, in the order in which they ended."""
         return [rows.read_rollout(r) for r in await self._db.all(sql.CLAIMABLE_OF_TASK, {"task_id": task_id})]
 
-    async def lone(self) -> Group | None:
+    async def lone(self, failed: bool = False) -> Group | None:
         """The rewarded rollouts without a task, if there are any."""
-        row = await self._db.one(sql.CLAIMABLE_LONE)
+        row = await self._db.one(sql.CLAIMABLE_LONE, {"failed": failed})
         assert row is not None  # it counts
         return Group(None, row["completed"], row["completed"], row["oldest"]) if row["completed"] else None
 
-    async def waiting(self, *, lone: bool) -> int:
+    async def waiting(self, *, lone: bool, failed: bool = False) -> int:
         """How many complete rollouts no step has taken yet; those without a task only if `lone`."""
-        of_nothing = await self.lone() if lone else None
-        return sum(group.completed for group in [*await self.groups(), *([of_nothing] if of_nothing else [])])
+        of_nothing = await self.lone(failed) if lone else None
+        return sum(group.completed for group in [*await self.groups(failed), *([of_nothing] if of_nothing else [])])
 
-    async def lone_rollouts(self, limit: int) -> list[Rollout]:
+    async def lone_rollouts(self, limit: int, failed: bool = False) -> list[Rollout]:
         """Those rollouts, in the order in which they ended."""
-        return [rows.read_rollout(r) for r in await self._db.all(sql.LONE, {"limit": limit})]
+        return [rows.read_rollout(r) for r in await self._db.all(sql.LONE, {"limit": limit, "failed": failed})]
 
-    async def earlier(self, rollout_id: str, task_id: str | None, limit: int) -> list[Rollout]:
+    async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
         """Rewarded rollouts that were opened before this one, newest first: of a task, or (None) all."""
         statement = sql.EARLIER if task_id is None else sql.EARLIER_OF_TASK
-        params = {"rollout_id": rollout_id, "limit": limit} | ({} if task_id is None else {"task_id": task_id})
+        params = {"rollout_id": rollout_id, "limit": limit, "failed": failed}
+        params |= {} if task_id is None else {"task_id": task_id}
         return [rows.read_rollout(r) for r in await self._db.all(statement, params)]
 
     async def rewarded_as(self, names: Sequence[str]) -> None:

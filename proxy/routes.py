@@ -273,7 +273,9 @@ async def metrics(request: Request) -> Response:
     p = parts(request)
     p.metrics.queue.set(p.recorder.depth)
     p.metrics.live_version.set((await p.ledger.live()).version)
-    p.metrics.waiting.set(await p.ledger.waiting(lone=p.config.trainer.lone_rollouts == "running"))
+    trainer = p.config.trainer
+    lone, failed = trainer.lone_rollouts == "running", trainer.failed_reward is not None
+    p.metrics.waiting.set(await p.ledger.waiting(lone=lone, failed=failed))
     p.metrics.stopped_for(await p.ledger.collapse())
     if (last := await p.ledger.last_step()) is not None:
         p.metrics.step_ended(last.step, last.metrics)

@@ -232,16 +232,18 @@ WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
 
 # Training ---------------------------------------------------------------------------------------------------------
 
-CLAIMABLE_GROUPS = """
+# Of an ended rollout. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
+_HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
+CLAIMABLE_GROUPS = f"""
 SELECT task_id,
-       COUNT(*) FILTER (WHERE status = 'completed' AND rewarded_at IS NOT NULL) AS completed,
+       COUNT(*) FILTER (WHERE {_HAS_REWARD}) AS completed,
        COUNT(*) FILTER (WHERE status <> 'completed' OR rewarded_at IS NOT NULL) AS ended,
        MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END)
-           FILTER (WHERE status = 'completed' AND rewarded_at IS NOT NULL) AS oldest
+           FILTER (WHERE {_HAS_REWARD}) AS oldest
 FROM rollouts
 WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL
 GROUP BY task_id
-HAVING COUNT(*) FILTER (WHERE status = 'completed' AND rewarded_at IS NOT NULL) > 0
+HAVING COUNT(*) FILTER (WHERE {_HAS_REWARD}) > 0
 ORDER BY oldest
 """
 CLAIMABLE_OF_TASK = """
@@ -260,29 +262,29 @@ SELECT rewards.* FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollou
 WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
 """
 # Rollouts without a task: nothing says which others they are siblings of.
-CLAIMABLE_LONE = """
+CLAIMABLE_LONE = f"""
 SELECT COUNT(*) AS completed, MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END) AS oldest
 FROM rollouts
 WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND status NOT IN ('failed', 'discarded') AND rewarded_at IS NOT NULL
+  AND {_HAS_REWARD}
 """
-LONE = """
+LONE = f"""
 SELECT * FROM rollouts
 WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND status NOT IN ('failed', 'discarded') AND rewarded_at IS NOT NULL
+  AND {_HAS_REWARD}
 ORDER BY ended_at LIMIT :limit
 """
-EARLIER = """
+EARLIER = f"""
 SELECT * FROM rollouts
 WHERE n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-  AND status = 'completed' AND mode = 'train' AND rewarded_at IS NOT NULL
+  AND mode = 'train' AND {_HAS_REWARD}
 ORDER BY n DESC LIMIT :limit
 """
 # Not with `=`: SQLite would go through the rollouts of all tasks that have this mode and status.
-EARLIER_OF_TASK = """
+EARLIER_OF_TASK = f"""
 SELECT * FROM rollouts
 WHERE task_id = :task_id AND n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-  AND status NOT IN ('running', 'failed', 'discarded') AND mode <> 'eval' AND rewarded_at IS NOT NULL
+  AND mode <> 'eval' AND {_HAS_REWARD}
 ORDER BY n DESC LIMIT :limit
 """
 # A reward of another name than `reward` counts as one by the trainer's configuration only, so the trainer says so.

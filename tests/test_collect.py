@@ -147,6 +147,48 @@ async def test_failed_rollouts_may_have_a_reward(traffic: Traffic, failed: Any, 
     assert await traffic.dropped("c") == ["failed or discarded"]
 
 
+async def test_failed_rollouts_count_where_nobody_succeeded(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"t{i}", "t", None, status="failed")
+        await traffic.rollout(f"u{i}", "u", 1.0)
+    batch = await traffic.batch(failed_rollouts="zero", baseline="reinforce_pp", tasks_per_step=2)
+    assert advantages(batch) == pytest.approx({"t0-0": -1.0, "t1-0": -1.0, "u0-0": 1.0, "u1-0": 1.0})
+
+
+async def test_a_group_that_failed_as_a_whole_waits_for_nothing_more(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"t{i}", "t", None, status="failed")
+    assert await traffic.batch() is None
+    assert await traffic.dropped("t0", "t1") == [None, None], "without a reward it may still get a sibling"
+    assert await traffic.batch(failed_rollouts="zero") is None
+    assert set(await traffic.dropped("t0", "t1")) == {"all rewards of the group are equal"}
+
+
+async def test_failed_rollouts_without_a_task_count_and_are_compared_with(traffic: Traffic) -> None:
+    for i in range(4):
+        await traffic.rollout(f"before-{i}", None, 1.0)
+    await traffic.rollout("failed", None, None, status="failed")
+    settings = {"failed_rollouts": "zero", "lone_rollouts": "running", "group_size": 5}
+    assert advantages(await traffic.batch(**settings)) == {"failed-0": 0.0 - 0.8}
+    await traffic.rollout("next", None, 1.0)
+    settings |= {"group_timeout_s": 1e-9}
+    assert advantages(await traffic.batch(**settings)) == {"next-0": 1.0 - fmean([1, 0, 1, 1, 1, 1])}
+
+
+async def test_a_step_that_was_not_finished_gives_back_what_it_dropped_too(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"t{i}", "t", float(i))
+        await traffic.rollout(f"equal{i}", "u", 1.0)
+    first = await traffic.batch(tasks_per_step=2)
+    assert None not in await traffic.dropped("equal0", "equal1")
+    assert await traffic.ledger.release_unfinished() == [1]
+    assert await traffic.dropped("equal0", "equal1") == [None, None]
+    assert await traffic.batch(tasks_per_step=2) == first
+    await traffic.ledger.trained(1, None, {})
+    assert await traffic.ledger.release_unfinished() == []
+    assert None not in await traffic.dropped("equal0", "equal1")
+
+
 async def test_reinforce_pp_compares_all_rollouts_of_the_step(traffic: Traffic) -> None:
     for task, value in (("t", 0.0), ("u", 1.0)):
         for i in range(2):

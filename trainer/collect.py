@@ -85,6 +85,7 @@ class Collector:
     ) -> None:
         """`adapter_of`: an agent's adapter; by default all agents have the same."""
         self._config = config
+        self._failed = config.failed_reward is not None
         self._adapter_of = adapter_of or (lambda agent: DEFAULT_ADAPTER)
         self._store = store
         self._ledger = ledger
@@ -142,8 +143,8 @@ class Collector:
         """All groups with something to train on, in order."""
         if names := [name for name in self._config.reward_weights if name != "reward"]:
             await self._ledger.rewarded_as(names)
-        found = await self._ledger.groups()
-        if self._config.lone_rollouts == "running" and (lone := await self._ledger.lone()):
+        found = await self._ledger.groups(self._failed)
+        if self._config.lone_rollouts == "running" and (lone := await self._ledger.lone(self._failed)):
             found.append(lone)
         return sorted(found, key=self._order)
 
@@ -180,7 +181,7 @@ class Collector:
                 found.append(await self._members(take, await self._ledger.group_rollouts(group.task_id), live))
             else:
                 limit = self._config.group_size * self._config.tasks_per_step
-                lone = await self._members(take, await self._ledger.lone_rollouts(limit), live)
+                lone = await self._members(take, await self._ledger.lone_rollouts(limit, self._failed), live)
         if self._config.baseline in ACROSS_TASKS:
             return [[*(member for members in found for member in members), *lone]]
         return [*found, *([member] for member in lone)]

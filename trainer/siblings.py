@@ -26,6 +26,7 @@ class Siblings:
         self._config = config
         self._store = store
         self._ledger = ledger
+        self._failed_count = config.failed_reward is not None
         self._judge = Judge(config, store) if config.judged else None
         self._weights = reward_weights(config)
 
@@ -54,7 +55,9 @@ class Siblings:
         restart changes nothing. `known`: rollouts that were read for this step already, to which these are added.
         """
         for task_id in dict.fromkeys((rollout.task_id, None)):
-            found = await self._ledger.earlier(rollout.rollout_id, task_id, self._config.running_window)
+            found = await self._ledger.earlier(
+                rollout.rollout_id, task_id, self._config.running_window, self._failed_count
+            )
             for missing in (r for r in found if r.rollout_id not in known):
                 if read := await self.read(missing):
                     known[missing.rollout_id] = read
