@@ -129,6 +129,7 @@ async def test_rollouts_are_counted_until_a_step_takes_them(tmp_path: Path) -> N
         assert await traffic.schedule.waits_for() is None, "r2 waited when the round began"
         await traffic.ledger.claim(["r2"], 0)
         assert await traffic.schedule.waits_for() == "2 complete rollouts, 0 so far"
+        assert traffic.schedule.round is None
 
 
 async def test_a_call_under_way_is_no_idleness_however_long_it_takes(tmp_path: Path) -> None:

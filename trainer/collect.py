@@ -95,12 +95,13 @@ class Collector:
         self._order = order or _longest_waiting
         self._seen = Seen()
 
-    async def next_batch(self, live: int, *, fewer: bool = False) -> Batch | None:
+    async def next_batch(self, live: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
 
         A step takes `tasks_per_step` groups; fewer once one of them has waited for `group_timeout_s`, or if `fewer`.
+        `since` (Unix time): only groups that have waited since then, or longer.
         """
-        while groups := await self._next_groups(fewer):
+        while groups := await self._next_groups(fewer, since):
             take = _Take(live)
             try:
                 for members in await self._compared(take, groups, live):
@@ -126,10 +127,11 @@ class Collector:
             tasks=seen.tasks(),
         )
 
-    async def _next_groups(self, fewer: bool) -> list[Group]:
+    async def _next_groups(self, fewer: bool, since: float | None) -> list[Group]:
         """Groups for a step, the longest waiting first; empty while there are too few."""
         now, wanted = time.time(), self._config.tasks_per_step
-        ready = [group for group in await self._found() if self._is_ready(group, now)]
+        found = [group for group in await self._found() if since is None or group.oldest <= since]
+        ready = [group for group in found if self._is_ready(group, now)]
         sizes = [self._groups_in(group) for group in ready]
         enough = sum(sizes) >= wanted or (ready and (fewer or self._waited(ready[0], now)))
         return [group for i, group in enumerate(ready) if sum(sizes[:i]) < wanted] if enough else []

@@ -153,12 +153,17 @@ class TrainingLoop:
         if waits_for is not None and self._waits_for is None:
             log.info("the trainer waits for %s", waits_for)
         self._waits_for = waits_for
-        return waits_for is None and await self.train_once(fewer=once or self._schedule.in_rounds)
+        return waits_for is None and await self.train_once(
+            fewer=once or self._schedule.in_rounds, since=self._schedule.round
+        )
 
-    async def train_once(self, *, fewer: bool = False) -> bool:
-        """One step, if enough rollouts are ready: claim → optimizer step → checkpoint → commit → publish."""
+    async def train_once(self, *, fewer: bool = False, since: float | None = None) -> bool:
+        """One step, if enough rollouts are ready: claim → optimizer step → checkpoint → commit → publish.
+
+        `fewer`, `since`: as in `Collector.next_batch`.
+        """
         started = time.perf_counter()
-        batch = await self._collector.next_batch(self._version, fewer=fewer)
+        batch = await self._collector.next_batch(self._version, fewer=fewer, since=since)
         if batch is None:
             return False
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}

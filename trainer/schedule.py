@@ -93,15 +93,22 @@ class Schedule:
         """Whether a round leaves nothing behind: its last step may be a small one."""
         return self._config.when in ("rollouts", "times")
 
+    @property
+    def round(self) -> float | None:
+        """What has waited since then, or longer, is in the round that is under way; None: there is no round."""
+        return self._round
+
     async def waits_for(self) -> str | None:
         """What the next step waits for; None: it may begin now."""
         facts = await self._facts()
         waits = POLICIES[self._config.when](self._config, facts)
-        if waits is not None:
-            self._round = None
-        elif not facts.waited_at(self._round):
-            self._round = facts.now
+        self._round = None if waits is not None else self._round_of(facts)
         return waits
+
+    def _round_of(self, facts: Facts) -> float | None:
+        if self._config.when == "times":
+            return last_time(self._config.at, facts.now)
+        return facts.now if facts.waiting >= self._config.every_rollouts else self._round
 
     async def _facts(self) -> Facts:
         now = time.time()
