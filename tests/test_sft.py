@@ -385,8 +385,10 @@ async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
 ) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.sft.RETRY_S", 0.01)
     async with recorded(tmp_path) as r:
-        await r.rollout("a", 1.0, (10, 11, 1))
-        trainer = made(base, tmp_path, epochs=20)
+        for name in ("a", "b"):  # one of them is held out
+            await r.rollout(name, 1.0, (10, 11, 1))
+        trainer = made(base, tmp_path, epochs=20, held_out=0.5)
+        untuned = mean_loss(trainer, [row("a", PROMPT, (10, 11, 1))])
         config = Config(policy=PolicyConfig(model=str(base), directory=tmp_path), trainer=trainer.settings)
         claim, failures = r.ledger.claim, [StoreUnavailable("database is locked")]
 
@@ -399,6 +401,7 @@ async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
         step = await SftRun(config, r.store, r.ledger, trainer, None).run(asyncio.Event())
         assert step is not None and not failures
         assert (step.step, step.metrics["optimizer_steps"]) == (1, 20)
+        assert step.metrics["held_out_loss_before"] == pytest.approx(untuned), "it was done again from the beginning"
         assert greedy(trainer, [row("a", PROMPT, (10, 11, 1))]) == [[10, 11, 1]]
 
 

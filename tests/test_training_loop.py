@@ -31,7 +31,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from lightning_proxy.proxy.config import Config, PolicyConfig, StoreConfig, TrainerConfig, UpstreamConfig
 from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.errors import ConfigError, LightningError, PublishError, UpstreamUnreachable
+from lightning_proxy.proxy.errors import (
+    ConfigError,
+    LightningError,
+    PublishError,
+    StoreUnavailable,
+    UpstreamUnreachable,
+)
 from lightning_proxy.proxy.fleet import open_vllm
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.policy import NotServed, Swap
@@ -818,6 +824,47 @@ async def test_no_step_is_taken_before_its_round_is_due(
         late = await b.groups("t3")
         await training
         assert (await b.steps_of(early), await b.steps_of(late)) == ({1}, {2})
+
+
+async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_base(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        loop, began, failures = b.loop(), [], [StoreUnavailable("the store cannot be read")]
+        step, first_steps = b.trainer.step, b.ledger.first_steps
+
+        def watched(batch: Batch) -> dict[str, float]:
+            began.append((b.trainer.adapter(), len(b.trainer.optimizer.state)))
+            return step(batch)
+
+        async def fails_once(limit: int) -> Any:  # between the step and its commit
+            if began and failures:
+                raise failures.pop()
+            return await first_steps(limit)
+
+        monkeypatch.setattr(b.trainer, "step", watched)
+        monkeypatch.setattr(b.ledger, "first_steps", fails_once)
+        await loop.run(asyncio.Event(), once=True)
+        (first, moments), (again, moments_again) = began
+        assert (moments, moments_again) == (0, 0)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, schedule={"when": "rollouts", "every_rollouts": 9}) as b:
+        await b.rollout("t0", 1.0)  # its siblings are still running, which keeps the round open
+        await b.groups("t1", "t2")
+        loop = b.loop()
+        await loop.resume()
+        assert [await loop._train_when_due(once=False) for _ in range(2)] == [True, False]
+        late = await b.groups("t3")
+        assert not await loop._train_when_due(once=False), "5 of 9 wait"
+        assert await b.steps_of(late) == {None}
+        late += await b.groups("t4")
+        assert await loop._train_when_due(once=False), "enough for another round"
+        assert await b.steps_of(late) == {2}
 
 
 async def varied(b: Bench, version: int) -> None:

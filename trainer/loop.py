@@ -75,6 +75,7 @@ class TrainingLoop:
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
         self._show = show
         self._stop = asyncio.Event()
+        self._fresh = True  # nothing has moved the trainer's weights yet
         self._version = 0  # the policy version that the trainer's weights go on from
         self._free_since = time.perf_counter()
 
@@ -121,6 +122,10 @@ class TrainingLoop:
             await asyncio.to_thread(self._trainer.save, self._checkpoints / "0")
         last = await self._ledger.last_step()
         if last is None:
+            if not self._fresh:
+                await asyncio.to_thread(self._trainer.load, self._checkpoints / "0")
+                self._version = 0
+            self._fresh = False
             return None
         if last.checkpoint is None or not Path(last.checkpoint).is_dir():
             raise ConfigError(
