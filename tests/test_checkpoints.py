@@ -16,6 +16,7 @@ from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.trainer.checkpoint import whole_directory
 from lightning_proxy.trainer.saved_config import fingerprint
 from lightning_proxy.trainer.trainer import STATE_FILE, LightningTrainer
+from lightning_proxy.trainer.types import Batch, Sample
 from support.small_model import save_small_model
 
 
@@ -101,17 +102,23 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(base: Path, tmp_path: Pat
         saved.load(tmp_path / "1")
 
 
-def test_without_optimizer_state_training_goes_on_and_says_so(
+def test_without_optimizer_state_its_moments_and_the_schedule_begin_anew_and_that_is_said(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved = trainer(base, tmp_path)
+    saved = trainer(base, tmp_path, lr_scheduler="linear", max_steps=4)
+    rate = saved.optimizer.param_groups[0]["lr"]
     saved.save(tmp_path / "1")
     state = torch.load(tmp_path / "1" / STATE_FILE, weights_only=True)
     del state["optimizer"]
     torch.save(state, tmp_path / "1" / STATE_FILE)
+    tokens = (0, 5, 6, 7)
+    sample = Sample("t", "r", tokens, (0, 0, 1, 1), (0.0, 0.0, -3.0, -3.0), (1.0,) * 4, (1.0,) * 4)
+    assert not saved.step(Batch(1, (sample,), ("r",)))["skipped"]
+    assert saved.optimizer.state and saved.optimizer.param_groups[0]["lr"] < rate
     with caplog.at_level(logging.WARNING):
         saved.load(tmp_path / "1")
     assert "has no optimizer state: its moments and the schedule begin anew" in caplog.text
+    assert not saved.optimizer.state and saved.optimizer.param_groups[0]["lr"] == rate
 
 
 def test_no_secret_is_in_a_checkpoint(base: Path, tmp_path: Path) -> None:

@@ -243,6 +243,9 @@ class LightningTrainer(GRPOTrainer):
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
             self.lr_scheduler.load_state_dict(state["scheduler"])
+        else:
+            self.optimizer.state.clear()
+            self.lr_scheduler.last_epoch = 0
         self._set_learning_rate()
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available():
