@@ -301,6 +301,9 @@ RELEASE = "UPDATE rollouts SET step = NULL WHERE step = :step"
 RELEASE_DROPPED = "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step"
 # A pass over all the data is done: what was trained on is offered again.
 OFFER_ALL = "UPDATE rollouts SET step = NULL WHERE step IS NOT NULL"
+# Of any version of the schema.
+NEWEST_END = "SELECT COALESCE(MAX(ended_at), 0) FROM rollouts"
+ENDED_AFTER = "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at"
 # A copy of a store knows nothing of the training that was done on the original.
 FORGET_TRAINING = (
     "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL WHERE step IS NOT NULL OR dropped IS NOT NULL",

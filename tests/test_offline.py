@@ -13,18 +13,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
-from lightning_proxy.proxy.config import StoreConfig
+from lightning_proxy.proxy.config import Config, StoreConfig
 from lightning_proxy.proxy.database import opened
+from lightning_proxy.proxy.errors import NotSaved
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.trainer.offline import OfflineRun, train_offline
+from lightning_proxy.trainer.offline_data import prepare
+from lightning_proxy.trainer.sft import SftRun
+from lightning_proxy.trainer.trainer import LightningTrainer
 from support.small_model import VOCABULARY, save_small_model
 
 KILLED = Path(__file__).parent / "support" / "killed.py"
@@ -222,6 +229,50 @@ def test_more_epochs_go_on_where_the_last_one_ended(recorded: Path, base: Path, 
     for epochs, steps in ((1, 3), (2, 6), (2, 6)):
         code, text = run.train("--data", recorded, "--epochs", str(epochs))
         assert (code, len(run.steps())) == (0, steps), text
+
+
+async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_ends_no_epoch(
+    recorded: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+    run, stop, loop = Run(tmp_path / "run", base), asyncio.Event(), asyncio.get_running_loop()
+    run.trainer["sft"] = {"epochs": 5, "batch_tokens": 10, "learning_rate": 0.02}
+    config, whole = Config.model_validate(run.settings()), LightningTrainer.save
+
+    def full(self: LightningTrainer, directory: Path) -> None:
+        if directory.name == "2":
+            loop.call_soon_threadsafe(stop.set)
+            raise NotSaved("the disk is full")
+        whole(self, directory)
+
+    def saved(step: int) -> bool:
+        state = torch.load(run.out / "checkpoints" / str(step) / "state.pt", weights_only=True)
+        found = load_file(run.out / "adapter" / "adapter_model.safetensors")
+        return all(torch.equal(found[name], value) for name, value in state["adapters"]["default"].items())
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LightningTrainer, "save", full)
+        await train_offline(config, stop, recorded, run.out, partial(OfflineRun, epochs=1))
+    assert list(run.steps()) == [1] and "epochs_done" not in run.steps()[1]
+    assert saved(1)
+    await train_offline(config, stop, recorded, run.out, partial(SftRun, publisher=None))  # in the middle of it
+    assert list(run.steps()) == [1] and saved(1)
+    await train_offline(config, asyncio.Event(), recorded, run.out, partial(OfflineRun, epochs=1))
+    assert list(run.steps()) == [1, 2, 3] and saved(3)
+
+
+async def test_a_store_that_has_grown_since_is_named_with_what_to_do(
+    recorded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = tmp_path / "live.db", tmp_path / "out"
+    source.write_bytes(recorded.read_bytes())
+    for grown in (False, False, True):
+        if grown:
+            async with opened(StoreConfig(url=f"sqlite:///{source}")) as database:
+                await Store(database).end_rollout("running", "completed", None)
+        await prepare(source, out)
+        assert ("1 more rollouts have ended in" in caplog.text) == grown
+    assert "name another directory (--dir)" in caplog.text
 
 
 @pytest.mark.parametrize(

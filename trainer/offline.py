@@ -49,7 +49,7 @@ class OfflineRun:
         while not stop.is_set() and self._done < self._epochs and not await self._loop.is_done():
             if await self._loop.train_once(fewer=True):
                 await self._show()
-            elif not await self._end_epoch():
+            elif stop.is_set() or not await self._end_epoch():
                 break
         return await self._ledger.last_step()
 
@@ -109,6 +109,8 @@ async def train_offline(
             async with opened(store_config) as database:
                 last = await runs(config, Store(database), Ledger(database), trainer).run(stop)
             if last is not None:
+                if stop.is_set():  # the trainer's own may be on their way to the next step
+                    await asyncio.to_thread(trainer.load, Path(str(last.checkpoint)))
                 await asyncio.to_thread(save_weights, config, trainer, last.step)
             trainer.ranks.end()
         finally:

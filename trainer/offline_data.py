@@ -6,16 +6,19 @@ The original is only read. A store that is written to meanwhile is copied as it 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from lightning_proxy.proxy import sql
 from lightning_proxy.proxy.config import StoreConfig
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import ConfigError, InvalidRequest, LightningError
@@ -24,6 +27,8 @@ from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, check_id
 
+log = logging.getLogger(__name__)
+
 SOURCE_FILE = "source.json"
 NEEDED = ("rollout_id", "task_id", "mode", "status", "rollout_reward", "t", "kind", "call_id", "prompt_token_ids",
           "response_token_ids", "logprobs", "reward", "policy_version")  # fmt: skip
@@ -31,7 +36,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """The store to train on in `directory`, made from `source` unless it is there already.
+    """The store to train on in `directory`, made from `source` unless it is there already; says if that has grown.
 
     ConfigError if `source` cannot be read or is something else than what the store was made from.
     """
@@ -39,7 +44,9 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
     config = StoreConfig(url=f"sqlite:///{target}")
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():
-        _check_same(source, json.loads(note.read_text()), directory)
+        made = json.loads(note.read_text())
+        _check_same(source, made, directory)
+        _say_if_grown(source, made, directory)
         return config
     if not source.is_file():
         raise ConfigError(f"there is nothing to train on at {source}: name a store or an export (--data)")
@@ -53,22 +60,29 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
     else:
         await _import(source, part)
     _finish(part.path, target)
-    _write_note(note, {"source": str(source), "made_at": time.time()})
+    _write_note(note, {"source": str(source), "made_at": time.time(), "newest_end": _ask(target, sql.NEWEST_END)})
     return config
 
 
 def copy_store(source: Path, target: Path) -> None:
     """A copy as of one moment. A store that nobody has open is not even opened: SQLite would leave files beside it."""
-    in_use = any(source.with_name(source.name + suffix).exists() for suffix in ("-wal", "-shm"))
-    mode = "mode=ro" if in_use else "immutable=1"
     try:
-        connection = sqlite3.connect(f"file:{quote(str(source))}?{mode}", uri=True)
-        try:
+        with closing(_only_read(source)) as connection:
             connection.execute("VACUUM INTO ?", (str(target),))
-        finally:
-            connection.close()
     except sqlite3.Error as error:
         raise LightningError(f"the store {source} cannot be copied to {target}: {error}") from None
+
+
+def _ask(store: Path, question: str, **params: float) -> Any:
+    """The one value that answers a question."""
+    with closing(_only_read(store)) as connection:
+        return connection.execute(question, params).fetchone()[0]
+
+
+def _only_read(store: Path) -> sqlite3.Connection:
+    in_use = any(store.with_name(store.name + suffix).exists() for suffix in ("-wal", "-shm"))
+    mode = "mode=ro" if in_use else "immutable=1"
+    return sqlite3.connect(f"file:{quote(str(store))}?{mode}", uri=True)
 
 
 def remove_store(path: Path) -> None:
@@ -104,6 +118,18 @@ def _check_same(source: Path, note: dict[str, Any], directory: Path) -> None:
         raise ConfigError(
             f"{directory} holds a run over {note['source']}, not over {source}: name another directory (--dir)"
         )
+
+
+def _say_if_grown(source: Path, note: dict[str, Any], directory: Path) -> None:
+    """The run goes on with what it began with, as it must to go on exactly; whoever wants more has to know that."""
+    if not source.is_file() or not _is_store(source) or "newest_end" not in note:
+        return
+    with suppress(sqlite3.Error):  # the copy is all that is needed
+        if more := _ask(source, sql.ENDED_AFTER, at=note["newest_end"]):
+            log.warning(
+                "%d more rollouts have ended in %s since %s was made from it; they are not trained on here: "
+                "name another directory (--dir) to train on all that there is now", more, source, directory,
+            )  # fmt: skip
 
 
 # Exports -------------------------------------------------------------------------------------------------------------
