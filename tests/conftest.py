@@ -57,6 +57,9 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     yield
 
 
+MOST_CHOICES = 128  # a fuzzer asks for more than fit in memory
+
+
 class PolicyServer:
     """vLLM as the proxy's policy sees it: a base model, adapters, weights under a label, one chat route."""
 
@@ -130,6 +133,9 @@ class PolicyServer:
         if body["model"] not in {"base", *self.adapters}:
             error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
             return web.json_response({"error": error}, status=404)
+        if isinstance(body.get("n"), int) and body["n"] > MOST_CHOICES:
+            error = {"message": f"n must be at most {MOST_CHOICES}", "type": "BadRequestError", "code": 400}
+            return web.json_response({"error": error}, status=400)
         message = {"role": "assistant", "content": f"by {body['model']} with {Path(self.weights).name}"}
         message = self.answer(body) if self.answer else message
         choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [5, 6]}
