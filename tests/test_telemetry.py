@@ -6,8 +6,8 @@ import asyncio
 import builtins
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.otlp import Span, read_spans
+from tests.traffic.server import serving
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -36,17 +37,6 @@ class Collector:
             await asyncio.sleep(600)
         self.spans += read_spans(await request.read(), "protobuf")
         return web.Response(body=b"", content_type="application/x-protobuf")
-
-
-@asynccontextmanager
-async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 async def chat(system: Any, text: str = "hi", **headers: str) -> dict[str, str]:

@@ -26,8 +26,7 @@ import yaml
 from aiohttp import web
 from peft import PeftModel
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from lightning_proxy.proxy.config import Config, PolicyConfig, StoreConfig, TrainerConfig, UpstreamConfig
 from lightning_proxy.proxy.database import Database
@@ -51,24 +50,12 @@ from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.sft import SftRun
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch
-
-VOCABULARY = 24
+from tests.support.small_model import VOCABULARY, save_small_model
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, initializer_range=0.2, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w1").save_pretrained(
-        directory
-    )
-    return directory
+    return save_small_model(tmp_path_factory.mktemp("base"))
 
 
 class HonestServer:
