@@ -3,7 +3,7 @@
 Deleted are rollouts that are over, oldest first, with all that was recorded of them. Never one with a call under way
 or of a step that is being trained or published; policy versions and the steps' metrics stay. One that nobody ends is
 over after a day without a call. By age it makes no difference whether the trainer has seen a rollout; by size, those
-that still wait for it go last.
+that still wait for it, by `trainer.failed_rollouts` and `lone_rollouts`, go last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import aiosqlite
 
 from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.config import RetentionConfig
+from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
 
@@ -68,9 +68,11 @@ class Pages:
 class Keeper:
     """Runs beside the proxy; of several processes on one store, one at a time does the work."""
 
-    def __init__(self, database: Database, retention: RetentionConfig, on_delete: OnDelete) -> None:
+    def __init__(self, database: Database, config: Config, on_delete: OnDelete) -> None:
         self._db = database
-        self._retention = retention
+        self._retention = config.store.retention
+        trainer = config.trainer
+        self._waiting = {"failed": trainer.failed_reward is not None, "lone": trainer.lone_rollouts == "running"}
         self._on_delete = on_delete
 
     async def run(self, every_s: float = EVERY_S) -> None:
@@ -110,8 +112,8 @@ class Keeper:
 
     async def _over(self, cut: Cut, waiting: bool | None = None) -> AsyncIterator[list[int]]:
         """The numbers of rollouts that are over, oldest first; with `waiting`, only those that do, or do not, wait."""
-        after = 0
-        while rows := await self._db.all(sql.ROLLOUTS_OVER, {"after": after, "limit": LOOK, **asdict(cut)}):
+        after, params = 0, {"limit": LOOK, **asdict(cut), **self._waiting}
+        while rows := await self._db.all(sql.ROLLOUTS_OVER, {"after": after, **params}):
             yield [row["n"] for row in rows if row["is_over"] and waiting in (None, bool(row["waits"]))]
             after = rows[-1]["n"]
             if rows[-1]["created_at"] >= cut.before:

@@ -87,7 +87,7 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             parts = Parts(
                 config, mode, store, ledger, events, recorder, policy, keys, metrics, redactor, relay, chosen, health
             )
-            keeper = Keeper(database, config.store.retention, parts.forget)
+            keeper = Keeper(database, config, parts.forget)
             running = (
                 policy.watch(),
                 keys.watch(),

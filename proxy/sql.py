@@ -362,11 +362,10 @@ AND NOT EXISTS (
     AND (rollouts.status = 'running' OR calls.status = 'incomplete')
 )
 """
-# `waits`: the trainer has not seen it yet.
+# `waits`: the trainer may still take it. `:lone`: also without a task (`trainer.lone_rollouts`).
 ROLLOUTS_OVER = f"""
 SELECT n, created_at, {_IS_OVER} AS is_over,
-       mode = 'train' AND status = 'completed' AND task_id IS NOT NULL AND rewarded_at IS NOT NULL AND step IS NULL
-       AND dropped IS NULL AS waits
+       mode = 'train' AND (task_id IS NOT NULL OR :lone) AND {_HAS_REWARD} AND step IS NULL AND dropped IS NULL AS waits
 FROM rollouts WHERE n > :after ORDER BY n LIMIT :limit
 """
 ROLLOUT_FORGET = f"DELETE FROM rollouts WHERE n = :n AND {_IS_OVER} RETURNING rollout_id"

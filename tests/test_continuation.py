@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.config import RetentionConfig, StoreConfig
+from lightning_proxy.proxy.config import Config, StoreConfig
 from lightning_proxy.proxy.conversations import Conversations, answered, asked
 from lightning_proxy.proxy.database import Database, opened
 from lightning_proxy.proxy.keeper import Keeper
@@ -408,6 +408,6 @@ async def test_what_was_quiet_the_longest_is_forgotten(
     async with database.transaction() as db:  # just now, and not in 1970
         for table in ("conversation_points", "conversation_tips"):
             await db.execute(f"UPDATE {table} SET at = at + {time.time()} - 1000")
-    await Keeper(database, RetentionConfig(), lambda *_: None).tidy()
+    await Keeper(database, Config(), lambda *_: None).tidy()
     follow = [{"messages": [user(f"{i}"), {"role": "assistant", "content": "hello"}, user("x")]} for i in range(5)]
     assert [await conversations.find("k", request) for request in follow] == [None, None, "r2", "r3", "r4"]

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_proxy.commands.store import read_info, shorten
 from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.config import RetentionConfig, StoreConfig
+from lightning_proxy.proxy.config import Config, RetentionConfig, StoreConfig, TrainerConfig
 from lightning_proxy.proxy.database import Database, opened
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.keeper import DAY, Keeper, give_back, keeping, read_pages
@@ -33,16 +33,17 @@ class Recorded:
         self.database, self.recorder = database, recorder
         self.store, self.ledger = Store(database), Ledger(database)
         self.deleted: list[tuple[str, str]] = []
+        self.trainer = TrainerConfig()
 
     async def rollout(
         self, name: str, *, ended: float | None, asked: float | None = None, answered: bool = True, size: int = 10,
-        reward: float | None = None,
+        reward: float | None = None, task: str | None = "t",
     ) -> None:  # fmt: skip
         """`ended` and `asked` in days ago; `size` in bytes."""
         asked = asked if asked is not None else ended or 0.0
         start = NOW - asked * DAY
         request = {"messages": [{"role": "user", "content": name * (size // len(name))}]}
-        call = CallStart(f"{name}-0", RolloutName(name, "t"), "chat/completions", "m", 0, request, start)
+        call = CallStart(f"{name}-0", RolloutName(name, task), "chat/completions", "m", 0, request, start)
         await self.recorder.start(call)
         if answered:
             await self.recorder.end(CallEnd(f"{name}-0", name, "ok", {"id": "x"}, 200))
@@ -57,8 +58,9 @@ class Recorded:
 
     async def tidy(self, **retention: float) -> set[str]:
         """What is left."""
-        keeper = Keeper(self.database, RetentionConfig(**retention), lambda *what: self.deleted.append(what))
-        await keeper.tidy()
+        store = StoreConfig(retention=RetentionConfig(**retention))
+        config = Config(store=store, trainer=self.trainer)
+        await Keeper(self.database, config, lambda *what: self.deleted.append(what)).tidy()
         return {rollout.rollout_id for rollout in (await self.store.rollouts({}, 1000))[0]}
 
 
@@ -116,6 +118,28 @@ async def test_by_size_the_oldest_go_and_those_that_wait_for_the_trainer_last(re
     assert {why for _, why in recorded.deleted} == {"size"}
     pages = await read_pages(recorded.database)
     assert pages.bytes < 0.9 * 2**20
+
+
+@pytest.mark.parametrize(("failed", "waits"), [("drop", False), ("zero", True), (-1.0, True)])
+async def test_failed_rollouts_that_count_wait_for_the_trainer_too(
+    recorded: Recorded, failed: Any, waits: bool
+) -> None:
+    recorded.trainer = TrainerConfig(failed_rollouts=failed)
+    await recorded.rollout("failed", ended=0.1, size=2**19)
+    await recorded.rollout("trained", ended=0.1, size=2**19, reward=1.0)
+    for rollouts in (["trained"], []):  # those of the last step stay
+        await recorded.ledger.trained(await recorded.ledger.claim(rollouts, 0), None, {})
+    assert await recorded.tidy(max_gib=0.9 / 1024) == {"failed" if waits else "trained"}
+
+
+@pytest.mark.parametrize(("lone", "waits"), [("drop", False), ("running", True)])
+async def test_rollouts_without_a_task_wait_where_they_are_trained_on(
+    recorded: Recorded, lone: Any, waits: bool
+) -> None:
+    recorded.trainer = TrainerConfig(lone_rollouts=lone)
+    await recorded.rollout("lone", ended=0.1, size=2**19, reward=1.0, task=None)
+    await recorded.rollout("failed", ended=0.1, size=2**19)
+    assert await recorded.tidy(max_gib=0.9 / 1024) == {"lone" if waits else "failed"}
 
 
 async def test_a_freed_file_shrinks_on_disk_while_it_is_written(recorded: Recorded) -> None:
@@ -203,6 +227,6 @@ async def test_a_log_that_a_reader_made_long_is_written_anew_once_it_is_gone(
 
 async def test_looking_for_what_is_over_uses_indexes(recorded: Recorded) -> None:
     for statement in (sql.ROLLOUTS_OVER, sql.ROLLOUT_FORGET):
-        params: dict[str, Any] = dict.fromkeys(("after", "limit", "before", "quiet", "n"))
+        params: dict[str, Any] = dict.fromkeys(("after", "limit", "before", "quiet", "n", "failed", "lone"))
         steps = [row["detail"] for row in await recorded.database.all(f"EXPLAIN QUERY PLAN {statement}", params)]
         assert not [step for step in steps if step.startswith("SCAN") and "steps_claimed" not in step], steps
