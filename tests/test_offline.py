@@ -140,6 +140,13 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+def export(store: Path, target: Path) -> Path:
+    environment = os.environ | {"LIGHTNING_STORE__URL": f"sqlite:///{store}"}
+    command = [sys.executable, "-m", "lightning_proxy.cli", "export", str(target)]
+    subprocess.run(command, check=True, env=environment, cwd=target.parent, capture_output=True)
+    return target
+
+
 @pytest.fixture(scope="module")
 def whole(base: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Two epochs that nobody interrupted."""
@@ -212,10 +219,7 @@ def test_an_export_trains_to_the_same_weights_as_the_store(
 ) -> None:
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
-    target = tmp_path / f"week.{suffix}"
-    environment = os.environ | {"LIGHTNING_STORE__URL": f"sqlite:///{recorded}"}
-    command = [sys.executable, "-m", "lightning_proxy.cli", "export", str(target)]
-    subprocess.run(command, check=True, env=environment, cwd=tmp_path, capture_output=True)
+    target = export(recorded, tmp_path / f"week.{suffix}")
     run = Run(tmp_path / "run", base, **whole.trainer)
     code, text = run.train("--data", target, "--epochs", "2")
     assert code == 0, text
@@ -271,8 +275,27 @@ async def test_a_store_that_has_grown_since_is_named_with_what_to_do(
             async with opened(StoreConfig(url=f"sqlite:///{source}")) as database:
                 await Store(database).end_rollout("running", "completed", None)
         await prepare(source, out)
-        assert ("1 more rollouts have ended in" in caplog.text) == grown
+        assert ("1 more rollouts have ended since" in caplog.text) == grown
     assert "name another directory (--dir)" in caplog.text
+
+
+async def test_an_export_that_was_written_anew_is_named_with_what_to_do_and_the_run_goes_on_with_the_old_one(
+    recorded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = tmp_path / "week.jsonl", tmp_path / "out"
+    rows = [line.replace("t2", "t3") for line in export(recorded, source).read_text().splitlines()]
+    config = await prepare(source, out)
+    before = config.path.read_bytes()
+    for rewritten in (False, True):
+        if rewritten:
+            source.write_text("\n".join(rows))
+        else:
+            source.touch()
+        assert await prepare(source, out) == config
+        assert ("the export was written anew" in caplog.text) == rewritten
+    assert "name another directory (--dir)" in caplog.text and config.path.read_bytes() == before
+    source.unlink()
+    assert await prepare(source, out) == config, "the original is not needed any more"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The original is only read. A store that is written to meanwhile is copied as it 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -36,7 +37,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """The store to train on in `directory`, made from `source` unless it is there already; says if that has grown.
+    """The store to train on in `directory`, made from `source` unless it is there already; says if that has changed.
 
     ConfigError if `source` cannot be read or is something else than what the store was made from.
     """
@@ -46,21 +47,24 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
     if note.is_file() and target.is_file():
         made = json.loads(note.read_text())
         _check_same(source, made, directory)
-        _say_if_grown(source, made, directory)
+        _say_if_changed(source, made, directory)
         return config
     if not source.is_file():
         raise ConfigError(f"there is nothing to train on at {source}: name a store or an export (--data)")
     directory.mkdir(parents=True, exist_ok=True)
     part = StoreConfig(url=f"sqlite:///{directory / '.store.db.part'}")
     remove_store(part.path)
+    made = {"source": str(source), "made_at": time.time()}
     if _is_store(source):
         copy_store(source, part.path)
         async with opened(part) as database:
             await Ledger(database).forget_training()
+        made["newest_end"] = _ask(part.path, sql.NEWEST_END)
     else:
+        made["digest"] = _digest(source)
         await _import(source, part)
     _finish(part.path, target)
-    _write_note(note, {"source": str(source), "made_at": time.time(), "newest_end": _ask(target, sql.NEWEST_END)})
+    _write_note(note, made)
     return config
 
 
@@ -120,16 +124,31 @@ def _check_same(source: Path, note: dict[str, Any], directory: Path) -> None:
         )
 
 
-def _say_if_grown(source: Path, note: dict[str, Any], directory: Path) -> None:
+def _say_if_changed(source: Path, note: dict[str, Any], directory: Path) -> None:
     """The run goes on with what it began with, as it must to go on exactly; whoever wants more has to know that."""
-    if not source.is_file() or not _is_store(source) or "newest_end" not in note:
-        return
-    with suppress(sqlite3.Error):  # the copy is all that is needed
-        if more := _ask(source, sql.ENDED_AFTER, at=note["newest_end"]):
-            log.warning(
-                "%d more rollouts have ended in %s since %s was made from it; they are not trained on here: "
-                "name another directory (--dir) to train on all that there is now", more, source, directory,
-            )  # fmt: skip
+    what = None
+    with suppress(OSError, sqlite3.Error):  # the copy is all that is needed
+        what = _change(source, note)
+    if what is not None:
+        log.warning(
+            "%s since %s was made from %s; the run goes on with what it began with: "
+            "name another directory (--dir) to train on all that there is now", what, directory, source,
+        )  # fmt: skip
+
+
+def _change(source: Path, note: dict[str, Any]) -> str | None:
+    """What happened to the data, as far as a note (which an older one does not) says how it was."""
+    if "digest" in note and _digest(source) != note["digest"]:
+        return "the export was written anew, with other content,"
+    if "newest_end" in note and _is_store(source):
+        more = _ask(source, sql.ENDED_AFTER, at=note["newest_end"])
+        return f"{more} more rollouts have ended" if more else None
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # Exports -------------------------------------------------------------------------------------------------------------
