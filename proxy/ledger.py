@@ -184,6 +184,10 @@ class Ledger:
         """The rollouts that a step took."""
         return [rows.read_rollout(row) for row in await self._db.all(sql.CLAIMED, {"step": step})]
 
+    async def has_trained(self) -> bool:
+        """Whether steps took any rollouts since all were offered again (`end_epoch`)."""
+        return await self._db.one(sql.ANY_CLAIMED) is not None
+
     async def rewarded_since(self, version: int, newest: int) -> list[tuple[Rollout, list[Reward]]]:
         """Of the `newest` rollouts those that ended and began with this version or a later one, in order of opening."""
         params: dict[str, object] = {"version": version, "newest": newest}

@@ -296,6 +296,7 @@ WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NUL
 """
 CLAIM = "UPDATE rollouts SET step = :step WHERE rollout_id = :rollout_id AND step IS NULL"
 CLAIMED = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
+ANY_CLAIMED = "SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1"
 DROP = "UPDATE rollouts SET dropped = :reason, dropped_by = :step WHERE rollout_id = :rollout_id"
 RELEASE = "UPDATE rollouts SET step = NULL WHERE step = :step"
 RELEASE_DROPPED = "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step"

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from lightning_proxy.proxy.config import Config, StoreConfig
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import NotSaved
+from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
@@ -263,6 +264,29 @@ async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_end
     assert list(run.steps()) == [1] and saved(1)
     await train_offline(config, asyncio.Event(), recorded, run.out, partial(OfflineRun, epochs=1))
     assert list(run.steps()) == [1, 2, 3] and saved(3)
+
+
+async def test_an_epoch_that_was_stopped_at_its_end_ends_also_after_a_run_of_sft(
+    recorded: Path, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, stop = Run(tmp_path / "run", base), asyncio.Event()
+    run.trainer["sft"] = {"epochs": 1}
+    config = Config.model_validate(run.settings())
+    whole = Ledger.update_metrics
+
+    async def told(self: Ledger, step: int, metrics: dict[str, Any]) -> None:
+        await whole(self, step, metrics)
+        if step == 3:
+            stop.set()
+
+    with pytest.MonkeyPatch.context() as stopping:
+        stopping.setattr(Ledger, "update_metrics", told)
+        await train_offline(config, stop, recorded, run.out, partial(OfflineRun, epochs=1))
+    assert "epochs_done" not in run.steps()[3]
+    await train_offline(config, asyncio.Event(), recorded, run.out, partial(SftRun, publisher=None))
+    await train_offline(config, asyncio.Event(), recorded, run.out, partial(OfflineRun, epochs=2))
+    assert "nothing in the data can be learned from" not in caplog.text
+    assert {step: m["epochs_done"] for step, m in run.steps().items() if "epochs_done" in m} == {4: 1, 7: 2}
 
 
 async def test_a_store_that_has_grown_since_is_named_with_what_to_do(

@@ -65,9 +65,9 @@ class OfflineRun:
         )  # fmt: skip
 
     async def _end_epoch(self) -> bool:
-        """Whether there was anything to learn from in this epoch."""
+        """Whether there was anything to learn from in this epoch. Its last step may have been one of SFT."""
         last = await self._ledger.last_step()
-        if last is None or not await self._ledger.rollouts_of(last.step):
+        if last is None or not await self._ledger.has_trained():
             log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
             return False
         self._done += 1
