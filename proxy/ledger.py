@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -268,6 +268,11 @@ class Ledger:
         async with self._db.transaction() as db:
             inserted = list(await db.execute_fetchall(sql.VERSION_NEW, row))
         return int(inserted[0]["version"])
+
+    async def versions_of_others(self, versions: Iterable[int]) -> None:
+        """Versions that rollouts from elsewhere were sampled by: none of ours gets their numbers."""
+        async with self._db.transaction() as db:
+            await db.executemany(sql.VERSION_OF_OTHERS, [{"version": v, "at": time.time()} for v in versions])
 
     async def saved(
         self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None

@@ -211,6 +211,10 @@ INSERT INTO policy_versions (version, status, publish, step, created_at, metrics
 SELECT MAX(version) + 1, 'publishing', :publish, :step, :at, :metrics FROM policy_versions
 RETURNING version
 """
+# A version that rollouts from elsewhere were sampled by; its files are not here.
+VERSION_OF_OTHERS = """
+INSERT INTO policy_versions (version, status, created_at) VALUES (:version, 'ready', :at) ON CONFLICT DO NOTHING
+"""
 VERSION_SAVED = """
 UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters WHERE version = :version
 """

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from safetensors.torch import load_file
 
 from lightning_proxy.proxy.config import Config, StoreConfig
 from lightning_proxy.proxy.database import opened
-from lightning_proxy.proxy.errors import NotSaved
+from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.trainer.loop import train
 from lightning_proxy.trainer.offline import OfflineRun, train_offline
-from lightning_proxy.trainer.offline_data import prepare
+from lightning_proxy.trainer.offline_data import check_store, prepare
 from lightning_proxy.trainer.sft import SftRun
 from lightning_proxy.trainer.trainer import LightningTrainer
 from support.small_model import VOCABULARY, save_small_model
@@ -320,6 +322,39 @@ async def test_an_export_that_was_written_anew_is_named_with_what_to_do_and_the_
     assert "name another directory (--dir)" in caplog.text and config.path.read_bytes() == before
     source.unlink()
     assert await prepare(source, out) == config, "the original is not needed any more"
+
+
+@pytest.mark.parametrize("exported", [False, True])
+async def test_what_is_published_after_a_run_has_a_number_that_no_recorded_call_has(
+    recorded: Path, tmp_path: Path, exported: bool
+) -> None:
+    source = tmp_path / "last-week.db"
+    source.write_bytes(recorded.read_bytes())
+    with closing(sqlite3.connect(source)) as connection:
+        for version in range(1, 4):  # the calls are of the last one
+            row = (version, "ready", 1.0, str(tmp_path / "gone"))
+            connection.execute("INSERT INTO policy_versions (version, status, created_at, path) VALUES (?,?,?,?)", row)
+        connection.commit()
+    config = await prepare(export(source, tmp_path / "week.jsonl") if exported else source, tmp_path / "out")
+    async with opened(config) as database:
+        ledger = Ledger(database)
+        assert await ledger.new_version("merged", 1, {}) == 4
+        assert ((await ledger.live()).version, (await ledger.version(3)).path) == (0, None)
+        assert {r.policy_version for r, _ in await ledger.rewarded_since(0, 100)} == {3}
+        assert await ledger.rewarded_since(4, 100) == []
+
+
+async def test_a_directory_is_of_one_store(recorded: Path, base: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", base)
+    config = Config.model_validate(run.settings())
+    offline = config.model_copy(update={"policy": config.policy.model_copy(update={"directory": run.out})})
+    await prepare(recorded, run.out)
+    with pytest.raises(ConfigError, match="holds an offline run: set store.url to sqlite:///"):
+        await train(offline, asyncio.Event())
+    check_store(offline.model_copy(update={"store": StoreConfig(url=f"sqlite:///{run.out}/store.db")}))
+    (tmp_path / "live" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds the checkpoints of another trainer"):
+        await prepare(recorded, tmp_path / "live")
 
 
 @pytest.mark.parametrize(

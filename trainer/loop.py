@@ -25,6 +25,7 @@ from lightning_proxy.proxy.vllm import operator_session
 from lightning_proxy.trainer.collect import Collector, Order
 from lightning_proxy.trainer.metric_schema import scalars
 from lightning_proxy.trainer.monitor import Monitor
+from lightning_proxy.trainer.offline_data import check_store
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.schedule import Schedule
 from lightning_proxy.trainer.trainer import LightningTrainer
@@ -323,6 +324,7 @@ async def train(
     if upstream is None:
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
     mode = publish_mode(config)
+    check_store(config)
     with only_trainer(config.policy.directory):
         trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
         try:

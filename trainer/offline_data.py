@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.config import StoreConfig
+from lightning_proxy.proxy.config import Config, StoreConfig
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import ConfigError, InvalidRequest, LightningError
 from lightning_proxy.proxy.ledger import Ledger
@@ -31,6 +31,7 @@ from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, Roll
 log = logging.getLogger(__name__)
 
 SOURCE_FILE = "source.json"
+STORE_FILE = "store.db"
 NEEDED = ("rollout_id", "task_id", "mode", "status", "rollout_reward", "t", "kind", "call_id", "prompt_token_ids",
           "response_token_ids", "logprobs", "reward", "policy_version")  # fmt: skip
 ENDED = ("completed", "failed", "discarded")
@@ -41,7 +42,7 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
 
     ConfigError if `source` cannot be read or is something else than what the store was made from.
     """
-    source, target = source.expanduser().absolute(), directory / "store.db"
+    source, target = source.expanduser().absolute(), directory / STORE_FILE
     config = StoreConfig(url=f"sqlite:///{target}")
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():
@@ -49,6 +50,8 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
         _check_same(source, made, directory)
         _say_if_changed(source, made, directory)
         return config
+    if (directory / "checkpoints").is_dir():
+        raise ConfigError(f"{directory} holds the checkpoints of another trainer: name another directory (--dir)")
     if not source.is_file():
         raise ConfigError(f"there is nothing to train on at {source}: name a store or an export (--data)")
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,6 +69,19 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
     _finish(part.path, target)
     _write_note(note, made)
     return config
+
+
+def check_store(config: Config) -> None:
+    """ConfigError if `policy.directory` holds an offline run, and the store is not the one that this trained on.
+
+    Two stores count their steps and versions each by itself: each would take the other's files for its own.
+    """
+    directory, own = config.policy.directory, config.policy.directory / STORE_FILE
+    if (directory / SOURCE_FILE).is_file() and config.store.path.expanduser().resolve() != own.resolve():
+        raise ConfigError(
+            f"{directory} holds an offline run: set store.url to sqlite:///{own} to go on from it, "
+            "or policy.directory to another directory"
+        )
 
 
 def copy_store(source: Path, target: Path) -> None:
@@ -156,6 +172,7 @@ def _digest(path: Path) -> str:
 
 async def _import(source: Path, config: StoreConfig) -> None:
     """Rollouts as they were recorded, as far as an export of transitions says."""
+    versions: set[int] = set()
     async with opened(config) as database:
         store = Store(database)
         async with Recorder(store, merged=False) as recorder:
@@ -163,6 +180,8 @@ async def _import(source: Path, config: StoreConfig) -> None:
                 rows = list(group)
                 if rows[0]["mode"] == "train" and rows[0]["status"] in ENDED:
                     await _import_rollout(store, recorder, check_id(rollout_id, "rollout_id"), rows)
+                    versions |= {row["policy_version"] for row in rows} - {None}
+        await Ledger(database).versions_of_others(versions)
 
 
 async def _import_rollout(store: Store, recorder: Recorder, rollout_id: str, rows: list[dict[str, Any]]) -> None:
