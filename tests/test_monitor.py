@@ -45,6 +45,11 @@ class Run:
         await self.ledger.set_live(version, step, verified=True)
         return version
 
+    async def committed(self, **metrics: Any) -> None:
+        """A step from the live version whose trainer was killed before it was published."""
+        step = await self.ledger.claim([], (await self.ledger.live()).version)
+        await self.ledger.trained(step, None, {"skipped": 0.0, **metrics})
+
     async def skipped(self) -> None:
         """A step that changed nothing."""
         step = await self.ledger.claim([], (await self.ledger.live()).version)
@@ -97,6 +102,29 @@ async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(
     assert found.story.startswith("the reward fell from 0.75 to 0 with policy version 1 (5.8 sigmas")
     assert "`lightning-proxy policy promote 0`" in found.story
     assert await run.monitor().look() == found == await run.ledger.collapse()
+
+
+async def test_a_step_that_is_not_published_yet_hides_nothing(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(2, 0, 0, 0, 0)
+    await run.committed()
+    assert await run.monitor().keep() == {0, 1}
+    found = await run.monitor().look()
+    assert found is not None and (found.sign, found.go_back_to) == ("reward", 1)
+
+
+async def test_a_step_that_was_overtaken_by_hand_is_not_of_the_line_of_what_is_live(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 1, 1, 1, 1)
+    await run.step()
+    await run.committed()
+    await run.ledger.set_live(0)
+    await run.rollouts(0, 0, 0, 0, 0)
+    assert await run.monitor().look() is None
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -925,6 +925,37 @@ async def test_a_step_that_was_stopped_is_committed_and_never_published(base: Pa
         assert "collapse" not in last.metrics, "one step in a row"
 
 
+async def test_a_collapse_that_shows_while_a_step_waits_to_be_published_stops_it(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(base, tmp_path) as b:
+        for task in ("t1", "t2"):
+            for reward in (1.0,) * 9 + (0.0,):
+                await b.rollout(task, reward)
+        await b.loop(group_size=10).run(asyncio.Event(), once=True)
+        await b.groups("t3", "t4")
+        with pytest.MonkeyPatch.context() as killed:
+            killed.setattr(Publisher, "publish", None)
+            with pytest.raises(TypeError):
+                await b.loop().run(asyncio.Event(), once=True)
+        for _ in range(20):
+            for task in ("t1", "t2"):
+                await b.rollout(task, 0.0, version=1)
+        stop = asyncio.Event()
+        training = asyncio.create_task(b.loop(poll_s=0.01).run(stop))
+        while (collapse := await b.ledger.collapse()) is None:
+            await asyncio.sleep(0.02)
+        assert collapse.sign == "reward" and (await b.ledger.live()).version == 1
+        await b.ledger.set_live(1)
+        await b.groups("t5", "t6")
+        while (await b.ledger.live()).version == 1:
+            await asyncio.sleep(0.02)
+        stop.set()
+        await training
+        assert [(s.base, s.version) for s in await b.ledger.steps()] == [(0, 1), (1, None), (1, 2)]
+        assert "policy version 1 was made live: training goes on from it" in caplog.text, "not from step 2"
+
+
 async def test_versions_that_may_be_gone_back_to_keep_files_and_checkpoints_also_after_a_kill(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

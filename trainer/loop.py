@@ -146,6 +146,8 @@ class TrainingLoop:
             live = await self._ledger.live()
         stopped = await self._monitor.look() is not None
         last = await self._ledger.last_step() or last  # what was seen is in its metrics
+        if stopped and last.version is None:
+            self._version = UNPUBLISHED
         done = last.metrics.get("skipped") or publisher.is_done(live, last)
         if not stopped and live.version == self._version and (not done or publisher.is_of_another_mode(live)):
             await self._publish(last.step, await self._samples_of_step(last.step), last.metrics)

@@ -154,7 +154,8 @@ def _led_to(version: int, steps: Sequence[Step]) -> Iterator[Step]:
     for step in steps:
         if "collapse" in step.metrics:
             return
-        if step.metrics.get("skipped"):  # it changed nothing
+        # It changed nothing, or is not published yet: its trainer was killed.
+        if step.metrics.get("skipped") or (step.version is None and step.base == version):
             continue
         if step.version != version:
             return
