@@ -17,6 +17,10 @@ class VllmError(LightningError):
     type = "upstream_error"
 
 
+class VllmFault(VllmError):
+    """vLLM met an error of its own (5xx). It may be on its way down, and still list what it served."""
+
+
 def operator_session() -> aiohttp.ClientSession:
     """For `Vllm`. vLLM's server closes idle connections after 5 s; a request must not meet one that is just closing."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=4))
@@ -117,7 +121,8 @@ class Vllm:
             async with asked as answer:
                 text = await answer.text()
                 if answer.status >= 400:
-                    raise VllmError(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")
+                    kind = VllmFault if answer.status >= 500 else VllmError
+                    raise kind(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")
                 return await answer.json() if "json" in answer.content_type else text
         except TimeoutError as error:
             raise UpstreamTimeout(f"vLLM at {self._root} did not answer {method} {path} in time") from error

@@ -1083,6 +1083,58 @@ async def test_what_vllm_refuses_for_another_reason_is_said(
             await b.loop().run(asyncio.Event(), once=True)
 
 
+class FaultyServer(HonestServer):
+    """Does what it is told, and answers 500, so many times, at one route."""
+
+    faults_at, faults = "", 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        answer = await super().handle(request)
+        if request.path == self.faults_at and self.faults:
+            self.faults -= 1
+            return web.json_response({"error": {"message": "EngineCore died"}}, status=500)
+        return answer
+
+
+@pytest.mark.parametrize("faults", [3, 100])
+@pytest.mark.parametrize(
+    ("publish", "faults_at"),
+    [
+        ("lora", "/v1/load_lora_adapter"),
+        ("lora", "/v1/unload_lora_adapter"),
+        ("lora", "/v1/completions"),
+        ("merged", "/collective_rpc"),
+    ],
+)
+async def test_a_vllm_that_is_there_and_fails_is_asked_again_so_many_times(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    publish: str,
+    faults_at: str,
+    faults: int,
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.trainer.loop.FAULTS", 4)
+    async with bench(base, tmp_path, publish, FaultyServer) as b:
+        assert isinstance(b.server, FaultyServer)
+        b.server.faults_at, b.server.faults = faults_at, faults
+        if "unload" in faults_at:  # another store's
+            b.server.models |= {f"policy-v{version}": None for version in range(1, 10)}
+        rollouts = await b.groups("t1", "t2")
+        if faults == 100:
+            with pytest.raises(VllmError, match=f"vLLM answered 500 to POST {faults_at}.*EngineCore died"):
+                await b.loop().run(asyncio.Event(), once=True)
+            assert (await b.ledger.live()).version == 0
+            b.server.faults = 0
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.ledger.live()
+        assert (live.step, live.verified, await b.steps_of(rollouts)) == (1, True, {1})
+        assert caplog.text.count("publishing step 1 is tried again") == 3
+        assert "publishing step 1 is tried again (3 of 3): vLLM answered 500" in caplog.text
+
+
 class MixedUpServer(HonestServer):
     """Serves the writer's weights to the checker, too."""
 

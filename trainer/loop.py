@@ -21,7 +21,7 @@ from lightning_proxy.proxy.policy import Superseded, Swap
 from lightning_proxy.proxy.publish_mode import publish_mode
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PolicyVersion
-from lightning_proxy.proxy.vllm import operator_session
+from lightning_proxy.proxy.vllm import VllmFault, operator_session
 from lightning_proxy.trainer.collect import Collector, Order
 from lightning_proxy.trainer.metric_schema import scalars
 from lightning_proxy.trainer.monitor import Monitor
@@ -34,6 +34,7 @@ from lightning_proxy.trainer.types import Batch, Sample
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
+FAULTS = 10
 UNPUBLISHED = -1  # instead of a policy version: the trainer's weights are none's
 # Called when a step is done, with its number and metrics (`metric_schema`).
 Show = Callable[[int, Mapping[str, Any]], None]
@@ -245,12 +246,21 @@ class TrainingLoop:
     async def _reach(
         self, publisher: Publisher, step: int, samples: Sequence[Sample], metrics: dict[str, Any]
     ) -> PolicyVersion:
-        """Publish, however long vLLM is away; Stopped if we are to end meanwhile."""
+        """Publish, however long vLLM is away; Stopped if we are to end meanwhile.
+
+        VllmFault if vLLM is there and meets an error of its own `FAULTS` times.
+        """
+        faults = 0
         while True:
             try:
                 return await publisher.publish(step, samples, scalars(metrics), self._version)
             except (UpstreamUnreachable, UpstreamTimeout, NotSaved) as error:
                 log.warning("publishing step %d waits: %s", step, error)
+            except VllmFault as error:
+                faults += 1
+                if faults == FAULTS:
+                    raise
+                log.warning("publishing step %d is tried again (%d of %d): %s", step, faults, FAULTS - 1, error)
             await pause(self._stop, RETRY_S)
             if self._stop.is_set():
                 raise Stopped
