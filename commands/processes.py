@@ -57,7 +57,7 @@ class Child:
     def running(self) -> bool:
         return self.process.returncode is None
 
-    async def stop(self) -> None:
+    async def stop(self, say: Callable[[str], None]) -> None:
         """SIGINT, SIGTERM when half of the grace is over, SIGKILL at its end; its whole process group each time."""
         for number in (signal.SIGINT, signal.SIGTERM):
             if not self.running:
@@ -65,6 +65,8 @@ class Child:
             self._signal(number)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), self.spec.grace_s / 2)
+        if self.running:
+            say(f"killing {self.spec.name}, which did not end in {self.spec.grace_s:g} s; what it committed is kept")
         # The guard sees the closed pipe and kills what is left of the group, itself last.
         self.release()
         await self.process.wait()
@@ -169,7 +171,7 @@ class Supervisor:
             child = self._children[-1]
             self._say(f"stopping {child.spec.name}")
             try:
-                await child.stop()
+                await child.stop(self._say)
             finally:
                 child.release()
                 self._children.remove(child)

@@ -89,11 +89,14 @@ async def test_children_are_ended_newest_first(tmp_path: Path) -> None:
 
 
 async def test_a_stubborn_child_is_killed_with_its_own_children(tmp_path: Path) -> None:
-    async with Supervisor(tmp_path) as supervisor:
+    said: list[str] = []
+    async with Supervisor(tmp_path, said.append) as supervisor:
         await supervisor.start(ChildSpec("stubborn", [sys.executable, "-c", STUBBORN], grace_s=0.2))
         pids = await written(tmp_path / "stubborn.log")
         assert all(exists(pid) for pid in pids)
     await until_gone(*pids)
+    killed = "killing stubborn, which did not end in 0.2 s; what it committed is kept"
+    assert said == ["stopping stubborn", killed]
 
 
 async def test_no_process_survives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
