@@ -70,7 +70,7 @@ bench-peers: setup  ## install the gateways that bench-proxy compares with, each
 bench-store: setup  ## a million calls in one store: what gets slower? (ten minutes, 6 GB)
 	$(BIN)/python benchmarks/store.py $(ARGS)
 
-bench-credit: setup  ## what each credit strategy, choice of agents and baseline learns: small problems, half a minute
+bench-credit: setup  ## what each credit strategy, choice of agents and baseline learns: small problems, a minute
 	$(BIN)/python benchmarks/credit.py
 
 bench-train: setup  ## a training step beside TRL's own padded rows, on the same rollouts: 15 minutes

@@ -3,6 +3,7 @@
 The policy is a table: a softmax over two actions for each state, trained by plain REINFORCE. Rollouts are the records
 that the proxy would have made of it, and their advantages come from the trainer's own credit and baselines. A state is
 all that the policy sees: in an agent whose prompts hold its whole history, `anchor` finds fewer calls to compare.
+The judge is a script (scripted_judge.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
 from rich.progress import track
+from scripted_judge import judged
 
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.types import ModelCall
@@ -35,6 +37,8 @@ STRATEGIES = {
     "discounted, 0": {"credit": "discounted", "discount": 0.0},
     "anchor, 0.9": {"credit": "anchor", "discount": 0.9},
     "anchor, 0": {"credit": "anchor", "discount": 0.0},
+    "judge, 0.9 (scripted)": {"credit": "judge", "discount": 0.9, "judge": {"model": "scripted"}},
+    "judge, 0 (scripted)": {"credit": "judge", "discount": 0.0, "judge": {"model": "scripted"}},
 }
 ONE, EACH = {"agents": ["planner"]}, {"agents": ["planner", "executor"]}
 AGENTS = {
@@ -107,14 +111,21 @@ class Episode:
         return self.score if isinstance(self.score, tuple) else (self.score,)
 
     def sibling(self) -> Sibling:
-        calls = [_call(i, state, self.agents[i]) for i, (state, _) in enumerate(self.decisions)]
+        calls = [_call(i, *decision, self.agents[i]) for i, decision in enumerate(self.decisions)]
         return Sibling(calls, RolloutRewards(self.final, {str(i): r for i, r in self.rewards.items()}))
 
 
 @dataclass(frozen=True)
 class Problem:
+    """`idle`: states in which no action matters; a judge knows them."""
+
     title: str
     play: Callable[[Policy], Episode]
+    idle: frozenset[int] = frozenset()
+
+    def sibling(self, episode: Episode, config: TrainerConfig) -> Sibling:
+        found = episode.sibling()
+        return judged(found, config, self.idle) if config.judged else found
 
 
 def delayed(policy: Policy) -> Episode:
@@ -192,7 +203,7 @@ PROBLEMS = (
     Problem("delayed reward", delayed),
     Problem("noisy reward of each action", noisy),
     Problem("states of differing worth", varied),
-    Problem("equal sums, sooner is better", early),
+    Problem("equal sums, sooner is better", early, frozenset({1})),
     Problem("sparse, long horizon", sparse),
 )
 TWO_AGENTS = (
@@ -210,7 +221,8 @@ def trained(problem: Problem, config: TrainerConfig, seed: int, groups: int) -> 
         episodes = [[problem.play(policy) for _ in range(SIBLINGS)] for _ in range(groups)]
         if config.baseline in advantage.ACROSS_TASKS:
             episodes = [[episode for group in episodes for episode in group]]
-        advantages = [group_advantages([episode.sibling() for episode in group], config) for group in episodes]
+        siblings = [[problem.sibling(episode, config) for episode in group] for group in episodes]
+        advantages = [group_advantages(group, config) for group in siblings]
         for group, own in zip(episodes, advantages, strict=True):
             policy.learn(group, own, rate)
     return mean_scores(problem, policy, EVALUATED)
@@ -238,10 +250,12 @@ def show(title: str, rows: Mapping[str, Mapping[str, object]], problems: Sequenc
     print()
 
 
-def _call(position: int, state: int, agent: str | None) -> ModelCall:
+def _call(position: int, state: int, action: int, agent: str | None) -> ModelCall:
+    request = {"messages": [{"role": "user", "content": str(state)}]}
+    response = {"choices": [{"message": {"role": "assistant", "content": str(action)}}]}
     return ModelCall(
-        str(position), "r", position, agent, "chat.completions", "ok", "policy", 0, (0,), {}, {}, (state,), (), None,
-        (), None, True, None, None, 200, 0.0, None, None,
+        str(position), "r", position, agent, "chat.completions", "ok", "policy", 0, (0,), request, response, (state,),
+        (), None, (), None, True, None, None, 200, 0.0, None, None,
     )  # fmt: skip
 
 

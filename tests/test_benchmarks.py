@@ -130,6 +130,8 @@ async def test_the_credit_benchmark_shows_what_uniform_cannot_learn() -> None:
     assert code == 0
     assert scores["uniform"] < 0.6
     assert min(scores["discounted, 0.9"], scores["anchor, 0.9"]) > 0.9
+    delayed, *_, sparse = (float(cell.split("±")[0]) for cell in rows["judge, 0 (scripted)"][2:-1])
+    assert min(delayed, sparse) > 0.8, "discounted, 0 learns neither"
     # Two agents, "planner, executor" in each cell: with rewards of their own, and with the executor's for both.
     own, team = (
         [float(cell.split("±")[0]) for cell in rows[f"uniform, {name}"][2:4]]

@@ -61,7 +61,7 @@ class Judge:
 
     async def _score(self, call: ModelCall, step: int, shown: str) -> Reward:
         async with self._slots:
-            answer = await self._ask(f"{shown}\n\nThe number for step {step + 1}:")
+            answer = await self._ask(question(shown, step))
         score = read_score(answer)
         reward = Reward(
             call.rollout_id,
@@ -95,6 +95,11 @@ def transcript(steps: Sequence[ModelCall]) -> str:
     return "\n\n".join(
         f"Step {i}\nsaw: {_text(_seen(call))}\nanswered: {_text(message_of(call))}" for i, call in enumerate(steps, 1)
     )
+
+
+def question(shown: str, step: int) -> str:
+    """About one step, from 0 on, of a transcript."""
+    return f"{shown}\n\nThe number for step {step + 1}:"
 
 
 def read_score(answer: str) -> float | None:
