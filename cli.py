@@ -140,6 +140,10 @@ def run(
     concurrency: Annotated[int, typer.Option(min=1, help="programs at once")] = 8,
     mode: Annotated[str, typer.Option(help="train, or eval: recorded but never trained on")] = "train",
     repeat: Annotated[int, typer.Option(min=1, help="how often to go through the tasks")] = 1,
+    ahead: Annotated[
+        float | None,
+        typer.Option(min=0, help="wait where rollouts are so many training steps ahead of the live version; 0: never"),
+    ] = None,
     preload: Annotated[str, typer.Option(help="modules to import once, for `python script.py …`")] = "",
     logs: Annotated[Path | None, typer.Option(help="keep each program's output here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
@@ -149,7 +153,7 @@ def run(
 
     config, _ = _load(context, {})
     request = {"group_size": group_size, "concurrency": concurrency, "mode": mode, "logs": logs}
-    run_command(config, tasks, command, preload.split(",") if preload else [], repeat, as_json, request)
+    run_command(config, tasks, command, preload.split(",") if preload else [], repeat, as_json, request, ahead)
 
 
 @app.command(name="eval", context_settings={"allow_interspersed_args": False})

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_proxy.commands.backlog import POLL_S, Backlog
 from lightning_proxy.commands.control import ControlClient, ControlError
 from lightning_proxy.commands.demo_config import (
     EXAMPLE,
@@ -41,7 +42,6 @@ from lightning_proxy.proxy.errors import LightningError
 CONCURRENCY = 64
 # `import openai` leaves most of itself to the first call: 0.6 s of CPU in every run, 0.03 s with these imported.
 PRELOADED = ("openai", "openai.resources", "httpcore", "h11", "certifi", "urllib.request")
-POLL_S = 0.25
 PERFECT_STEPS = 4
 STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
 
@@ -107,7 +107,7 @@ class Demo:
         """The agent works on tasks without end; until the trainer has done its steps, or nothing is left to learn."""
         assert system.trainer is not None
         how = RunOptions(GROUP_SIZE, CONCURRENCY, "train", self._directory / "agents")
-        backlog = Backlog(api, limit=int((1 + self._options.ahead) * STEP_ROLLOUTS))
+        backlog = Backlog(api, int((1 + self._options.ahead) * STEP_ROLLOUTS), GROUP_SIZE)
         work = run_tasks(api, self._tasks(), runner, how, self._state.add, backlog.wait)
         working = asyncio.ensure_future(work)
         trained = asyncio.ensure_future(system.trainer.process.wait())
@@ -149,37 +149,6 @@ class Demo:
     def _phase(self, phase: str) -> None:
         self._state.phase = phase
         self._view.changed()
-
-
-class Backlog:
-    """Keeps rollouts fresh: opens no group while `limit` training rollouts are not in the live version yet."""
-
-    def __init__(self, api: ControlClient, limit: int) -> None:
-        self._api, self._limit = api, limit
-        self._room = 0
-
-    async def wait(self) -> None:
-        """Return when there is room for one more group."""
-        while self._room < GROUP_SIZE:
-            self._room = self._limit - await self._unpublished()
-            if self._room < GROUP_SIZE:
-                await asyncio.sleep(POLL_S)
-        self._room -= GROUP_SIZE
-
-    async def _unpublished(self) -> int:
-        """Rollouts that run, wait for the trainer, or belong to the step that it works on."""
-        last = (await self._api.policy())["last_step"]
-        published = 0
-        if last is not None:
-            done = last["version"] is not None or last["metrics"].get("skipped")
-            published = last["step"] if done else last["step"] - 1
-        page = await self._api.rollouts(mode="train", limit=min(1000, 4 * self._limit))
-        return sum(
-            one["step"] > published
-            if one["step"] is not None
-            else not one["dropped"] and one["status"] in ("running", "completed")
-            for one in page["data"]
-        )
 
 
 @asynccontextmanager

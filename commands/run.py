@@ -62,7 +62,11 @@ class Job:
     rollout: OpenRollout
 
 
-async def _always() -> None:
+# Awaited before each group is opened.
+Gate = Callable[[], Awaitable[None]]
+
+
+async def always() -> None:
     """The gate that is always open."""
 
 
@@ -75,7 +79,7 @@ class TaskRun:
         runner: Runner,
         options: RunOptions,
         on_result: Callable[[RolloutResult], None] = lambda _: None,
-        gate: Callable[[], Awaitable[None]] = _always,
+        gate: Gate = always,
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
         self._on_result, self._gate = on_result, gate
@@ -161,7 +165,7 @@ async def run_tasks(
     runner: Runner,
     options: RunOptions,
     on_result: Callable[[RolloutResult], None] = lambda _: None,
-    gate: Callable[[], Awaitable[None]] = _always,
+    gate: Gate = always,
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `gate` is awaited before each group; `tasks` may be endless."""
     return await TaskRun(api, runner, options, on_result, gate).run(tasks)

@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lightning_proxy.commands.backlog import Backlog
 from lightning_proxy.commands.control import ControlClient
 from lightning_proxy.commands.programs import Runner, make_runner
-from lightning_proxy.commands.run import RolloutResult, RunOptions, run_tasks
+from lightning_proxy.commands.run import Gate, RolloutResult, RunOptions, always, run_tasks
 from lightning_proxy.commands.signals import run_until_signal
 from lightning_proxy.commands.summary import sentence, summarize
 from lightning_proxy.commands.tasks import Task, read_tasks
-from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.config import Config, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError, LightningError
 
 
@@ -54,14 +55,14 @@ def progress_bars(console: Console) -> Progress:
 
 
 async def run_with_progress(
-    api: ControlClient, tasks: list[Task], runner: Runner, options: RunOptions, console: Console
+    api: ControlClient, tasks: list[Task], runner: Runner, options: RunOptions, console: Console, gate: Gate = always
 ) -> list[RolloutResult]:
     """`run_tasks` under a progress bar with the mean reward so far."""
     with progress_bars(console) as progress:
         counts = RunProgress(progress, len(tasks) * options.group_size)
         async with api:
             try:
-                return await run_tasks(api, tasks, runner, options, counts.add)
+                return await run_tasks(api, tasks, runner, options, counts.add, gate)
             finally:
                 await asyncio.shield(runner.close())
 
@@ -84,18 +85,27 @@ def run_command(
     repeat: int,
     as_json: bool,
     options: dict[str, Any],
+    ahead: float | None = None,
 ) -> None:
-    """Everything the command does; raises LightningError if it could not, or if every program failed."""
+    """Everything the command does; raises LightningError if it could not, or if every program failed.
+
+    `ahead`: how many of the trainer's steps the rollouts may be ahead of the live version; None: any number.
+    """
     if options["mode"] not in ("train", "eval"):
         raise ConfigError(f"--mode is train or eval, got {options['mode']!r}")
     tasks, runner = repeated(read_tasks(path), repeat), make_runner(command, preload)
     console = Console(stderr=True)
     run_options = RunOptions(**{**options, "logs": logs_directory(options["logs"])})
     api = ControlClient.of(config, patience_s=60)
-    results = run_until_signal(run_with_progress(api, tasks, runner, run_options, console))
+    gate = always if ahead is None else _backlog(api, config.trainer, run_options.group_size, ahead).wait
+    results = run_until_signal(run_with_progress(api, tasks, runner, run_options, console, gate))
     if as_json:
         print(json.dumps(summarize(results)))
     else:
         console.print(sentence(results), markup=False)
     if all(result.failed for result in results):
         raise LightningError("every program failed")
+
+
+def _backlog(api: ControlClient, trainer: TrainerConfig, group_size: int, ahead: float) -> Backlog:
+    return Backlog(api, int((1 + ahead) * trainer.group_size * trainer.tasks_per_step), group_size)

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"]
+# dependencies = ["autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5", "openai==3.54.0"]
 # ///
 """An AutoGen agent that solves word problems with a calculator: `python agent.py "Ben has 55 books and …"`."""
 

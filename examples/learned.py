@@ -1,0 +1,58 @@
+"""What the runs of an example found: a table, the curve as a picture, everything as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+Json = dict[str, Any]
+STAGES = {"base": "base model", "sft": "after imitation", "rl": "after RL"}
+
+
+def show(results: Sequence[Json]) -> None:
+    """Held-out mean rewards, a line a seed."""
+    stages = [name for name in STAGES if name in results[0]["held_out"]]
+    table = Table(title=f"{results[0]['example']}: mean reward of held-out tasks (95 % interval)")
+    for column in ("seed", *(STAGES[name] for name in stages), "RL steps", "minutes"):
+        table.add_column(column, justify="right")
+    for one in results:
+        rewards = [_with_interval(one["held_out"][name]) for name in stages]
+        table.add_row(str(one["seed"]), *rewards, str(len(one["steps"])), f"{sum(one['minutes'].values()):.1f}")
+    Console().print(table)
+
+
+def save(results: Sequence[Json], directory: Path) -> None:
+    """Write results.json and reward.png."""
+    (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for colour, one in enumerate(results):
+        _draw(axes, one, f"C{colour}")
+    axes.set(xlabel="step of RL", ylabel="mean reward", ylim=(-0.02, 1.02), title=results[0]["example"])
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(directory / "reward.png", dpi=100)
+
+
+def _draw(axes: Any, one: Json, colour: str) -> None:
+    """Line: the training rollouts of each step. Dots: held-out tasks, before and after RL; ring: the base model."""
+    curve = [(step["step"], step["reward_mean"]) for step in one["steps"] if step["reward_mean"] is not None]
+    axes.plot(*zip(*curve, strict=True), color=colour, label=f"seed {one['seed']}") if curve else None
+    held_out, last = one["held_out"], len(one["steps"]) + 1
+    for name, x in (("sft", 0), ("rl", last)):
+        if name in held_out:
+            axes.plot(x, held_out[name]["mean_reward"], "o", color=colour)
+    axes.plot(0, held_out["base"]["mean_reward"], "o", color=colour, fillstyle="none")
+
+
+def _with_interval(row: Json) -> str:
+    interval = row["interval"]
+    return f"{row['mean_reward']:.2f} ({interval['low']:.2f} to {interval['high']:.2f})"
