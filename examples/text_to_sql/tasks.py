@@ -1,0 +1,104 @@
+"""Questions about small databases, and the evaluator: execution match."""
+
+import random
+import re
+from collections import Counter
+from typing import Any
+
+from database import SCHEMAS, TEXTS, Rows, connect, run, schema, tables
+
+__all__ = ["connect", "near_misses", "schema", "score", "split"]
+
+Task = dict[str, Any]
+FILLINGS = 4
+# Wording and SQL. {words} and {condition} are of one and the same condition.
+KINDS = (
+    ("Name the {table}s {words}.", "SELECT {name} FROM {table} WHERE {condition}"),
+    ("How many {table}s {words} are there?", "SELECT COUNT(*) FROM {table} WHERE {condition}"),
+    ("What is the average {number} of {table}s {words}?", "SELECT AVG({number}) FROM {table} WHERE {condition}"),
+    ("Which {table} {words} has the highest {number}?",
+     "SELECT {name} FROM {table} WHERE {condition} ORDER BY {number} DESC LIMIT 1"),
+    ("Which {table} {words} has the lowest {number}?",
+     "SELECT {name} FROM {table} WHERE {condition} ORDER BY {number} LIMIT 1"),
+    ("List the {table}s {words} by {number}.", "SELECT {name} FROM {table} WHERE {condition} ORDER BY {number}"),
+    ("Name the {table} of each {second} {words}.",
+     "SELECT {name} FROM {table} JOIN {second} USING ({key}) WHERE {condition}"),
+)  # fmt: skip
+PREPOSITIONS = {"country": "from", "town": "from", "kind": "of kind", "topic": "about", "city": "in", "reader": "to",
+                "subject": "in"}  # fmt: skip
+COMPARISONS = {"above": ">", "over": ">", "below": "<", "under": "<"}
+
+
+def split(seed: int, train: int, held_out: int) -> tuple[list[Task], list[Task]]:
+    """(train, held out): questions of all kinds in turn, of which no two have the same SQL."""
+    source, found = random.Random(seed), {}
+    while len(found) < train + held_out:
+        made = _question(KINDS[len(found) % len(KINDS)], source)
+        if made["sql"] not in found and _tells(made):
+            found[made["sql"]] = made
+    tasks = [{"task_id": f"question-{seed}-{i}", **made} for i, made in enumerate(found.values())]
+    return tasks[held_out:], tasks[:held_out]
+
+
+def score(task: Task, answer: str) -> tuple[float, str]:
+    """(reward, comment). 1 where the answer's rows are those of the right SQL, whatever fills the tables; else 0."""
+    for filling in range(FILLINGS):
+        rows, right = run(task["database"], answer, filling), run(task["database"], task["sql"], filling)
+        if not _same(rows, right, ordered="ORDER BY" in task["sql"]):
+            return 0.0, f"{answer[:80]!r} gave {str(rows)[:80]}, not {str(right)[:80]}"
+    return 1.0, "the same rows"
+
+
+def near_misses(task: Task) -> list[str]:
+    """Its SQL with one mistake each."""
+    (table, columns), (second, _) = tables(task["database"])
+    sql, (one, other) = task["sql"], columns[3:]
+    turned = {">": "<", "<": ">", one: other, other: one}
+    mistakes = (
+        re.sub("[<>]", lambda found: turned[found[0]], sql),
+        re.sub(rf"\b({one}|{other})\b", lambda found: turned[found[0]], sql),
+        re.sub(r" WHERE \w+ . \S+", "", sql),
+        sql.replace("AVG", "SUM"),
+        sql.replace("COUNT(*)", columns[1]),
+        sql.replace(" DESC", "") if " DESC" in sql else re.sub(r"(ORDER BY \w+)", r"\1 DESC", sql),
+        sql.replace(" LIMIT 1", ""),
+        re.sub(rf" JOIN {second} USING \(\w+\)", "", sql),
+        sql.replace(f" {table}", f" {table}s"),
+    )
+    return [mistake for mistake in mistakes if mistake != sql]
+
+
+def _same(rows: Rows | str, right: Rows | str, ordered: bool) -> bool:
+    if isinstance(rows, str) or isinstance(right, str):
+        return False
+    return rows == right if ordered else Counter(rows) == Counter(right)
+
+
+def _tells(task: Task) -> bool:
+    """Whether something is found, not the same whatever fills the tables, and by no near miss."""
+    found = [run(task["database"], task["sql"], filling) for filling in range(FILLINGS)]
+    if found[0] in ([], [(0,)], [(None,)]) or all(rows == found[0] for rows in found):
+        return False
+    return not any(score(task, mistake)[0] for mistake in near_misses(task))
+
+
+def _question(kind: tuple[str, str], source: random.Random) -> Task:
+    database = source.choice(list(SCHEMAS))
+    (table, columns), (second, columns_beside) = tables(database)
+    number, compared = source.sample(columns[3:], 2)
+    if "{second}" in kind[0]:
+        words, condition = _condition(second, *columns_beside[1:], source)
+    else:
+        words, condition = _condition(table, columns[2], compared, source)
+    of = {"table": table, "second": second, "key": columns[0], "name": columns[1], "number": number,
+          "words": words, "condition": condition}  # fmt: skip
+    return {"question": kind[0].format(**of), "database": database, "sql": kind[1].format(**of)}
+
+
+def _condition(table: str, text: str, number: str, source: random.Random) -> tuple[str, str]:
+    """In words and in SQL: of a text or of a number."""
+    if source.random() < 0.5:
+        value = source.choice(TEXTS[f"{table}.{text}"].split())
+        return f"{PREPOSITIONS[text]} {value}", f"{text} = '{value}'"
+    word, bound = source.choice(list(COMPARISONS)), source.randint(10, 70)
+    return f"with {number} {word} {bound}", f"{number} {COMPARISONS[word]} {bound}"
