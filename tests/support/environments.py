@@ -47,7 +47,8 @@ def needs(program: Path) -> dict[str, str]:
 
 def _python_for(program: Path) -> Path:
     uv = shutil.which("uv") or str(Path(sys.prefix) / ".uv/bin/uv")
-    python = ENVIRONMENTS / program.stem / "bin/python"
+    name = program.parent.name if program.stem == "agent" else program.stem  # the example's
+    python = ENVIRONMENTS / name / "bin/python"
     if not python.exists():
         _run(uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(python.parents[1]))
     _run(uv, "pip", "install", "--quiet", "--python", str(python), "-r", str(program))
