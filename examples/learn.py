@@ -147,7 +147,9 @@ class Lesson:
             with self._server("teacher", serve, f"http://127.0.0.1:{self.ports['teacher']}/v1/models"):
                 said = ["--tasks", str(self._tasks("taught")), "--concurrency", str(TEACHER_CONCURRENCY)]
                 _run([*self._cli("run"), *said, *self._agent], {**self._env, "MODEL": "teacher"})
-            _run([*self._cli("train"), "--method", "sft"], self._env, self._log("sft"))
+            # All agents learn to say what they should; which of them RL improves upon is trainer.agents.
+            everyone = {"LIGHTNING_TRAINER__AGENTS": "null"}
+            _run([*self._cli("train"), "--method", "sft"], {**self._env, **everyone}, self._log("sft"))
 
     def _reinforce(self) -> None:
         """The trainer takes its steps while the agent works on the training tasks; until either is done."""
