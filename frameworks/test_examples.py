@@ -22,18 +22,17 @@ from lightning_proxy.commands.run import RunOptions, run_tasks
 from lightning_proxy.commands.tasks import read_tasks
 from lightning_proxy.proxy.config import UpstreamConfig
 from support.environments import command_for
-from support.examples import EXAMPLES, module
+from support.examples import EXAMPLES, NAMES, modules
 from support.in_process import proxy_of
 
 TASKS = 24
-NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))
 
 pytestmark = pytest.mark.timeout(900)  # on a machine that has to bring the packages first
 
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_example_with_its_teacher(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train, _ = module(name, "tasks").split(0, TASKS, 1)
+    train, _ = modules(name).tasks.split(0, TASKS, 1)
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(task) + "\n" for task in train))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES / name))

@@ -7,12 +7,12 @@ from types import ModuleType
 
 import pytest
 
-from support.examples import module
+from support.examples import modules
 
 
 @pytest.fixture(scope="module")
 def tasks() -> ModuleType:
-    return module("calculator", "tasks")
+    return modules("calculator").tasks
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -38,7 +38,7 @@ def test_only_the_number_alone_is_right(tasks: ModuleType, answer: str, reward: 
 
 
 def test_the_teacher_is_right_more_often_than_not_and_repeats_what_the_tool_says(tasks: ModuleType) -> None:
-    teacher, source = module("calculator", "teacher"), random.Random(0)
+    teacher, source = modules("calculator").teacher, random.Random(0)
     train, _ = tasks.split(0, 200, 5)
     calls = [
         (task, teacher.reply({"messages": [{"role": "user", "content": task["question"]}]}, task, source))

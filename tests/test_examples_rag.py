@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import random
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-RAG = Path(__file__).parents[1] / "examples" / "rag"
-PASSAGES = [json.loads(line)["text"] for line in (RAG / "corpus.jsonl").read_text().splitlines()]
+from support.examples import EXAMPLES, modules
+
+PASSAGES = [json.loads(line)["text"] for line in (EXAMPLES / "rag" / "corpus.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[dict[str, ModuleType]]:
-    """Its modules by name, which other examples have too: gone from the import system afterwards."""
-    names = ("tasks", "teacher")
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(RAG))
-    try:
-        yield {name: importlib.import_module(name) for name in names}
-    finally:
-        sys.path.remove(str(RAG))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
+def tasks() -> ModuleType:
+    return modules("rag").tasks
 
 
 @pytest.fixture(scope="module")
-def tasks(example: dict[str, ModuleType]) -> ModuleType:
-    return example["tasks"]
-
-
-@pytest.fixture(scope="module")
-def teacher(example: dict[str, ModuleType]) -> ModuleType:
-    return example["teacher"]
+def teacher() -> ModuleType:
+    return modules("rag").teacher
 
 
 def words(text: str) -> list[str]:

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import random
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "text_to_sql"
+from support.examples import EXAMPLES, modules
+
 Json = dict[str, Any]
 
 
-def modules(*names: str) -> list[ModuleType]:
-    """Of the example; other examples have modules of the same names."""
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        return [importlib.import_module(name) for name in names]
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in names:
-            sys.modules.pop(name, None)
-
-
-database, tasks, teacher = modules("database", "tasks", "teacher")
+example = modules("text_to_sql")
+database, tasks, teacher = example.database, example.tasks, example.teacher
 TRAIN, HELD_OUT = tasks.split(0, 140, 42)
 
 
 def prompts() -> dict[str, str]:
     """What `agent.py`, whose framework is not installed here, tells its agents."""
     told = {}
-    for line in ast.parse((EXAMPLE / "agent.py").read_text()).body:
+    for line in ast.parse((EXAMPLES / "text_to_sql" / "agent.py").read_text()).body:
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
             told[ast.unparse(line.targets[0])] = line.value.value
     return told

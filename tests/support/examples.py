@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import sys
+from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))
 
 
-def module(example: str, name: str) -> ModuleType:
-    """`examples/EXAMPLE/NAME.py`."""
-    spec = importlib.util.spec_from_file_location(f"{example}_{name}", EXAMPLES / example / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+@cache
+def modules(example: str) -> SimpleNamespace:
+    """All of an example but `agent`, which needs its framework; others have modules of the same names."""
+    names = [path.stem for path in (EXAMPLES / example).glob("*.py") if path.stem != "agent"]
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.path.insert(0, str(EXAMPLES / example))
+    try:
+        return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(EXAMPLES / example))
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
