@@ -12,7 +12,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -166,7 +165,7 @@ class Lesson:
             ):
                 while trainer.poll() is None and agents.poll() is None:
                     time.sleep(0.5)
-            if trainer.returncode not in (0, -signal.SIGINT, 130):
+            if trainer.returncode != 0:
                 raise SystemExit(f"the trainer failed: see {self._log('trainer')}")
 
     def _evaluate(self, name: str) -> Json:
@@ -237,7 +236,7 @@ def _run(argv: Sequence[str], env: dict[str, str], log: Path | None = None) -> N
 
 @contextmanager
 def _started(argv: Sequence[str], env: dict[str, str], log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A program, ended by Ctrl-C's signal at the end of the block."""
+    """A program, told to end at the end of the block."""
     shown = ["lightning-proxy", *argv[3:]] if tuple(argv[:3]) == CLI else argv
     print(f"\n$ {shlex.join(_short(word) for word in shown)}", flush=True)
     output = log.open("ab") if log else None
@@ -246,7 +245,7 @@ def _started(argv: Sequence[str], env: dict[str, str], log: Path | None = None) 
         yield process
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
         process.wait()
         if output is not None:
             output.close()

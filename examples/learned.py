@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 Json = dict[str, Any]
-STAGES = {"base": "base model", "sft": "after imitation", "rl": "after RL"}
+STAGES = {"base": "base model", "sft": "imitation", "rl": "RL"}
 
 
 def show(results: Sequence[Json]) -> None:
     """Held-out mean rewards, a line a seed."""
     stages = [name for name in STAGES if name in results[0]["held_out"]]
-    table = Table(title=f"{results[0]['example']}: mean reward of held-out tasks (95 % interval)")
-    for column in ("seed", *(STAGES[name] for name in stages), "RL steps", "minutes"):
-        table.add_column(column, justify="right")
+    table = Table(title=f"{results[0]['example']}: mean reward of held-out tasks after each stage (95 % interval)")
+    for column in ("seed", *(STAGES[name] for name in stages), "steps", "min"):
+        table.add_column(column, justify="right", no_wrap=True)
     for one in results:
         rewards = [_with_interval(one["held_out"][name]) for name in stages]
         table.add_row(str(one["seed"]), *rewards, str(len(one["steps"])), f"{sum(one['minutes'].values()):.1f}")
@@ -55,4 +55,4 @@ def _draw(axes: Any, one: Json, colour: str) -> None:
 
 def _with_interval(row: Json) -> str:
     interval = row["interval"]
-    return f"{row['mean_reward']:.2f} ({interval['low']:.2f} to {interval['high']:.2f})"
+    return f"{row['mean_reward']:.2f} ({interval['low']:.2f}-{interval['high']:.2f})"

@@ -44,6 +44,7 @@ class Traffic:
         status: str | None = None,
         reward_name: str = "reward",
         finish: str = "stop",
+        version: int | None = 0,
         **end: Any,
     ) -> str:
         """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i."""
@@ -51,7 +52,7 @@ class Traffic:
             for i, value in enumerate(calls):
                 call_id, request = f"{name}-{i}", {"messages": [{"role": "user", "content": f"step {i} of {name}"}]}
                 start = CallStart(
-                    call_id, RolloutName(name, task), "chat/completions", "policy", 0, request, time.time()
+                    call_id, RolloutName(name, task), "chat/completions", "policy", version, request, time.time()
                 )
                 await recorder.start(start)
                 choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
@@ -89,6 +90,16 @@ def advantages(batch: Batch | None) -> dict[str, float]:
     """By call id. Calls here have prompts that nothing continues, so each is a row of its own."""
     assert batch is not None
     return {sample.call_ids[0]: sample.advantages[-1] for sample in batch.samples}
+
+
+async def test_rollouts_of_other_models_are_dropped_and_count_in_no_reward(traffic: Traffic) -> None:
+    teachers = [await traffic.rollout(f"taught {i}", "both", 1.0, version=None) for i in range(2)]
+    own = [await traffic.rollout(f"own {i}", "both", float(i)) for i in range(2)]
+    batch = await traffic.batch()
+    assert batch is not None
+    assert sorted(batch.rollout_ids) == own
+    assert (batch.metrics["rollouts"], batch.metrics["reward_mean"]) == (2, 0.5)
+    assert set(await traffic.dropped(*teachers)) == {"answered by other models than the policy"}
 
 
 async def test_rewards_of_calls_are_learned_from_where_the_rollouts_own_are_equal(traffic: Traffic) -> None:

@@ -200,6 +200,9 @@ class Collector:
         others = [m for m in rewarded if m.sibling.calls and not self._trained(m.sibling.calls)]
         take.drop("trainer.agents names none of its agents", (m.rollout for m in others))
         rewarded = [m for m in rewarded if m not in others]
+        foreign = [m for m in rewarded if m.sibling.calls and all(c.policy_version is None for c in m.sibling.calls)]
+        take.drop("answered by other models than the policy", (m.rollout for m in foreign))
+        rewarded = [m for m in rewarded if m not in foreign]
         stale = [m for m in rewarded if self._is_stale(m.sibling.calls, live)]
         take.counts["rollouts_stale"] += len(stale)
         take.drop("stale: sampled by too old a policy version", (m.rollout for m in stale))
