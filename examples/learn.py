@@ -48,6 +48,7 @@ class Plan:
     """
 
     example: Path
+    preload: list[str]
     model: str | None
     imitate: int
     steps: int
@@ -184,8 +185,8 @@ class Lesson:
     @cached_property
     def _agent(self) -> list[str]:
         """How `run` and `eval` start it: from one process that has its framework imported already."""
-        modules = yaml.safe_load((self.plan.example / "preload.yaml").read_text())
-        return ["--preload", ",".join(modules), "--", str(agent_python(self.plan.example)), str(HERE / "play.py")]
+        modules = ",".join(self.plan.preload)
+        return ["--preload", modules, "--", str(agent_python(self.plan.example)), str(HERE / "play.py")]
 
     def _tasks(self, name: str) -> Path:
         return self.directory / f"{name}.jsonl"
@@ -279,17 +280,20 @@ def main(
     example: Annotated[str, typer.Argument(help="calculator, text_to_sql or rag")],
     seeds: Annotated[str, typer.Option(help="one run each")] = "0",
     model: Annotated[str | None, typer.Option(help="a published model, e.g. Qwen/Qwen3-1.7B (a GPU)")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="of RL [default: 16; with --model 100]")] = None,
-    imitate: Annotated[int | None, typer.Option(min=0, help="rollouts of the teacher [default: 64; 0]")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="rollouts per held-out task and evaluation")] = 2,
+    steps: Annotated[int | None, typer.Option(min=1, help="of RL [default: the example's; with --model 100]")] = None,
+    imitate: Annotated[
+        int | None, typer.Option(min=0, help="rollouts of the teacher [default: the example's; with --model 0]")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="rollouts per held-out task and evaluation")] = 4,
     directory: Annotated[Path | None, typer.Option("--dir", help="[default: lightning-examples/EXAMPLE]")] = None,
 ) -> None:
     """Let an example's agent learn, and measure it on held-out tasks."""
     found = HERE / example
     if not (found / "agent.py").is_file():
         raise SystemExit(f"no example {example!r} in {HERE}")
-    steps, imitate = steps or (100 if model else 16), (0 if model else 64) if imitate is None else imitate
-    plan = Plan(found, model, imitate, steps, train=200, held_out=32, samples=samples)
+    default = yaml.safe_load((found / "example.yaml").read_text()) | ({"imitate": 0, "steps": 100} if model else {})
+    imitate, steps = default["imitate"] if imitate is None else imitate, steps or default["steps"]
+    plan = Plan(found, default["preload"], model, imitate, steps, train=200, held_out=32, samples=samples)
     directory = (directory or Path("lightning-examples") / example).absolute()
     results = []
     for seed in map(int, seeds.split(",")):

@@ -38,7 +38,7 @@ async def test_an_example_with_its_teacher(name: str, tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES / name))
     monkeypatch.setenv("MODEL", "teacher")
     python = command_for(EXAMPLES / name / "agent.py")[0]
-    preload = yaml.safe_load((EXAMPLES / name / "preload.yaml").read_text())
+    preload = yaml.safe_load((EXAMPLES / name / "example.yaml").read_text())["preload"]
     runner = PreloadRunner([python, str(EXAMPLES / "play.py")], preload)
     with teaching(path) as base_url:
         config = config_of("http://127.0.0.1:9", tmp_path)
