@@ -12,6 +12,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -288,6 +289,7 @@ def main(
     directory: Annotated[Path | None, typer.Option("--dir", help="[default: lightning-examples/EXAMPLE]")] = None,
 ) -> None:
     """Let an example's agent learn, and measure it on held-out tasks."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: what was started is stopped
     found = HERE / example
     if not (found / "agent.py").is_file():
         raise SystemExit(f"no example {example!r} in {HERE}")
