@@ -8,7 +8,6 @@ held-out tasks are evaluated before, between and after. With --model, a publishe
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import shutil
@@ -22,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,15 +100,16 @@ class Lesson:
         if self.directory.exists():
             shutil.rmtree(self.directory)
         (self.directory / "logs").mkdir(parents=True)
-        self._write_tasks()
         self.config.write_text(yaml.safe_dump(self._settings(), sort_keys=False))
+        self._write_tasks()
 
     def _write_tasks(self) -> None:
         sys.path.insert(0, str(self.plan.example))
         import tasks
 
         train, held_out = tasks.split(self.seed, self.plan.train, self.plan.held_out)
-        for name, lines in (("train", train), ("taught", train[: self.plan.imitate]), ("held_out", held_out)):
+        enough = islice(cycle(train), 2 * self.plan.steps * self._trainer["tasks_per_step"])
+        for name, lines in (("train", enough), ("taught", train[: self.plan.imitate]), ("held_out", held_out)):
             self._tasks(name).write_text("".join(json.dumps(task) + "\n" for task in lines))
 
     def _settings(self) -> Json:
@@ -157,10 +158,8 @@ class Lesson:
         with self._timed("rl"):
             before = len(self._get("/policy/steps?limit=1000")["data"])
             trained = [*self._cli("train"), "--max-steps", str(before + self.plan.steps)]
-            groups = yaml.safe_load(self.config.read_text())["trainer"]
-            repeat = math.ceil(2 * self.plan.steps * groups["tasks_per_step"] / self.plan.train)
-            worked = [*self._cli("run"), "--tasks", str(self._tasks("train")), "--repeat", str(repeat)]
-            worked += ["--group-size", str(groups["group_size"]), "--concurrency", str(CONCURRENCY), "--ahead", "0"]
+            worked = [*self._cli("run"), "--tasks", str(self._tasks("train")), "--ahead", "0"]
+            worked += ["--group-size", str(self._trainer["group_size"]), "--concurrency", str(CONCURRENCY)]
             with (
                 _started(trained, self._env, self._log("trainer")) as trainer,
                 _started([*worked, *self._agent], self._env) as agents,
@@ -178,6 +177,10 @@ class Lesson:
             _run([*self._cli("eval"), *asked, "--concurrency", str(CONCURRENCY), *self._agent], self._env)
         row = json.loads(out.read_text())["rows"][0]
         return {key: row[key] for key in ("policy_versions", "tasks", "rollouts", "failed", "mean_reward", "interval")}
+
+    @cached_property
+    def _trainer(self) -> Json:
+        return yaml.safe_load(self.config.read_text())["trainer"]
 
     @cached_property
     def _env(self) -> dict[str, str]:

@@ -166,6 +166,17 @@ class System:
         summary: dict[str, Any] = json.loads(done.stdout)
         return summary
 
+    def evaluate(self, *models: str) -> list[dict[str, Any]]:
+        """What `lightning-proxy eval` finds on the agent's last tasks, a row for each model."""
+        done = subprocess.run(
+            [*CLI, "--config", str(self.config), "eval", "--tasks", "tasks.jsonl", "--models", ",".join(models),
+             "--samples", "4", "--json", "--preload", "openai,openai.resources", "--", sys.executable, "agent.py"],
+            capture_output=True, text=True, cwd=self.directory, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+        return rows
+
     def play(self, boards: str, *options: str) -> float:
         """The mean reward of the planner and the executor on the example's boards, trained on or held out."""
         agent, tasks = PLANNER_EXECUTOR / "agent.py", PLANNER_EXECUTOR / f"{boards}.jsonl"
@@ -218,6 +229,10 @@ def test_an_agent_gets_better_while_it_keeps_working(make_system: Any, publish: 
     after = system.run_agents(repeat=2, mode="eval")["mean_reward"]
     assert before < 0.35
     assert after > before + 0.25, (before, after)
+    if publish == "lora":
+        base, trained = system.evaluate("base", str(system.live()["version"]))
+        assert (base["policy_versions"], trained["policy_versions"]) == ([0], [system.live()["version"]])
+        assert trained["versus"]["difference"] > 0.25, "versions are evaluated side by side"
     versions = {v["version"]: v for v in system.get("/policy/versions")["data"]}
     assert all(v["status"] in ("live", "ready") for v in versions.values()), versions
     calls = [
