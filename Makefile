@@ -10,7 +10,7 @@ STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test check lint demo bench-proxy bench-peers bench-store bench-credit bench-train soak
+.PHONY: help setup clients test check lint demo learn bench-proxy bench-peers bench-store bench-credit bench-train soak
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -60,6 +60,10 @@ check: lint test  ## what CI runs: lint, types, tests
 
 demo: setup  ## the whole loop on a small real model: record, reward, train, swap
 	$(BIN)/lightning-proxy demo $(ARGS)
+
+EXAMPLE ?= calculator
+learn: setup  ## an example's agent learns, and is measured: EXAMPLE=calculator (or text_to_sql, rag); ARGS="--seeds 0,1,2"
+	$(BIN)/python examples/learn.py $(EXAMPLE) $(ARGS)
 
 bench-proxy: setup  ## the proxy's speed beside a bare forwarder's and its peers': 10 minutes; ARGS=--quick: two
 	$(BIN)/python benchmarks/proxy.py $(ARGS)

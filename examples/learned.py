@@ -1,8 +1,12 @@
-"""What the runs of an example found: a table, the curve as a picture, everything as JSON."""
+"""What the runs of an example found: a table, the curve as a picture, everything as JSON.
+
+`python examples/learned.py RESULTS.json` prints the table for a document.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,17 @@ def show(results: Sequence[Json]) -> None:
         rewards = [_with_interval(one["held_out"][name]) for name in stages]
         table.add_row(str(one["seed"]), *rewards, str(len(one["steps"])), f"{sum(one['minutes'].values()):.1f}")
     Console().print(table)
+
+
+def markdown(results: Sequence[Json]) -> str:
+    """The same as `show`, for a document."""
+    stages = [name for name in STAGES if name in results[0]["held_out"]]
+    lines = [["seed", *(STAGES[name] for name in stages), "steps of RL", "minutes"]]
+    lines.append(["---"] * len(lines[0]))
+    for one in results:
+        rewards = [_with_interval(one["held_out"][name]) for name in stages]
+        lines.append([str(one["seed"]), *rewards, str(len(one["steps"])), f"{sum(one['minutes'].values()):.1f}"])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def save(results: Sequence[Json], directory: Path) -> None:
@@ -56,3 +71,7 @@ def _draw(axes: Any, one: Json, colour: str) -> None:
 def _with_interval(row: Json) -> str:
     interval = row["interval"]
     return f"{row['mean_reward']:.2f} ({interval['low']:.2f}-{interval['high']:.2f})"
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(Path(sys.argv[1]).read_text())), end="")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import typer.main
 
 from lightning_proxy.cli import app
+from support.examples import learned
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,6 +43,17 @@ def test_the_snippets_for_frameworks_are_parts_of_the_programs_that_are_run() ->
         language = {".py": "python", ".mjs": "js"}[program.suffix]
         assert f"(../{program.relative_to(ROOT)})" in document
         assert f"```{language}\n{snippet}\n```" in document, program.name
+
+
+@pytest.mark.parametrize("results", sorted(ROOT.glob("examples/*/results.json")), ids=lambda path: path.parent.name)
+def test_what_examples_learned_is_shown_as_it_was_measured(results: Path) -> None:
+    document, found = (ROOT / "docs" / "results.md").read_text(), json.loads(results.read_text())
+    assert learned().markdown(found) in document
+    assert f"(../examples/{results.parent.name}/reward.png)" in document
+    assert (results.parent / "reward.png").is_file()
+    assert len(found) >= 3
+    for one in found:
+        assert one["held_out"]["rl"]["mean_reward"] > one["held_out"]["sft"]["mean_reward"]
 
 
 def test_agents_md_is_short() -> None:

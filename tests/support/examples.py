@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))
+
+
+def learned() -> ModuleType:
+    """examples/learned.py."""
+    spec = importlib.util.spec_from_file_location("learned", EXAMPLES / "learned.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 @cache
