@@ -184,7 +184,8 @@ class Lesson:
 
     @cached_property
     def _env(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(self.plan.example)}
+        longer = {"MAX_TOKENS": "1024"} if self.plan.model is not None else {}
+        return {**os.environ, "PYTHONPATH": str(self.plan.example), **longer}
 
     @cached_property
     def _agent(self) -> list[str]:

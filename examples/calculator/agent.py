@@ -17,6 +17,7 @@ from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 INFO = ModelInfo(vision=False, function_calling=True, json_output=False, structured_output=False, family="unknown")
+MAX_TOKENS = int(os.environ.get("MAX_TOKENS", "48"))
 SYSTEM = "Solve the problem with the calculator, then answer with just the number."
 OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -47,7 +48,7 @@ def solve(task: dict[str, Any]) -> str:
 
 async def _solve(question: str) -> str:
     model = OpenAIChatCompletionClient(
-        model=os.environ.get("MODEL", "policy"), model_info=INFO, temperature=1, max_tokens=48
+        model=os.environ.get("MODEL", "policy"), model_info=INFO, temperature=1, max_tokens=MAX_TOKENS
     )
     agent = AssistantAgent("solver", model, tools=[calculator], system_message=SYSTEM, max_tool_iterations=3)
     result = await agent.run(task=question)

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from rank_bm25 import BM25Okapi
 
 SYSTEM = "Search for one fact at a time, then answer as <answer>the name</answer>."
-SETTINGS = ModelSettings(temperature=1, max_tokens=40)
+SETTINGS = ModelSettings(temperature=1, max_tokens=int(os.environ.get("MAX_TOKENS", "40")))
 # How a model can fail: no answer in time, no such tool, none at all, half a character in a query.
 NO_ANSWER = (MaxTurnsExceeded, ModelBehaviorError, ModelRefusalError, UnicodeEncodeError)
 PASSAGES = [json.loads(line)["text"] for line in Path(__file__).with_name("corpus.jsonl").read_text().splitlines()]

@@ -15,6 +15,7 @@ from langgraph.graph import END, START, StateGraph
 WRITER = "Write one SQL query that answers the question."
 CHECKER = "Check whether the SQL query answers the question. Say yes or no."
 REWRITER = "Rewrite the SQL query, which does not answer the question."
+MAX_TOKENS = int(os.environ.get("MAX_TOKENS", "40"))
 SHOWN = 60  # characters of a result
 
 
@@ -33,7 +34,7 @@ def solve(task: dict[str, Any]) -> str:
     return str(state["sql"])
 
 
-def _ask(agent: str, system: str, *told: str, max_tokens: int = 40) -> str:
+def _ask(agent: str, system: str, *told: str, max_tokens: int = MAX_TOKENS) -> str:
     """One agent's answer, on one line and out of its Markdown."""
     model = ChatOpenAI(
         model=os.environ.get("MODEL", "policy"),
