@@ -98,6 +98,8 @@ class Lesson:
 
     def _prepare(self) -> None:
         if self.directory.exists():
+            if not self.config.is_file():
+                raise SystemExit(f"{self.directory} is there and no earlier lesson's: choose another --dir")
             shutil.rmtree(self.directory)
         (self.directory / "logs").mkdir(parents=True)
         self.config.write_text(yaml.safe_dump(self._settings(), sort_keys=False))
