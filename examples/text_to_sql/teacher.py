@@ -1,4 +1,4 @@
-"""The teacher: its first SQL is right 60 % of the time, its check always is, its second SQL mostly."""
+"""The teacher: its first SQL is right 60 % of the time, its second SQL mostly; it checks whether there is a result."""
 
 import random
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import tasks
 
 Json = dict[str, Any]
+NO_RESULT = ("error", "nothing", "None")
 RIGHT = {"Write": 0.6, "Rewrite": 0.85}
 
 
@@ -14,7 +15,7 @@ def reply(request: Json, task: Json, source: random.Random) -> Json:
     system, asked = (message["content"] for message in request["messages"])
     asks = system.split()[0]
     if asks == "Check":
-        sql = asked.split("\n")[1]
-        return {"content": "yes" if tasks.score(task, sql)[0] else "no"}
+        result = asked.split("\n", 2)[2]
+        return {"content": "no" if result.startswith(NO_RESULT) else "yes"}
     right = source.random() < RIGHT[asks]
     return {"content": task["sql"] if right else source.choice(tasks.near_misses(task))}
