@@ -142,7 +142,9 @@ def run(
     repeat: Annotated[int, typer.Option(min=1, help="how often to go through the tasks")] = 1,
     ahead: Annotated[
         float | None,
-        typer.Option(min=0, help="training steps that rollouts may be ahead of the live version; then it waits"),
+        typer.Option(
+            min=0, max=1000, help="training steps that rollouts may be ahead of the live version; then it waits"
+        ),
     ] = None,
     preload: Annotated[str, typer.Option(help="modules to import once, for `python script.py …`")] = "",
     logs: Annotated[Path | None, typer.Option(help="keep each program's output here")] = None,

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_proxy.commands.backlog import POLL_S, Backlog
+from lightning_proxy.commands.backlog import POLL_S, Backlog, PolicyCollapsed
 from lightning_proxy.commands.control import ControlClient, ControlError
 from lightning_proxy.commands.demo_config import (
     EXAMPLE,
@@ -108,7 +108,7 @@ class Demo:
         assert system.trainer is not None
         how = RunOptions(GROUP_SIZE, CONCURRENCY, "train", self._directory / "agents")
         backlog = Backlog(api, int((1 + self._options.ahead) * STEP_ROLLOUTS), GROUP_SIZE)
-        work = run_tasks(api, self._tasks(), runner, how, self._state.add, backlog.wait)
+        work = run_tasks(api, self._tasks(), runner, how, self._state.add, backlog)
         working = asyncio.ensure_future(work)
         trained = asyncio.ensure_future(system.trainer.process.wait())
         learnt = asyncio.ensure_future(self._until_nothing_is_left_to_learn(api))
@@ -116,8 +116,9 @@ class Demo:
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not trained.done() and not learnt.done():
-                await working
-                raise LightningError("the agent stopped working before the trainer was done")
+                with contextlib.suppress(PolicyCollapsed):
+                    await working
+                    raise LightningError("the agent stopped working before the trainer was done")
         finally:
             for future in either:
                 future.cancel()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_proxy.commands.control import ControlClient, ControlError, OpenRollout
 from lightning_proxy.commands.programs import Runner
@@ -62,12 +62,24 @@ class Job:
     rollout: OpenRollout
 
 
-# Awaited before each group is opened.
-Gate = Callable[[], Awaitable[None]]
+class Gate(Protocol):
+    """Says when the next group may be opened, and is told what was."""
+
+    async def wait(self) -> None: ...
+
+    def opened(self, rollout_ids: Iterable[str]) -> None: ...
+
+    def ended(self, rollout_id: str) -> None: ...
 
 
-async def always() -> None:
+class Open:
     """The gate that is always open."""
+
+    async def wait(self) -> None: ...
+
+    def opened(self, rollout_ids: Iterable[str]) -> None: ...
+
+    def ended(self, rollout_id: str) -> None: ...
 
 
 class TaskRun:
@@ -79,10 +91,10 @@ class TaskRun:
         runner: Runner,
         options: RunOptions,
         on_result: Callable[[RolloutResult], None] = lambda _: None,
-        gate: Gate = always,
+        gate: Gate | None = None,
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
-        self._on_result, self._gate = on_result, gate
+        self._on_result, self._gate = on_result, gate or Open()
         self._opened: dict[str, OpenRollout] = {}
         self._results: list[RolloutResult] = []
 
@@ -105,10 +117,11 @@ class TaskRun:
     async def _jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[Job, None]:
         # A group is opened when its first sibling can start: none waits half open.
         for task in tasks:
-            await self._gate()
+            await self._gate.wait()
             options = self._options
             group = await self._api.open_rollouts(task.task_id, options.mode, options.group_size, **options.choice)
             self._opened.update((rollout.rollout_id, rollout) for rollout in group)
+            self._gate.opened(rollout.rollout_id for rollout in group)
             for rollout in group:
                 yield Job(task, rollout)
 
@@ -120,6 +133,7 @@ class TaskRun:
                 return
             result = await self._run_one(job, logs / f"{job.rollout.rollout_id}.log")
             del self._opened[job.rollout.rollout_id]
+            self._gate.ended(job.rollout.rollout_id)
             self._results.append(result)
             self._on_result(result)
 
@@ -165,9 +179,9 @@ async def run_tasks(
     runner: Runner,
     options: RunOptions,
     on_result: Callable[[RolloutResult], None] = lambda _: None,
-    gate: Gate = always,
+    gate: Gate | None = None,
 ) -> list[RolloutResult]:
-    """Run the agent program for every task and sibling. `gate` is awaited before each group; `tasks` may be endless."""
+    """Run the agent program for every task and sibling. `tasks` may be endless."""
     return await TaskRun(api, runner, options, on_result, gate).run(tasks)
 
 

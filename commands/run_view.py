@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_proxy.commands.backlog import Backlog
 from lightning_proxy.commands.control import ControlClient
 from lightning_proxy.commands.programs import Runner, make_runner
-from lightning_proxy.commands.run import Gate, RolloutResult, RunOptions, always, run_tasks
+from lightning_proxy.commands.run import Gate, RolloutResult, RunOptions, run_tasks
 from lightning_proxy.commands.signals import run_until_signal
 from lightning_proxy.commands.summary import sentence, summarize
 from lightning_proxy.commands.tasks import Task, read_tasks
@@ -55,7 +55,12 @@ def progress_bars(console: Console) -> Progress:
 
 
 async def run_with_progress(
-    api: ControlClient, tasks: list[Task], runner: Runner, options: RunOptions, console: Console, gate: Gate = always
+    api: ControlClient,
+    tasks: list[Task],
+    runner: Runner,
+    options: RunOptions,
+    console: Console,
+    gate: Gate | None = None,
 ) -> list[RolloutResult]:
     """`run_tasks` under a progress bar with the mean reward so far."""
     with progress_bars(console) as progress:
@@ -93,11 +98,13 @@ def run_command(
     """
     if options["mode"] not in ("train", "eval"):
         raise ConfigError(f"--mode is train or eval, got {options['mode']!r}")
+    if ahead is not None and options["mode"] != "train":
+        raise ConfigError("--ahead: nothing is trained on rollouts of --mode eval")
     tasks, runner = repeated(read_tasks(path), repeat), make_runner(command, preload)
     console = Console(stderr=True)
     run_options = RunOptions(**{**options, "logs": logs_directory(options["logs"])})
     api = ControlClient.of(config, patience_s=60)
-    gate = always if ahead is None else _backlog(api, config.trainer, run_options.group_size, ahead).wait
+    gate = None if ahead is None else _backlog(api, config.trainer, run_options.group_size, ahead, console)
     results = run_until_signal(run_with_progress(api, tasks, runner, run_options, console, gate))
     if as_json:
         print(json.dumps(summarize(results)))
@@ -107,5 +114,5 @@ def run_command(
         raise LightningError("every program failed")
 
 
-def _backlog(api: ControlClient, trainer: TrainerConfig, group_size: int, ahead: float) -> Backlog:
-    return Backlog(api, int((1 + ahead) * trainer.group_size * trainer.tasks_per_step), group_size)
+def _backlog(api: ControlClient, trainer: TrainerConfig, group_size: int, ahead: float, console: Console) -> Backlog:
+    return Backlog(api, int((1 + ahead) * trainer.group_size * trainer.tasks_per_step), group_size, console.print)

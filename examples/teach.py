@@ -18,12 +18,12 @@ Json = dict[str, Any]
 
 class Teacher(BaseHTTPRequestHandler):
     tasks: list[Json]
-    random = random.Random(0)
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        message = {"role": "assistant", "content": None} | teacher.reply(request, self.task_of(request), self.random)
+        source = random.Random(json.dumps(request["messages"]))  # who asks the same is told the same
+        message = {"role": "assistant", "content": None} | teacher.reply(request, self.task_of(request), source)
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         self.respond({"id": "chat", "object": "chat.completion", "created": 0, "model": request["model"],

@@ -158,7 +158,7 @@ def call_rewards(rewards: Sequence[Reward]) -> dict[str, float]:
 
 def read_rollout(row: sqlite3.Row) -> Rollout:
     fields = ("rollout_id", "task_id", "agent", "mode", "status", "reason", "policy_version", "step", "dropped")
-    numbers = ("created_at", "ended_at", "calls", "tokens", "reward")
+    numbers = ("created_at", "ended_at", "calls", "tokens", "reward", "dropped_by")
     return Rollout(metadata=loads_or_none(row["metadata"]), **{name: row[name] for name in fields + numbers})
 
 

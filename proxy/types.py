@@ -236,6 +236,7 @@ class Rollout:
     """One run of an agent on one task.
 
     `step` is the training step that took it, `dropped` why the trainer will not take it; both None while it may yet.
+    `dropped_by`: the step before which that was found; None where it was found without one.
     """
 
     rollout_id: str
@@ -253,6 +254,7 @@ class Rollout:
     tokens: int = 0
     reward: float | None = None
     dropped: str | None = None
+    dropped_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
@@ -203,14 +203,23 @@ async def test_a_proxy_that_is_away_for_a_moment_is_waited_for(
 
 async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, tmp_path: Path) -> None:
     open_at_gate: list[int] = []
+    told: list[str] = []
 
-    async def gate() -> None:
-        open_at_gate.append(sum(r["status"] == "running" for r in proxy.rollouts.values()))
+    class Gate:
+        async def wait(self) -> None:
+            open_at_gate.append(sum(r["status"] == "running" for r in proxy.rollouts.values()))
+
+        def opened(self, rollout_ids: Iterable[str]) -> None:
+            told.extend(f"{name} opened" for name in rollout_ids)
+
+        def ended(self, rollout_id: str) -> None:
+            told.append(f"{rollout_id} ended")
 
     async with ControlClient(proxy.url) as api:
         runner = program("process", tmp_path, REWARDS_TEN_TIMES_X)
-        await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), gate=gate)
+        await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), gate=Gate())
     assert open_at_gate == [0, 0, 0]
+    assert sorted(told) == sorted(f"{name} {what}" for name in proxy.rollouts for what in ("opened", "ended"))
 
 
 async def test_a_proxy_that_is_not_there_is_one_error(tmp_path: Path) -> None:
