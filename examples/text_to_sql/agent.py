@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["langgraph==1.2.22", "langchain-openai==1.7.3"]
 # ///
-"""A LangGraph of three agents that answer questions with SQL: `python agent.py "Name the singers from Peru."`."""
+"""A LangGraph of three agents that answer questions with SQL: `uv run agent.py "Name the singers from Peru."`."""
 
 import os
 import sys

@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from functools import cache
 from typing import Any
 
 from database import SCHEMAS, TEXTS, Rows, connect, run, schema, tables
@@ -30,21 +31,21 @@ COMPARISONS = {"above": ">", "over": ">", "below": "<", "under": "<"}
 
 
 def split(seed: int, train: int, held_out: int) -> tuple[list[Task], list[Task]]:
-    """(train, held out): questions of all kinds in turn, of which no two have the same SQL."""
-    source, found = random.Random(seed), {}
+    """(train, held out): questions of all kinds in turn. No one's SQL answers another."""
+    source = random.Random(seed)
+    found: list[Task] = []
     while len(found) < train + held_out:
         made = _question(KINDS[len(found) % len(KINDS)], source)
-        if made["sql"] not in found and _tells(made):
-            found[made["sql"]] = made
-    tasks = [{"task_id": f"question-{seed}-{i}", **made} for i, made in enumerate(found.values())]
-    return tasks[held_out:], tasks[:held_out]
+        if not any(_same_answer(made, other) for other in found) and _tells(made):
+            found.append({"task_id": f"question-{seed}-{len(found)}", **made})
+    return found[held_out:], found[:held_out]
 
 
 def score(task: Task, answer: str) -> tuple[float, str]:
     """(reward, comment). 1 where the answer's rows are those of the right SQL, whatever fills the tables; else 0."""
-    for filling in range(FILLINGS):
-        rows, right = run(task["database"], answer, filling), run(task["database"], task["sql"], filling)
-        if not _same(rows, right, ordered="ORDER BY" in task["sql"]):
+    for filling, right in enumerate(_right_rows(task["database"], task["sql"])):
+        rows = run(task["database"], answer, filling)
+        if not _same(rows, right, ordered=_ordered(task)):
             return 0.0, f"{answer[:80]!r} gave {str(rows)[:80]}, not {str(right)[:80]}"
     return 1.0, "the same rows"
 
@@ -74,9 +75,28 @@ def _same(rows: Rows | str, right: Rows | str, ordered: bool) -> bool:
     return rows == right if ordered else Counter(rows) == Counter(right)
 
 
+@cache
+def _right_rows(database: str, sql: str) -> list[Rows | str]:
+    """What a task's SQL finds, filling by filling."""
+    return [run(database, sql, filling) for filling in range(FILLINGS)]
+
+
+def _ordered(task: Task) -> bool:
+    return "ORDER BY" in task["sql"]
+
+
+def _same_answer(one: Task, other: Task) -> bool:
+    """Whether the SQL of either scores for the other."""
+    if one["database"] != other["database"]:
+        return False
+    found = (_right_rows(task["database"], task["sql"]) for task in (one, other))
+    ordered = _ordered(one) and _ordered(other)
+    return all(_same(rows, right, ordered) for rows, right in zip(*found, strict=True))
+
+
 def _tells(task: Task) -> bool:
     """Whether something is found, not the same whatever fills the tables, and by no near miss."""
-    found = [run(task["database"], task["sql"], filling) for filling in range(FILLINGS)]
+    found = _right_rows(task["database"], task["sql"])
     if found[0] in ([], [(0,)], [(None,)]) or all(rows == found[0] for rows in found):
         return False
     return not any(score(task, mistake)[0] for mistake in near_misses(task))
