@@ -79,7 +79,10 @@ UPDATE calls SET
 WHERE call_id = :call_id
 """
 ROLLOUT_CALL_ENDED = """
-UPDATE rollouts SET calls = calls + 1, tokens = tokens + :tokens
+UPDATE rollouts SET
+    calls = calls + 1, tokens = tokens + :tokens,
+    foreign_calls = foreign_calls
+        + (SELECT CASE WHEN policy_version IS NULL THEN 1 ELSE 0 END FROM calls WHERE call_id = :call_id)
 WHERE rollout_id = :rollout_id AND EXISTS (SELECT 1 FROM calls WHERE call_id = :call_id)
 """
 CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"
@@ -238,6 +241,8 @@ WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
 
 # Of an ended rollout. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
 _HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
+# Not answered by other models than the policy alone: those count nowhere, and are dropped when a step takes their task.
+_IS_OWN = "(foreign_calls = 0 OR foreign_calls < calls)"
 CLAIMABLE_GROUPS = f"""
 SELECT task_id,
        COUNT(*) FILTER (WHERE {_HAS_REWARD}) AS completed,
@@ -246,6 +251,7 @@ SELECT task_id,
            FILTER (WHERE {_HAS_REWARD}) AS oldest
 FROM rollouts
 WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL
+  AND {_IS_OWN}
 GROUP BY task_id
 HAVING COUNT(*) FILTER (WHERE {_HAS_REWARD}) > 0
 ORDER BY oldest
@@ -270,25 +276,25 @@ CLAIMABLE_LONE = f"""
 SELECT COUNT(*) AS completed, MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END) AS oldest
 FROM rollouts
 WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND {_HAS_REWARD}
+  AND {_HAS_REWARD} AND {_IS_OWN}
 """
 LONE = f"""
 SELECT * FROM rollouts
 WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND {_HAS_REWARD}
+  AND {_HAS_REWARD} AND {_IS_OWN}
 ORDER BY ended_at LIMIT :limit
 """
 EARLIER = f"""
 SELECT * FROM rollouts
 WHERE n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-  AND mode = 'train' AND {_HAS_REWARD}
+  AND mode = 'train' AND {_HAS_REWARD} AND {_IS_OWN}
 ORDER BY n DESC LIMIT :limit
 """
 # Not with `=`: SQLite would go through the rollouts of all tasks that have this mode and status.
 EARLIER_OF_TASK = f"""
 SELECT * FROM rollouts
 WHERE task_id = :task_id AND n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-  AND mode <> 'eval' AND {_HAS_REWARD}
+  AND mode <> 'eval' AND {_HAS_REWARD} AND {_IS_OWN}
 ORDER BY n DESC LIMIT :limit
 """
 # A reward of another name than `reward` counts as one by the trainer's configuration only, so the trainer says so.
@@ -370,7 +376,8 @@ AND NOT EXISTS (
 # `waits`: the trainer may still take it. `:lone`: also without a task (`trainer.lone_rollouts`).
 ROLLOUTS_OVER = f"""
 SELECT n, created_at, {_IS_OVER} AS is_over,
-       mode = 'train' AND (task_id IS NOT NULL OR :lone) AND {_HAS_REWARD} AND step IS NULL AND dropped IS NULL AS waits
+       mode = 'train' AND (task_id IS NOT NULL OR :lone) AND {_HAS_REWARD} AND {_IS_OWN}
+       AND step IS NULL AND dropped IS NULL AS waits
 FROM rollouts WHERE n > :after ORDER BY n LIMIT :limit
 """
 ROLLOUT_FORGET = f"DELETE FROM rollouts WHERE n = :n AND {_IS_OVER} RETURNING rollout_id"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -44,15 +45,16 @@ class Traffic:
         status: str | None = None,
         reward_name: str = "reward",
         finish: str = "stop",
-        version: int | None = 0,
+        version: int | list[int | None] | None = 0,
         **end: Any,
     ) -> str:
         """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i."""
         async with Recorder(self.store, merged=False) as recorder:
             for i, value in enumerate(calls):
                 call_id, request = f"{name}-{i}", {"messages": [{"role": "user", "content": f"step {i} of {name}"}]}
+                by = version[i] if isinstance(version, list) else version
                 start = CallStart(
-                    call_id, RolloutName(name, task), "chat/completions", "policy", version, request, time.time()
+                    call_id, RolloutName(name, task), "chat/completions", "policy", by, request, time.time()
                 )
                 await recorder.start(start)
                 choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
@@ -100,6 +102,57 @@ async def test_rollouts_of_other_models_are_dropped_and_count_in_no_reward(traff
     assert sorted(batch.rollout_ids) == own
     assert (batch.metrics["rollouts"], batch.metrics["reward_mean"]) == (2, 0.5)
     assert set(await traffic.dropped(*teachers)) == {"answered by other models than the policy"}
+
+
+async def test_a_group_waits_for_its_own_siblings_however_many_other_models_answered(traffic: Traffic) -> None:
+    teacher = await traffic.rollout("taught", "t", 1.0, version=None)
+    await traffic.rollout("own 0", "t", 0.0)
+    await traffic.rollout("failed", "t", None, version=None, status="failed")
+    assert await traffic.batch() is None
+    assert await traffic.dropped(teacher, "own 0") == [None, None]
+    await traffic.rollout("own 1", "t", 1.0)
+    batch = await traffic.batch()
+    assert batch is not None
+    assert sorted(batch.rollout_ids) == ["own 0", "own 1"]
+    assert (batch.metrics["groups"], batch.metrics["groups_incomplete"]) == (1, 0)
+    assert set(await traffic.dropped(teacher)) == {"answered by other models than the policy"}
+
+
+async def test_how_long_other_models_rollouts_have_waited_makes_no_group_ready(traffic: Traffic) -> None:
+    await traffic.rollout("taught", "t", 1.0, version=None)
+    await asyncio.sleep(0.02)
+    before = time.time()
+    await traffic.rollout("own", "t", 0.0)
+    (group,) = await traffic.ledger.groups()
+    assert (group.completed, group.ended, group.oldest >= before) == (1, 1, True)
+
+
+async def test_tasks_that_other_models_alone_worked_on_are_offered_to_no_step(traffic: Traffic) -> None:
+    teachers = [await traffic.rollout(f"taught {i}", task, 1.0, version=None) for i, task in enumerate(("t", None))]
+    own = [await traffic.rollout(f"own {i}", "u", float(i)) for i in range(2)]
+    assert await traffic.ledger.waiting(lone=True) == 2
+    batch = await traffic.batch(group_timeout_s=1e-9, tasks_per_step=3, lone_rollouts="running")
+    assert batch is not None and sorted(batch.rollout_ids) == own
+    assert (batch.metrics["groups"], batch.metrics["groups_incomplete"]) == (1, 0)
+    assert await traffic.batch(group_timeout_s=1e-9, lone_rollouts="running") is None
+    assert await traffic.dropped(*teachers) == [None, None]
+
+
+async def test_other_models_rewards_are_no_baseline_of_a_rollout_that_is_alone(traffic: Traffic) -> None:
+    for i in range(4):
+        await traffic.rollout(f"own {i}", "t", 0.0)
+        await traffic.rollout(f"taught {i}", "t", 1.0, version=None)
+    await traffic.batch()
+    await traffic.rollout("alone", "t", 1.0)
+    found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
+    assert advantages(found) == {"alone-0": 1.0 - fmean([1.0, 0.0, 0.0, 0.0, 0.0])}
+
+
+async def test_a_rollout_that_both_answered_is_the_policys(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"both {i}", "t", float(i), (0.0, 0.0), version=[None, 0])
+    batch = await traffic.batch()
+    assert batch is not None and sorted(batch.rollout_ids) == ["both 0", "both 1"]
 
 
 async def test_rewards_of_calls_are_learned_from_where_the_rollouts_own_are_equal(traffic: Traffic) -> None:

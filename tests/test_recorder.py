@@ -17,6 +17,7 @@ from lightning_proxy.proxy.config import StoreConfig
 from lightning_proxy.proxy.database import Database, _connect_here, opened
 from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
 from lightning_proxy.proxy.json_text import loads
+from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
@@ -248,13 +249,39 @@ async def test_a_store_is_opened_while_another_writes_to_it(database: Database) 
         connection.close()
 
 
-async def test_a_store_of_before_requests_were_apart_is_read_as_ever(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
+def store_before(migration: int, path: Path) -> sqlite3.Connection:
+    """A new store as it was before this migration."""
     old = sqlite3.connect(path, isolation_level=None)
     for script in sorted(resources.files("lightning_proxy.proxy").joinpath("migrations").iterdir(), key=str):
-        if script.name.endswith(".sql") and int(script.name[:4]) < 8:
+        if script.name.endswith(".sql") and int(script.name[:4]) < migration:
             old.executescript(script.read_text())
             old.execute(f"PRAGMA user_version = {int(script.name[:4])}")
+    return old
+
+
+async def test_a_store_of_before_knows_which_rollouts_other_models_answered(tmp_path: Path) -> None:
+    old = store_before(13, tmp_path / "store.db")
+    answered = {"own": [0, 1], "both": [None, 0], "taught": [None, None], "silent": []}
+    for name, versions in answered.items():
+        old.execute(
+            "INSERT INTO rollouts (rollout_id, task_id, status, calls, created_at, ended_at, rewarded_at)"
+            " VALUES (?, ?, 'completed', ?, 1, 2, 2)",
+            (name, name, len(versions)),
+        )
+        for i, version in enumerate(versions):
+            old.execute(
+                "INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, request, policy_version, started_at)"
+                " VALUES (?, ?, ?, 'chat/completions', 'ok', '{}', ?, 1)",
+                (f"{name}-{i}", name, i, version),
+            )
+    old.close()
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
+        assert {group.task_id for group in await Ledger(database).groups()} == {"own", "both", "silent"}
+
+
+async def test_a_store_of_before_requests_were_apart_is_read_as_ever(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    old = store_before(8, path)
     old.execute("INSERT INTO rollouts (rollout_id, created_at) VALUES ('r', 1)")
     old.executemany(
         "INSERT INTO calls (call_id, rollout_id, seq, parent_id, endpoint, status, request, started_at)"
