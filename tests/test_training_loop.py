@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -33,8 +33,10 @@ from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import (
     ConfigError,
     LightningError,
+    NotSaved,
     PublishError,
     StoreUnavailable,
+    UpstreamTimeout,
     UpstreamUnreachable,
 )
 from lightning_proxy.proxy.fleet import open_vllm
@@ -43,7 +45,7 @@ from lightning_proxy.proxy.policy import NotServed, Swap
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, PolicyVersion, Reward, RolloutName
-from lightning_proxy.proxy.vllm import VllmError, operator_session
+from lightning_proxy.proxy.vllm import VllmError, VllmFault, operator_session
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.metric_schema import METRICS
 from lightning_proxy.trainer.publish import Publisher
@@ -1127,12 +1129,39 @@ async def test_a_vllm_that_is_there_and_fails_is_asked_again_so_many_times(
             with pytest.raises(VllmError, match=f"vLLM answered 500 to POST {faults_at}.*EngineCore died"):
                 await b.loop().run(asyncio.Event(), once=True)
             assert (await b.ledger.live()).version == 0
+            *_, last = await b.ledger.versions()
+            assert (last.status, last.path) == ("failed", None)
+            assert last.error is not None and last.error.startswith("vLLM answered 500 to POST")
             b.server.faults = 0
         await b.loop().run(asyncio.Event(), once=True)
         live = await b.ledger.live()
         assert (live.step, live.verified, await b.steps_of(rollouts)) == (1, True, {1})
         assert caplog.text.count("publishing step 1 is tried again") == 3
         assert "publishing step 1 is tried again (3 of 3): vLLM answered 500" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("between", "ends"), [(UpstreamUnreachable, False), (UpstreamTimeout, False), (NotSaved, True)]
+)
+async def test_faults_of_a_vllm_that_was_away_between_them_are_not_added_up(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: type[LightningError], ends: bool
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.trainer.loop.FAULTS", 3)
+    async with bench(base, tmp_path, "lora") as b:
+        load, met = b.vllm.load_adapter, [VllmFault, VllmFault, between, VllmFault, VllmFault]
+
+        async def faulty_at_first(*args: Any) -> None:
+            if met:
+                raise met.pop(0)("not now")
+            await load(*args)
+
+        monkeypatch.setattr(b.vllm, "load_adapter", faulty_at_first)
+        await b.groups("t1", "t2")
+        with pytest.raises(VllmFault) if ends else nullcontext():
+            await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.ledger.live()).step == (None if ends else 1)
+        assert "publishing" not in {version.status for version in await b.ledger.versions()}
 
 
 class MixedUpServer(HonestServer):

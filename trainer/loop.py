@@ -248,23 +248,25 @@ class TrainingLoop:
     ) -> PolicyVersion:
         """Publish, however long vLLM is away; Stopped if we are to end meanwhile.
 
-        VllmFault if vLLM is there and meets an error of its own `FAULTS` times.
+        VllmFault if vLLM is there all the time and meets an error of its own `FAULTS` times; the version is abandoned.
         """
         faults = 0
         while True:
             try:
                 return await publisher.publish(step, samples, scalars(metrics), self._version)
             except (UpstreamUnreachable, UpstreamTimeout, NotSaved) as error:
+                faults, why = faults if isinstance(error, NotSaved) else 0, error.message
                 log.warning("publishing step %d waits: %s", step, error)
             except VllmFault as error:
-                faults += 1
+                faults, why = faults + 1, error.message
                 if faults == FAULTS:
+                    await publisher.abandon_unfinished(why)
                     raise
                 log.warning("publishing step %d is tried again (%d of %d): %s", step, faults, FAULTS - 1, error)
             await pause(self._stop, RETRY_S)
             if self._stop.is_set():
                 raise Stopped
-            await publisher.abandon_unfinished()
+            await publisher.abandon_unfinished(why)
 
     async def is_stopped(self) -> bool:
         """Whether a collapse was seen, and neither somebody nor (`collapse.action: rollback`) we went back since."""

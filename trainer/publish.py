@@ -140,11 +140,11 @@ class Publisher:
             else:
                 return
 
-    async def abandon_unfinished(self) -> None:
-        """Versions that a killed trainer was publishing will not go live."""
+    async def abandon_unfinished(self, why: str = "the trainer was stopped while it published this version") -> None:
+        """Versions that a killed trainer, or a try of this one, was publishing will not go live."""
         for version in await self._ledger.versions():
             if version.status == "publishing":
-                await self._ledger.failed(version.version, "the trainer was stopped while it published this version")
+                await self._ledger.failed(version.version, why)
                 await self._remove(version)
 
     async def _save(self, step: int, metrics: dict[str, Any]) -> PolicyVersion:
