@@ -344,7 +344,7 @@ async def test_what_is_published_after_a_run_has_a_number_that_no_recorded_call_
         assert await ledger.rewarded_since(4, 100) == []
 
 
-async def test_a_directory_is_of_one_store(recorded: Path, base: Path, tmp_path: Path) -> None:
+async def test_an_offline_runs_directory_is_of_one_store(recorded: Path, base: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", base)
     config = Config.model_validate(run.settings())
     offline = config.model_copy(update={"policy": config.policy.model_copy(update={"directory": run.out})})
