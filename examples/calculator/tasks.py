@@ -11,7 +11,7 @@ THINGS = ("apples", "books", "coins", "eggs", "pens", "shells")
 KINDS = (
     ("{name} has {a} {thing}, gets {b} more and gives {c} away. How many {thing} are left?", "{a} + {b} - {c}"),
     ("{name} buys {b} boxes of {a} {thing} and finds {c} more. How many {thing} are there?", "{a} * {b} + {c}"),
-    ("{name} and {c} others bring {a} {thing} and {b} more. How many {thing} is that?", "({a} + {b}) * ({c} + 1)"),
+    ("{c} friends bring {a} {thing} each and then {b} more each. How many {thing} is that?", "({a} + {b}) * {c}"),
 )  # fmt: skip
 
 
