@@ -1,7 +1,7 @@
 """Computed as a tree, rows get the scores and gradients that they get one by one, whatever the model and the tree."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from lightning_proxy.trainer.types import Sample
 torch = pytest.importorskip("torch")
 
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
-from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM  # noqa: E402
 
+from lightning_proxy.trainer import tree_attention  # noqa: E402
 from lightning_proxy.trainer.scoring import score  # noqa: E402
 from lightning_proxy.trainer.tree_attention import (  # noqa: E402
     NAME,
@@ -212,13 +212,23 @@ def test_siblings_cost_what_their_paths_cost_not_the_square_of_the_tree() -> Non
     assert sum(block.cost for block in attention_plan(tree)) < 1.4 * pairs < 0.3 * len(tree) ** 2
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlexAttention in place of the blocks, not compiled: its kernels for CPUs have no backward pass, its rules do."""
+    monkeypatch.setattr(tree_attention, "_has_flex_attention", lambda device: True)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda query, key, value: None)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_flex_attention_with_the_block_mask_gives_the_same(shape: str) -> None:
-    """What a GPU runs, here not compiled and only forward: more is not to be had on a CPU."""
-    tree = build_tree(random_rows(0, **SHAPES[shape]))
-    mask = TreeMask(tree, CPU)
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, heads, len(tree), 16) for heads in (4, 2, 2))
-    found, _ = tree_attention_forward(torch.nn.Module(), query, key, value, None, scaling=0.3, tree_mask=mask)
-    expected = flex_attention(query, key, value, block_mask=mask.block_mask, scale=0.3, enable_gqa=True)
-    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_what_a_gpu_runs_gives_the_scores_and_gradients_of_the_rows_one_by_one(kind: str, shape: str) -> None:
+    model, samples = lora_model(kind, 0), random_samples(0, shape)
+    with torch.no_grad():
+        expected = one_by_one(model, samples)
+        found = as_a_tree(model, samples)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    assert relative_difference(gradient(model, samples, as_a_tree), gradient(model, samples, one_by_one)) < 1e-4

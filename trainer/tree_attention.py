@@ -108,7 +108,7 @@ def tree_attention_forward(
     if wanted := [name for name in _UNSUPPORTED if kwargs.get(name) is not None]:
         raise ConfigError(f"policy.model: its attention needs {', '.join(wanted)}, which is not supported")
     query, key, value = _of_one_dtype(query, key, value)
-    if tree_mask is not None and query.is_cuda:
+    if tree_mask is not None and _has_flex_attention(query.device):
         return flex_attention_forward(
             module, query, key, value, tree_mask.block_mask, scaling=scaling, softcap=softcap, **kwargs
         )
@@ -123,6 +123,11 @@ def tree_attention_forward(
 
 AttentionInterface.register(NAME, tree_attention_forward)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _has_flex_attention(device: torch.device) -> bool:
+    """With a backward pass: on a CPU it has none."""
+    return device.type == "cuda"
 
 
 def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
