@@ -1,8 +1,9 @@
 """How fast the proxy is, with durable recording on: `make bench-proxy`, or `python benchmarks/proxy.py --help`.
 
 Compared in one run, in random order: the model server itself; a bare forwarder that records nothing (the floor); the
-proxy, also with two workers and under granian; and the peers that `make bench-peers` has installed. Small prompts come
-first. All on this machine's loopback, each a process of its own; every run ends by itself. Prints Markdown.
+same when it commits each request and each answer and does nothing else with them; the proxy, also with two workers and
+under granian; and the peers that `make bench-peers` has installed. Small prompts come first. All on this machine's
+loopback, each a process of its own; every run ends by itself. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -32,14 +33,24 @@ from report import machine, markdown
 from rich.console import Console
 from rich.progress import track
 from servers import Server, Unavailable
-from targets import HERE, Target, ours, start_forwarder, start_proxy, start_under_granian, start_upstream
+from targets import (
+    COMMITTING,
+    HERE,
+    Target,
+    committing,
+    ours,
+    start_forwarder,
+    start_proxy,
+    start_under_granian,
+    start_upstream,
+)
 
 KINDS = {
     "JSON": {"stream": False},
     "40 chunks": {"stream": True},
     "40 chunks, 1 ms apart": {"stream": True, "paced": True},
 }
-MAIN = ("direct", "forwarder", "ours")
+MAIN = ("direct", "forwarder", COMMITTING, "ours")
 
 
 class Case(NamedTuple):
@@ -160,6 +171,7 @@ def started(directory: Path, only: list[str]) -> Iterator[tuple[list[Target], li
         url = upstream.url
         add("direct", lambda: Target("direct", upstream))
         add("forwarder", lambda: Target("forwarder", start_forwarder(url)))
+        add(COMMITTING, lambda: committing(url, directory / "journal.db"))
         add("ours", lambda: ours("ours", start_proxy(directory / "ours", url)))
         if "workers" in only:
             add("2 workers", lambda: ours("ours, 2 workers", start_proxy(directory / "workers", url, workers=2)))
@@ -198,7 +210,8 @@ def main() -> None:
         if not {target.name for target in targets}.issuperset(MAIN):
             raise SystemExit("without these there is nothing to compare")
         before = {target.name: target.server.rss_mib() for target in targets}
-        streams = open_streams(targets[2].server, options.streams) if options.streams else None
+        proxy = next(target.server for target in targets if target.name == "ours")
+        streams = open_streams(proxy, options.streams) if options.streams else None
         rows, failed = measure(targets, options)
         memory = {t.name: [before[t.name], t.server.rss_mib(), t.server.peak_mib()] for t in targets}
     command = shlex.join(["python", "benchmarks/proxy.py", *sys.argv[1:]])

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from targets import COMMITTING
+
 Figures = dict[str, Any]
 Case = tuple[str, int, int]
 
@@ -25,7 +27,7 @@ def markdown(figures: Figures) -> str:
     cases = list(dict.fromkeys(sorted((case for case, _ in rows), key=lambda c: (c[0] != "JSON", c))))
     names = list(figures["memory_mib"])
     variants = [name for name in names if name.startswith("ours, ")]
-    peers = [name for name in names if name not in ("direct", "forwarder", "ours", *variants)]
+    peers = [name for name in names if name not in ("direct", "forwarder", COMMITTING, "ours", *variants)]
     parts = [f"`{figures['command']}` on {figures['machine']}; client and model server share the cores.", ""]
     parts += [*_floor(rows, cases), ""]
     parts += [*_beside(rows, cases, peers, "times"), ""] if peers else []
@@ -38,17 +40,17 @@ def markdown(figures: Figures) -> str:
 
 def _floor(rows: dict[tuple[Case, str], Figures], cases: list[Case]) -> Iterable[str]:
     yield from _head(
-        "answers", "prompt", "connections", "direct", "forwarder", "lightning-proxy", "ratio",
-        "CPU a call, forwarder → ours", "ratio", "added to the median", "added to the first byte",
+        "answers", "prompt", "connections", "direct", "forwarder", COMMITTING, "lightning-proxy", "ratio to the first",
+        "to the second", "CPU a call, forwarder → it commits → ours", "added to the median", "added to the first byte",
     )  # fmt: skip
     for case in cases:
-        direct, floor, ours = (rows.get((case, name)) for name in ("direct", "forwarder", "ours"))
-        if not (direct and floor and ours):
+        direct, floor, commits, ours = (rows.get((case, name)) for name in ("direct", "forwarder", COMMITTING, "ours"))
+        if not (direct and floor and commits and ours):
             continue
         yield _line(
-            *_case(case), *(f"{_number(r['per_s'])}/s" for r in (direct, floor, ours)),
-            f"**{ours['per_s'] / floor['per_s']:.2f}**", f"{floor['cpu_ms']:.2f} → {ours['cpu_ms']:.2f} ms",
-            f"{floor['cpu_ms'] / max(ours['cpu_ms'], 1e-3):.2f}",
+            *_case(case), *(f"{_number(r['per_s'])}/s" for r in (direct, floor, commits, ours)),
+            *(f"**{ours['per_s'] / other['per_s']:.2f}**" for other in (floor, commits)),
+            " → ".join(f"{r['cpu_ms']:.2f}" for r in (floor, commits, ours)) + " ms",
             *(f"{ours[key] - floor[key]:+.2f} ms" for key in ("p50_ms", "first_ms")),
         )  # fmt: skip
 

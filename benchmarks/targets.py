@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from servers import Server, Unavailable, free_port
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parent / ".venv-peers"
+COMMITTING = "forwarder that commits"
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,20 @@ def start_upstream() -> Server:
     return Server([sys.executable, HERE / "upstream.py", str(port)], port)
 
 
-def start_forwarder(url: str) -> Server:
+def start_forwarder(url: str, *journal: Path) -> Server:
+    """`journal`: where it commits what it forwards, if it does."""
     port = free_port()
-    return Server([sys.executable, HERE / "forwarder.py", str(port), url], port)
+    return Server([sys.executable, HERE / "forwarder.py", str(port), url, *journal], port)
+
+
+def committing(url: str, journal: Path) -> Target:
+    """The forwarder that commits requests and answers, and does nothing else with them."""
+
+    def recorded() -> int:
+        with closing(sqlite3.connect(journal)) as db:
+            return int(db.execute("SELECT count(*) / 2 FROM bodies").fetchone()[0])
+
+    return Target(COMMITTING, start_forwarder(url, journal), recorded=recorded)
 
 
 def start_proxy(

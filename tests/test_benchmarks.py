@@ -91,7 +91,7 @@ async def test_the_benchmark_runs(tmp_path: Path) -> None:
     assert "| JSON | 1 KB | 1 |" in out
     assert "20 streams open at once" in out
     figures = json.loads(file.read_text())
-    assert {row["target"] for row in figures["rows"]} == {"direct", "forwarder", "ours"}
+    assert {row["target"] for row in figures["rows"]} == {"direct", "forwarder", "forwarder that commits", "ours"}
     assert (await run("report.py", str(file)))[1] == out
 
 
