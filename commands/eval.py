@@ -81,6 +81,7 @@ class Evaluation:
         self._promote, self._say = promote, say
         self.rows = [Row(model) for model in models]
         self._before = self._live = 0  # versions: live when it began, and now
+        self._alias = ""
 
     async def run(self, tasks: Sequence[Task], on_result: Callable[[Row, RolloutResult], None]) -> None:
         """All tasks, a row at a time: vLLM on a CPU mixes up base model and adapters that share a batch.
@@ -99,6 +100,7 @@ class Evaluation:
         """Ask for no rollout of each model; versions that are promoted in turn are looked up."""
         policy = await self._api.policy()
         self._before = self._live = int(policy["live_version"])
+        self._alias = policy["alias"]
         self._promote = self._promote and policy["publish"] == "merged"
         if not self._promote:
             for row in self.rows:
@@ -143,7 +145,7 @@ class Evaluation:
 
     def _taking(self, row: Row, on_result: Callable[[Row, RolloutResult], None]) -> Callable[[RolloutResult], None]:
         def take(result: RolloutResult) -> None:
-            _check_answered_by(row.model, result)
+            _check_answered_by(row.model, result, self._alias)
             row.results.append(result)
             on_result(row, result)
 
@@ -157,14 +159,23 @@ def _check_promotable(number: int, version: dict[str, Any] | None) -> None:
         raise LightningError(f"policy version {number} is {version['status']} and has no files to serve")
 
 
-def _check_answered_by(model: Model, result: RolloutResult) -> None:
-    """A row must hold no other model's answers: of an agent that asks for it by name, or of a version that moved."""
-    wanted = model.version
-    if wanted is None or set(result.policy_versions) <= {wanted}:
+def _check_answered_by(model: Model, result: RolloutResult, alias: str) -> None:
+    """A row must hold no other model's answers: of an agent that asks for it by name, or of a version that moved.
+
+    Beside calls for the alias, calls for other models by their names are well: those of agents that are not trained.
+    """
+    if model.name == LIVE or not result.answers:
         return
-    others = sorted(set(result.policy_versions) - {wanted}, key=str)
-    raise LightningError(
-        f"rollout {result.rollout_id} is one for policy version {wanted}, and was answered by "
-        f"{', '.join('another model' if v is None else f'version {v}' for v in others)}: the agent has to ask for the "
-        "policy's alias, and with policy.publish: merged no trainer may publish meanwhile"
-    )
+    wanted, meant = model.version, f"rollout {result.rollout_id} is one for "
+    if wanted is None:
+        if alias not in result.answers:
+            names = ", ".join(sorted(map(str, result.answers)))
+            raise LightningError(f"{meant}{model.name}, and never asked for {alias!r} but for {names}")
+        return
+    others = sorted(set(result.answers.get(alias) or result.policy_versions) - {wanted}, key=str)
+    if others:
+        raise LightningError(
+            f"{meant}policy version {wanted}, and was answered by "
+            f"{', '.join('another model' if v is None else f'version {v}' for v in others)}: the agent has to ask for "
+            "the policy's alias, and with policy.publish: merged no trainer may publish meanwhile"
+        )

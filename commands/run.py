@@ -23,8 +23,8 @@ CONFLICT = 409
 class RolloutResult:
     """How one run of the program ended. `reward` is None while no reward of the rollout has arrived.
 
-    `policy_versions`: all that its calls were answered by, in order; None for a model outside the policy.
-    `tokens`: how many were sampled.
+    `answers`: by the model that was asked for, the policy versions that answered, in order; None for a model outside
+    the policy. `tokens`: how many were sampled.
     """
 
     rollout_id: str
@@ -32,8 +32,13 @@ class RolloutResult:
     exit_code: int
     reason: str | None
     reward: float | None
-    policy_versions: tuple[int | None, ...] = ()
+    answers: Mapping[str | None, tuple[int | None, ...]] = field(default_factory=dict)
     tokens: int = 0
+
+    @property
+    def policy_versions(self) -> tuple[int | None, ...]:
+        """All that its calls were answered by."""
+        return tuple(dict.fromkeys(version for versions in self.answers.values() for version in versions))
 
     @property
     def failed(self) -> bool:
@@ -147,8 +152,8 @@ class TaskRun:
         if self._options.logs is None:
             log.unlink(missing_ok=True)
         rollout = await self._api.rollout(rollout_id)
-        versions, tokens = _answered_by(rollout.get("calls", [])), rollout.get("tokens", 0)
-        return RolloutResult(rollout_id, job.task.task_id, code, reason, rollout["reward"], versions, tokens)
+        answers, tokens = _answers(rollout.get("calls", [])), rollout.get("tokens", 0)
+        return RolloutResult(rollout_id, job.task.task_id, code, reason, rollout["reward"], answers, tokens)
 
     def _environment(self, job: Job) -> dict[str, str]:
         return {
@@ -185,10 +190,15 @@ async def run_tasks(
     return await TaskRun(api, runner, options, on_result, gate).run(tasks)
 
 
-def _answered_by(calls: Iterable[Mapping[str, Any]]) -> tuple[int | None, ...]:
-    """Of the calls that were answered. A call during which weights were replaced has several."""
-    answered = [call["policy_versions"] or [None] for call in calls if call["status"] == "ok"]
-    return tuple(dict.fromkeys(version for versions in answered for version in versions))
+def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int | None, ...]]:
+    """Of the calls that were answered. A call during which weights were replaced has several versions."""
+    found: dict[str | None, dict[int | None, None]] = {}
+    for call in calls:
+        if call["status"] == "ok":
+            asked = call["request"].get("model") if isinstance(call["request"], dict) else None
+            versions = dict.fromkeys(call["policy_versions"] or [None])
+            found.setdefault(asked if isinstance(asked, str) else None, {}).update(versions)
+    return {asked: tuple(versions) for asked, versions in found.items()}
 
 
 def last_line(log: Path) -> str:

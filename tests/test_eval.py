@@ -36,6 +36,8 @@ def post(url, body):
 task = json.loads(os.environ["LIGHTNING_TASK"])
 asked = {"model": task.get("asks_for", "policy"), "messages": [{"role": "user", "content": "who are you?"}]}
 said = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked)["choices"][0]["message"]["content"]
+if "untrained_asks_for" in task:
+    post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked | {"model": task["untrained_asks_for"]})
 if task.get("fails"):
     sys.exit("gave up")
 trained = said.startswith("by policy-v1") or said.endswith("with v1")
@@ -186,6 +188,25 @@ async def test_an_agent_that_asks_for_a_model_by_name_is_found_out(running: Runn
     assert (code, "was answered by version 0" in " ".join(err.split())) == (1, True)
     assert ", stopped" in out
     assert not e.rows()["1"]["complete"]
+
+
+async def test_an_agent_that_never_asks_for_the_alias_is_found_out_whatever_the_model(
+    running: Running, tmp_path: Path
+) -> None:
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
+        e.set_tasks([{"x": 1, "asks_for": "base"}])
+        code, _, err = await e.run("vendor/gpt-mini")
+    assert (code, "never asked for 'policy' but for base" in " ".join(err.split())) == (1, True), err
+
+
+async def test_agents_that_are_not_trained_may_ask_for_other_models_by_name(running: Running, tmp_path: Path) -> None:
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
+        e.set_tasks([{"x": 1, "untrained_asks_for": name} for name in ("base", "vendor/gpt-mini")])
+        code, _, err = await e.run("1,live,power:4")
+        assert code == 0, err
+        rows = e.rows()
+    assert [row["mean_reward"] for row in rows.values()] == [1.0, 1.0, 0.0]
+    assert rows["1"]["policy_versions"] == [None, 0, 1]
 
 
 async def test_where_weights_are_merged_only_the_live_version_answers(running: Running, tmp_path: Path) -> None:
