@@ -119,7 +119,7 @@ def _message(message: Any) -> Iterator[Json]:
     if not isinstance(parts := message.get("parts"), list):
         yield {name: value for name, value in message.items() if name != "finish_reason"}
         return
-    content, calls = [], []
+    content, calls, thought = [], [], []
     for part in (part if isinstance(part, dict) else {"type": "text", "content": str(part)} for part in parts):
         match part.get("type"):
             case "tool_call":
@@ -129,10 +129,14 @@ def _message(message: Any) -> Iterator[Json]:
                 yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text(result)}
             case "text":
                 content.append({"type": "text", "text": _text(part.get("content"))})
+            case "reasoning":
+                thought.append(_text(part.get("content")))
             case _:
                 content.append(part)
-    if content or calls:
-        yield {"role": message.get("role"), "content": _joined(content), **({"tool_calls": calls} if calls else {})}
+    if content or calls or thought:
+        more = {"reasoning_content": "".join(thought) or None, "tool_calls": calls or None}
+        found = {"role": message.get("role"), "content": _joined(content)}
+        yield found | {name: value for name, value in more.items() if value is not None}
 
 
 def _joined(content: list[Json]) -> Any:

@@ -320,6 +320,16 @@ async def test_older_numbered_attributes_are_understood(running: Running, tmp_pa
     assert call["usage"]["total_tokens"] == 3
 
 
+async def test_what_was_thought_is_apart_from_what_was_said(running: Running, tmp_path: Path) -> None:
+    parts = [{"type": "reasoning", "content": "hm"}, {"type": "text", "content": "Yes."}]
+    answered = {"gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": parts}])}
+    async with running(tmp_path) as system:
+        await system.call("POST", "/otlp/v1/traces", by_hand(CHAT | answered))
+        _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
+    message = rollout["calls"][0]["response"]["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+
+
 async def test_a_failed_call_is_no_transition(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
 
