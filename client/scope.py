@@ -53,6 +53,7 @@ class Rollout:
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self._key,
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self._key,
             "LIGHTNING_URL": self.control.url,
             "LIGHTNING_ROLLOUT_ID": self.rollout_id,
         }
@@ -201,7 +202,8 @@ class rollout:
 
     def _leave(self) -> None:
         assert self._token is not None
-        _current.reset(self._token)
+        with suppress(ValueError):  # left in another context than it was entered in: nothing is set there
+            _current.reset(self._token)
 
     def _end(self, error: BaseException | None) -> None:
         if not self._ends:

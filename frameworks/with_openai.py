@@ -25,12 +25,6 @@ def step(client: OpenAI, messages: list[Any]) -> Any:
     return done(answer.choices[0].message, messages)
 
 
-# docs: end
-def streamed(client: OpenAI, messages: list[Any]) -> Any:
-    with client.chat.completions.stream(model="policy", messages=messages, tools=[MULTIPLY]) as stream:
-        return done(stream.get_final_completion().choices[0].message, messages)
-
-
 def done(message: Any, messages: list[Any]) -> Any:
     messages.append(message.to_dict())
     for call in message.tool_calls or ():
@@ -38,6 +32,12 @@ def done(message: Any, messages: list[Any]) -> Any:
         result = {"role": "tool", "tool_call_id": call.id, "content": str(numbers["a"] * numbers["b"])}
         messages.append(result)
     return message
+
+
+# docs: end
+def streamed(client: OpenAI, messages: list[Any]) -> Any:
+    with client.chat.completions.stream(model="policy", messages=messages, tools=[MULTIPLY]) as stream:
+        return done(stream.get_final_completion().choices[0].message, messages)
 
 
 def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:

@@ -24,12 +24,6 @@ def step(client: OpenAI, items: list[Any]) -> Any:
     return done(client.responses.create(model="policy", input=items, tools=[MULTIPLY]), items)
 
 
-# docs: end
-def streamed(client: OpenAI, items: list[Any]) -> Any:
-    with client.responses.stream(model="policy", input=items, tools=[MULTIPLY]) as stream:
-        return done(stream.get_final_response(), items)
-
-
 def done(response: Any, items: list[Any]) -> Any:
     for item in response.output:
         items.append(item.to_dict())
@@ -38,6 +32,12 @@ def done(response: Any, items: list[Any]) -> Any:
             output = str(numbers["a"] * numbers["b"])
             items.append({"type": "function_call_output", "call_id": item.call_id, "output": output})
     return response
+
+
+# docs: end
+def streamed(client: OpenAI, items: list[Any]) -> Any:
+    with client.responses.stream(model="policy", input=items, tools=[MULTIPLY]) as stream:
+        return done(stream.get_final_response(), items)
 
 
 def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:

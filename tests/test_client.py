@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import os
 import signal
@@ -177,6 +178,24 @@ client.emit_reward(0.75, name="inner", final=False)
         rollout = await read(system, "r1")
     assert (rollout["task_id"], rollout["mode"], rollout["calls"][0]["agent"]) == ("t", "eval", "a")
     assert [(reward["name"], reward["reward"]) for reward in rollout["rewards"]] == [("inner", 0.75)]
+
+
+def test_a_program_of_either_api_is_given_the_key_that_the_proxy_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = client.rollout("r1", url="http://127.0.0.1:1", api_key="lpk-mine")._rollout.environ
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with openai.OpenAI() as chat, anthropic.Anthropic() as claude:
+        assert (chat.api_key, claude.api_key) == ("lpk-mine", "lpk-mine")
+        assert str(claude.base_url).rstrip("/") == "http://127.0.0.1:1/rollouts/r1"
+
+
+async def test_a_scope_may_be_left_in_another_context_than_it_was_entered_in(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        scope = client.rollout("r1", url=system.url)
+        # As where a framework runs both halves of a generator, a dependency with `yield`, as it sees fit.
+        await asyncio.to_thread(contextvars.copy_context().run, scope.__enter__)
+        await asyncio.to_thread(contextvars.copy_context().run, scope.__exit__, None, None, None)
+        assert (await read(system, "r1"))["status"] == "completed"
 
 
 async def test_actions_and_states_are_transitions_in_order_with_the_calls(running: Running, tmp_path: Path) -> None:

@@ -45,6 +45,16 @@ def test_the_snippets_for_frameworks_are_parts_of_the_programs_that_are_run() ->
         assert f"```{language}\n{snippet}\n```" in document, program.name
 
 
+def test_the_snippets_for_frameworks_use_no_name_that_they_do_not_show() -> None:
+    document = (ROOT / "docs" / "frameworks.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    assert len(snippets) > 10
+    for snippet in snippets:
+        ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--quiet", "--select", "F821", "-"]
+        found = subprocess.run(ruff, check=False, input=snippet, capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout
+
+
 @pytest.mark.parametrize("results", sorted(ROOT.glob("examples/*/results.json")), ids=lambda path: path.parent.name)
 def test_what_examples_learned_is_shown_as_it_was_measured(results: Path) -> None:
     document, found = (ROOT / "docs" / "results.md").read_text(), json.loads(results.read_text())
