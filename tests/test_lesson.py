@@ -1,0 +1,33 @@
+"""How `examples/learn.py` sets up a lesson; nothing is served here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.commands.vllm import vllm_program
+from lightning_proxy.proxy.config import Config, TrainerConfig
+from support.examples import EXAMPLES, NAMES
+
+
+@pytest.fixture
+def lesson(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """examples/lesson.py."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module("lesson")
+    del sys.modules["lesson"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_published_model_has_settings_of_its_own_size(lesson: Any, name: str, tmp_path: Path) -> None:
+    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 0, 100, 200, 32, 4)
+    config = Config.model_validate(lesson.Lesson(plan, 0, tmp_path)._settings())
+    assert (config.policy.publish, config.vllm.max_model_len) == ("auto", config.trainer.max_sample_tokens)
+    assert (config.trainer.group_size, config.trainer.tasks_per_step, config.trainer.loss_type) == (4, 32, "grpo")
+    # A minute is what rollouts of the small model take at most.
+    assert config.trainer.group_timeout_s == TrainerConfig().group_timeout_s
+    assert "hermes" in vllm_program(config).argv
