@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from lightning_proxy.client import scope
@@ -62,11 +63,11 @@ def emit_reward(
 
 def _dimensions(reward: float | Mapping[str, float], primary_key: str | None) -> dict[str, float]:
     if not isinstance(reward, Mapping):
-        if not isinstance(reward, int | float):
+        if not isinstance(reward, Real):
             raise TypeError(f"Reward must be a number, got: {type(reward)}")
         return {"reward": float(reward)}
     for name, value in reward.items():
-        if not isinstance(value, int | float):
+        if not isinstance(value, Real):
             raise ValueError(f"Reward value must be a number, got: {type(value)} for key {name}")
     if primary_key is None or primary_key not in reward:
         raise ValueError(f"primary_key must be one of {list(reward)}, got: {primary_key!r}")
@@ -201,7 +202,7 @@ def _scope() -> Any:
 
 
 def _reward(here: Rollout, result: Any) -> None:
-    if isinstance(result, int | float):
+    if isinstance(result, Real):
         here.reward(float(result), source="agl")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import quote
@@ -98,6 +99,8 @@ class Rollout:
         retrain: bool = False,
     ) -> int:
         """Post a reward, as POST /reward takes it; returns its id once it is recorded."""
+        if isinstance(value, Real) and not isinstance(value, int):
+            value = float(value)  # also of numpy's, which JSON does not know; a boolean is left for the proxy to refuse
         body = {"rollout_id": self.rollout_id, "reward": value, "call_id": call_id, "name": name, "final": final}
         answer = self.control.post("/reward", body | {"comment": comment, "source": source, "retrain": retrain}, {})
         return int(answer["reward_id"])

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_proxy import client
@@ -113,7 +114,7 @@ async def test_a_returned_number_is_the_reward_and_an_exception_fails(running: R
         assert llm.get_base_url().startswith(rollout.control.url)
         if task["fails"]:
             raise RuntimeError("cannot")
-        return 0.5
+        return np.float32(0.5)  # type: ignore[return-value]
 
     async with running(tmp_path) as system:
 

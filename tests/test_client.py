@@ -19,6 +19,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -357,6 +358,11 @@ def test_a_reward_is_posted_until_it_is_recorded_and_counts_once(flaky: Rollout)
     Flaky.ways = ["busy", "hang up", "busy"]
     assert flaky.reward(1.0) == 7
     assert len(Flaky.keys) == 4 and len(set(Flaky.keys)) == 1
+
+
+def test_a_number_of_numpys_is_a_reward(flaky: Rollout) -> None:
+    assert flaky.reward(np.float32(0.5)) == 7  # type: ignore[arg-type]
+    assert flaky.reward(np.int64(1)) == 7
 
 
 def test_what_is_refused_is_not_sent_again(flaky: Rollout) -> None:
