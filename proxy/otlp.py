@@ -63,6 +63,8 @@ def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
         raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")
     if not unpacker.eof:
         raise InvalidRequest(f"the body is not valid {content_encoding}: it is cut off")
+    if unpacker.unused_data:
+        raise InvalidRequest(f"the body is {content_encoding} and more: spans in what follows it would be lost")
     return raw
 
 

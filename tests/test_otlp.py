@@ -400,6 +400,7 @@ async def test_spans_that_cannot_be_taken_are_counted_and_the_others_are_recorde
         (b"{}", {"Content_Encoding": "br"}, 415, 3),
         (b"no gzip", {"Content_Encoding": "gzip"}, 400, 3),
         (gzip.compress(b"{}")[:-4], {"Content_Encoding": "gzip"}, 400, 3),
+        (gzip.compress(b"{}") * 2, {"Content_Encoding": "gzip"}, 400, 3),
         (gzip.compress(b" " * 1_100_000), {"Content_Encoding": "gzip"}, 413, 8),
     ],
 )
