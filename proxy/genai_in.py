@@ -18,6 +18,8 @@ Json = dict[str, Any]
 Attributes = Mapping[str, Any]
 
 CALLS = frozenset({"chat", "text_completion", "generate_content"})
+RETRIEVAL = "retrieval"
+_ASKED = {"query": "retrieval.query.text", "top_k": "retrieval.top_k", "data_source": "data_source.id"}
 # A request's parameters by the names that they have in both.
 _SAME = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
 _PARAMETERS = {**{name: name for name in _SAME}, "choice.count": "n"}
@@ -30,17 +32,27 @@ def is_call(attributes: Attributes) -> bool:
 
 
 def is_action(attributes: Attributes) -> bool:
-    """Whether it is one of a tool that no model's answer asked for: what that got is told by the next request."""
-    return attributes.get("gen_ai.operation.name") == "execute_tool" and not attributes.get("gen_ai.tool.call.id")
+    """Whether it is one of a retriever, or of a tool that no model's answer asked for.
+
+    What a tool got that one did ask for is told by the next request.
+    """
+    named = attributes.get("gen_ai.operation.name")
+    return named == RETRIEVAL or (named == "execute_tool" and not attributes.get("gen_ai.tool.call.id"))
 
 
 def action_of(attributes: Attributes, error: str | None) -> Event:
     """What the agent did, and what came of it."""
-    result = _parsed(attributes.get("gen_ai.tool.call.result"))
+    if attributes.get("gen_ai.operation.name") == RETRIEVAL:
+        told = {name: attributes.get(f"gen_ai.{key}") for name, key in _ASKED.items()}
+        name, result = RETRIEVAL, _parsed(attributes.get("gen_ai.retrieval.documents"))
+        arguments: Any = {name: value for name, value in told.items() if value is not None}
+    else:
+        name, result = attributes.get("gen_ai.tool.name") or "tool", _parsed(attributes.get("gen_ai.tool.call.result"))
+        arguments = _parsed(attributes.get("gen_ai.tool.call.arguments"))
     return Event(
         "action",
-        name=str(attributes.get("gen_ai.tool.name") or "tool")[:200],
-        arguments=_parsed(attributes.get("gen_ai.tool.call.arguments")),
+        name=str(name)[:200],
+        arguments=arguments,
         result=result if error is None or result is not None else error,
         is_error=error is not None,
     )

@@ -254,6 +254,20 @@ async def test_a_tool_that_no_answer_asked_for_is_an_action_once(running: Runnin
     ]
 
 
+async def test_what_a_retriever_found_is_an_action(running: Running, tmp_path: Path) -> None:
+    asked = {"gen_ai.operation.name": "retrieval", "gen_ai.request.model": "e", "lightning.rollout_id": "r1"}
+    asked |= {"gen_ai.data_source.id": "cats", "gen_ai.retrieval.top_k": 2, "gen_ai.retrieval.query.text": "who purrs?"}
+    found = [{"id": "a", "score": 0.5}]
+    async with running(tmp_path) as system:
+        body = by_hand(asked | {"gen_ai.retrieval.documents": json.dumps(found)})
+        assert await system.call("POST", "/otlp/v1/traces", body) == (200, {})
+        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
+    (action,) = transitions["data"]
+    assert (action["kind"], action["action"]["name"]) == ("tool", "retrieval")
+    assert action["action"]["arguments"] == {"query": "who purrs?", "top_k": 2, "data_source": "cats"}
+    assert action["next_state"] == {"result": found, "is_error": False}
+
+
 async def test_with_tokens_and_a_policy_version_a_call_can_be_trained_on(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")
