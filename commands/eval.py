@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_proxy.commands.control import ControlClient, ControlError
@@ -146,6 +146,8 @@ class Evaluation:
     def _taking(self, row: Row, on_result: Callable[[Row, RolloutResult], None]) -> Callable[[RolloutResult], None]:
         def take(result: RolloutResult) -> None:
             _check_answered_by(row.model, result, self._alias)
+            if asked := result.answers.get(self._alias):  # what other names stand for is not what is evaluated
+                result = replace(result, answers={self._alias: asked})
             row.results.append(result)
             on_result(row, result)
 
