@@ -26,7 +26,8 @@ import yaml
 
 from lightning_proxy.commands.demo_model import cache_directory, prepare_model
 from lightning_proxy.proxy.config import StoreConfig
-from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.database import opened
+from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.samples import rollout_samples
@@ -61,11 +62,8 @@ class Served:
 
     def calls(self, way: str, rollout: str) -> list[ModelCall]:
         async def read() -> list[ModelCall]:
-            database = await Database.open(StoreConfig(url=f"sqlite:///{self.store[way]}"))
-            try:
+            async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
                 return await Store(database).calls(rollout)
-            finally:
-                await database.close()
 
         return asyncio.run(read())
 
@@ -79,6 +77,41 @@ class Served:
         lines = (line for line in text.splitlines() if line.startswith("lightning_token_continuity_total{"))
         return {line.split('"')[1]: int(float(line.split()[1])) for line in lines}
 
+    def serve_adapter(self, way: str, directory: Path) -> None:
+        """Make an adapter live, as the policy version that the trainer would have published it as."""
+
+        async def record() -> int:
+            async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
+                ledger = Ledger(database)
+                version = await ledger.new_version("lora", 1, {})
+                await ledger.saved(version, str(directory), f"policy-v{version}")
+                await ledger.set_live(version)
+                await ledger.set_live(0)
+                return version
+
+        self.promote(way, asyncio.run(record()))
+
+    def promote(self, way: str, version: int) -> None:
+        body = json.dumps({"version": version}).encode()
+        headers = {"content-type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(f"{self.url[way]}/policy/promote", body, headers)).close()
+
+
+def adapter(config: Path, directory: Path) -> Path:
+    """Files of an adapter of the model, with weights that change what it says."""
+    torch = pytest.importorskip("torch")
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(yaml.safe_load(config.read_text())["policy"]["model"])
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(directory)
+    return directory
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -88,7 +121,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     settings = {
         "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
-        "policy": {"model": str(prepare_model(cache_directory())), "publish": "merged", "token_continuity": "exact"},
+        "policy": {"model": str(prepare_model(cache_directory())), "publish": "lora", "token_continuity": "exact"},
         "vllm": {
             "port": vllm_port, "max_model_len": 1024, "kv_cache_gib": 1,
             "extra_args": [*tools, "--chat-template", str(directory / "template.jinja")],
@@ -179,6 +212,19 @@ def test_tool_calls_and_their_results_stay_in_the_row(served: Served, stream: bo
         assert say(client, messages, SENTENCE, stream=stream, tools=[WEATHER]).message.content == SENTENCE
     assert served.rows("exact", name) == 1
     assert served.rows("text", name) > 1
+
+
+def test_a_conversation_with_an_adapter_is_one_row_too(served: Served, tmp_path: Path) -> None:
+    served.serve_adapter("exact", adapter(served.config, tmp_path / "v1"))
+    before = served.outcomes("exact")
+    try:
+        converse(served.client("exact", "adapted"), stream=True)
+    finally:
+        served.promote("exact", 0)
+    assert served.rows("exact", "adapted") == 1
+    assert {call.policy_version for call in served.calls("exact", "adapted")} == {1}
+    after = served.outcomes("exact")
+    assert {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k)} == {"first": 1, "exact": 3}
 
 
 def test_the_end_of_a_turn_is_there_once(served: Served) -> None:
