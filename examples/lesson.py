@@ -103,8 +103,7 @@ class Lesson:
 
     async def _reinforce(self) -> None:
         """The trainer takes its steps while the agent works on the training tasks, until either is done."""
-        last = len(await self._steps()) + self._plan.steps
-        train = ChildSpec("trainer", _shown([*self._cli("train"), "--max-steps", str(last)]), self._env, may_end=True)
+        train = ChildSpec("trainer", _shown(self._cli("train")), self._env, may_end=True)
         work = [*self._cli("run"), "--tasks", str(self._tasks("train")), "--ahead", "0"]
         work += ["--group-size", str(self._trainer["group_size"]), "--concurrency", str(CONCURRENCY), *self._agent]
         with self._timed("rl"):
@@ -158,7 +157,7 @@ class Lesson:
             self._tasks(name).write_text("".join(json.dumps(task) + "\n" for task in lines))
 
     def _settings(self) -> Json:
-        """The example's config.yaml, and what belongs to this run: model, ports, files."""
+        """The example's config.yaml, and what belongs to this run: model, ports, files, how many steps."""
         url = "http://127.0.0.1:{}/v1".format
         teacher = {"name": "teacher", "kind": "openai", "base_url": url(self._ports["teacher"]), "api_key": "none"}
         settings: Json = {
@@ -170,7 +169,8 @@ class Lesson:
             ],
             "policy": {"model": self._model, "directory": str(self._directory / "policy")},
             "vllm": {"port": self._ports["vllm"]},
-            "trainer": {"seed": self._seed},
+            # Imitation is a step of its own.
+            "trainer": {"seed": self._seed, "max_steps": self._plan.steps + (self._plan.imitate > 0)},
         }
         files = [self._plan.example / "config.yaml"] + [HERE / "published.yaml"] * (self._plan.model is not None)
         for file in files:

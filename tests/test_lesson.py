@@ -31,3 +31,13 @@ def test_a_published_model_has_settings_of_its_own_size(lesson: Any, name: str, 
     # A minute is what rollouts of the small model take at most.
     assert config.trainer.group_timeout_s == TrainerConfig().group_timeout_s
     assert "hermes" in vllm_program(config).argv
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("imitate", "steps"), [(48, 17), (0, 16)])
+def test_the_rate_falls_over_the_steps_of_the_lesson(
+    lesson: Any, name: str, imitate: int, steps: int, tmp_path: Path
+) -> None:
+    """Imitation is one step more; without a number of steps the configuration would be refused."""
+    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", imitate, 16, 200, 32, 4)
+    assert Config.model_validate(lesson.Lesson(plan, 0, tmp_path)._settings()).trainer.max_steps == steps
