@@ -104,21 +104,28 @@ class Traffic:
     def __init__(self, database: Database) -> None:
         self.store, self.ledger = Store(database), Ledger(database)
 
-    async def rollout(self, name: str, final: float, calls: Sequence[tuple[str | None, tuple[int, ...]]]) -> None:
-        """A rollout of (agent, prompt) calls, each answered by the tokens 8 9."""
+    async def rollout(
+        self,
+        name: str,
+        final: float,
+        calls: Sequence[tuple[str | None, tuple[int, ...]]],
+        versions: Mapping[str | None, int] | None = None,
+    ) -> None:
+        """A rollout of (agent, prompt) calls, each answered by the tokens 8 9; `versions` by agent, 0 by default."""
         async with Recorder(self.store, merged=False) as recorder:
             for i, (agent, prompt) in enumerate(calls):
                 rollout = RolloutName(name, "t", agent)
                 request = {"messages": [{"role": "user", "content": f"{i}"}]}
-                start = CallStart(f"{name}-{i}", rollout, "chat/completions", "policy", 0, request, time.time())
+                by = (versions or {}).get(agent, 0)
+                start = CallStart(f"{name}-{i}", rollout, "chat/completions", "policy", by, request, time.time())
                 await recorder.start(start)
                 choice = Choice(0, (8, 9), (-1.0, -1.0), "stop")
                 await recorder.end(CallEnd(f"{name}-{i}", name, "ok", {}, 200, prompt, (choice,)))
         await self.store.post_rewards([Reward(name, final)], None, b"")
 
-    async def batch(self, **changed: Any) -> Batch | None:
+    async def batch(self, live: int = 0, **changed: Any) -> Batch | None:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
-        return await Collector(TrainerConfig.model_validate(settings), self.store, self.ledger).next_batch(0)
+        return await Collector(TrainerConfig.model_validate(settings), self.store, self.ledger).next_batch(live)
 
 
 @pytest.fixture
@@ -140,6 +147,14 @@ async def test_what_other_agents_said_is_context_of_a_trained_agents_row(traffic
     assert row.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
     assert row.advantages == (0, 0, 0.5, 0.5, 0, 0, 0, 0, 0.5, 0.5)
     assert batch.metrics["calls_of_others"] == 2
+
+
+async def test_how_stale_a_rollout_is_its_trained_agents_calls_say(traffic: Traffic) -> None:
+    for name, final in (("a", 1.0), ("b", 0.0)):  # the executor asks for the base model, by its own name
+        await traffic.rollout(name, final, [("planner", (0, 1)), ("executor", (0, 2))], {"planner": 49})
+    batch = await traffic.batch(50, agents=["planner"])
+    assert batch is not None
+    assert (batch.metrics["staleness_mean"], batch.metrics["staleness_max"]) == (1, 1)
 
 
 async def test_rollouts_without_a_trained_agent_are_dropped_and_a_wrong_name_is_told(

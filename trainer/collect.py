@@ -256,7 +256,7 @@ class Collector:
             return
         take.samples += made.samples
         take.rollouts.append(rollout)
-        take.staleness.append(max(0, take.live - _oldest_version(calls, take.live)))
+        take.staleness.append(max(0, take.live - _oldest_version([call for call, _ in taught], take.live)))
 
     def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
         """Each adapter's apart: what another one said is context in the prompts of its calls."""
