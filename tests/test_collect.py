@@ -23,7 +23,7 @@ from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect import Collector
-from lightning_proxy.trainer.judge import read_score
+from lightning_proxy.trainer.judge import JudgeError, read_score
 from lightning_proxy.trainer.types import Batch
 
 APART = "TEST_OF_A_JUDGE"
@@ -388,8 +388,9 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
         for name in ("a", "b"):
             await traffic.rollout(name, "t", 1.0, (0.0, 0.0))
         scorer.away = True
-        assert await traffic.batch(**settings) is None
-        assert await traffic.dropped("a", "b") == [None, None]  # the step waits
+        with pytest.raises(JudgeError, match="openai/m gives no answer"):
+            await traffic.batch(**settings)
+        assert await traffic.dropped("a", "b") == [None, None]
         scorer.away = False
         batch = await traffic.batch(**settings)
         # Scores 0.8 or 0.2, half of each: returns [1.8, 1.4] and [1.2, 1.1].

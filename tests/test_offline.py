@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.trainer.judge import Judge, JudgeError
 from lightning_proxy.trainer.loop import train
 from lightning_proxy.trainer.offline import OfflineRun, train_offline
 from lightning_proxy.trainer.offline_data import check_store, prepare
@@ -289,6 +291,24 @@ async def test_an_epoch_that_was_stopped_at_its_end_ends_also_after_a_run_of_sft
     await train_offline(config, asyncio.Event(), recorded, run.out, partial(OfflineRun, epochs=2))
     assert "nothing in the data can be learned from" not in caplog.text
     assert {step: m["epochs_done"] for step, m in run.steps().items() if "epochs_done" in m} == {4: 1, 7: 2}
+
+
+async def test_a_judge_that_is_away_ends_no_epoch(
+    recorded: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = itertools.count()
+
+    async def ask(self: Judge, question: str) -> str:
+        if 20 < next(asked) < 30:  # for the second step
+            raise JudgeError("trainer.judge: no answer")
+        return "8"
+
+    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+    monkeypatch.setattr(Judge, "_ask", ask)
+    run = Run(tmp_path / "run", base, credit="judge", judge={"model": "scripted"})
+    config = Config.model_validate(run.settings())
+    await train_offline(config, asyncio.Event(), recorded, run.out, partial(OfflineRun, epochs=1))
+    assert [m["rollouts_trained"] / SIBLINGS for m in run.steps().values()] == [2, 1, 2]
 
 
 async def test_a_store_that_has_grown_since_is_named_with_what_to_do(

@@ -46,6 +46,7 @@ from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, PolicyVersion, Reward, RolloutName
 from lightning_proxy.proxy.vllm import VllmError, VllmFault, operator_session
+from lightning_proxy.trainer.judge import Judge, JudgeError
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.metric_schema import METRICS
 from lightning_proxy.trainer.publish import Publisher
@@ -401,6 +402,22 @@ async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_noth
         await loop.resume()
         assert not await loop.train_once()  # without `once` it waits for more
         assert await b.steps_of(alone) == {None}
+
+
+async def test_once_waits_for_a_judge_that_is_away(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask(self: Judge, question: str) -> str:
+        if "the step waits" not in caplog.text:
+            raise JudgeError("trainer.judge: no answer")
+        return "8"
+
+    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+    monkeypatch.setattr(Judge, "_ask", ask)
+    async with bench(base, tmp_path, credit="judge", judge={"model": "scripted"}) as b:
+        judged = await b.groups("t1")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(judged) == {1}
 
 
 async def test_rollouts_over_the_models_context_are_left_out_of_a_step(base: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,12 +17,9 @@ from lightning_proxy.trainer.advantage import ACROSS_TASKS
 from lightning_proxy.trainer.agents import Agents, RollCall
 from lightning_proxy.trainer.batch_metrics import Seen, sample_metrics, staleness_metrics
 from lightning_proxy.trainer.credit import Sibling, group_advantages
-from lightning_proxy.trainer.judge import JudgeError
 from lightning_proxy.trainer.samples import RolloutSamples, rollout_samples
 from lightning_proxy.trainer.siblings import Siblings
 from lightning_proxy.trainer.types import Batch, Sample
-
-log = logging.getLogger(__name__)
 
 Order = Callable[[Group], Any]  # a key to sort groups by: the first ones are taken first
 
@@ -99,16 +95,13 @@ class Collector:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
 
         A step takes `tasks_per_step` groups; fewer once one of them has waited for `group_timeout_s`, or if `fewer`.
-        `since` (Unix time): only groups that have waited since then, or longer.
+        `since` (Unix time): only groups that have waited since then, or longer. JudgeError, and nothing claimed, if the
+        judge gives no answer.
         """
         while groups := await self._next_groups(fewer, since):
             take = _Take(live)
-            try:
-                for members in await self._compared(take, groups, live):
-                    await self._take_group(take, members)
-            except JudgeError as error:
-                log.warning("the step waits: %s", error)
-                return None
+            for members in await self._compared(take, groups, live):
+                await self._take_group(take, members)
             self._seen.add(take.seen)
             if take.rollouts:
                 return await self._claim(take, live)

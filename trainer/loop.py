@@ -23,6 +23,7 @@ from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import PolicyVersion
 from lightning_proxy.proxy.vllm import VllmFault, operator_session
 from lightning_proxy.trainer.collect import Collector, Order
+from lightning_proxy.trainer.judge import JudgeError
 from lightning_proxy.trainer.metric_schema import scalars
 from lightning_proxy.trainer.monitor import Monitor
 from lightning_proxy.trainer.offline_data import check_store
@@ -162,14 +163,23 @@ class TrainingLoop:
         if waits_for is not None and self._waits_for is None:
             log.info("the trainer waits for %s", waits_for)
         self._waits_for = waits_for
-        return waits_for is None and await self.train_once(
-            fewer=once or self._schedule.in_rounds, since=self._schedule.round
-        )
+        if waits_for is not None:
+            return False
+        try:
+            return await self.train_once(fewer=once or self._schedule.in_rounds, since=self._schedule.round)
+        except JudgeError as error:
+            await self.wait_for_judge(error)
+            return True  # not over yet, also with `once`
+
+    async def wait_for_judge(self, error: JudgeError) -> None:
+        """Before the step is tried again; what the judge said until now is not asked for again."""
+        log.warning("the step waits: %s", error)
+        await pause(self._stop, RETRY_S)
 
     async def train_once(self, *, fewer: bool = False, since: float | None = None) -> bool:
         """One step, if enough rollouts are ready: claim → optimizer step → checkpoint → commit → publish.
 
-        `fewer`, `since`: as in `Collector.next_batch`.
+        `fewer`, `since`, JudgeError: as in `Collector.next_batch`.
         """
         started = time.perf_counter()
         batch = await self._collector.next_batch(self._version, fewer=fewer, since=since)

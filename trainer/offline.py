@@ -16,6 +16,7 @@ from lightning_proxy.proxy.ledger import Group, Ledger, Step
 from lightning_proxy.proxy.publish_mode import publish_mode
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.trainer.collect import Collector
+from lightning_proxy.trainer.judge import JudgeError
 from lightning_proxy.trainer.loop import TrainingLoop, only_trainer
 from lightning_proxy.trainer.offline_data import prepare
 from lightning_proxy.trainer.trainer import LightningTrainer
@@ -47,7 +48,12 @@ class OfflineRun:
         self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in await self._ledger.steps()), default=0)
         await self._offer_more()
         while not stop.is_set() and self._done < self._epochs and not await self._loop.is_done():
-            if await self._loop.train_once(fewer=True):
+            try:
+                trained = await self._loop.train_once(fewer=True)
+            except JudgeError as error:
+                await self._loop.wait_for_judge(error)
+                continue
+            if trained:
                 await self._show()
             elif stop.is_set() or not await self._end_epoch():
                 break
