@@ -19,6 +19,8 @@ from lightning_proxy.proxy import cron
 
 # The adapter of every agent that has none of its own; PEFT's name for it.
 DEFAULT_ADAPTER = "default"
+# Fewer earlier rollouts than these say too little of what a reward is usually like.
+MIN_EARLIER = 4
 
 _SECRET_NAME = re.compile(r"key|token|secret|password|authorization|credential", re.IGNORECASE)
 
@@ -352,7 +354,7 @@ class TrainerConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     baseline: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     lone_rollouts: Literal["drop", "running"] = "drop"
-    running_window: Annotated[int, Field(ge=2)] = 32
+    running_window: Annotated[int, Field(ge=MIN_EARLIER)] = 32
     failed_rollouts: Literal["drop", "zero"] | Number = "drop"
     group_size: Annotated[int, Field(ge=2)] = 8
     tasks_per_step: Annotated[int, Field(ge=1)] = 8
@@ -390,6 +392,18 @@ class TrainerConfig(Section):
     def _decays_to_an_end(self) -> TrainerConfig:
         if self.lr_scheduler in ("linear", "cosine") and self.max_steps is None:
             raise ValueError(f"lr_scheduler {self.lr_scheduler} needs max_steps, to know when the rate is to be 0")
+        return self
+
+    @model_validator(mode="after")
+    def _warms_up_where_it_can(self) -> TrainerConfig:
+        if self.warmup_steps and self.lr_scheduler == "constant":
+            raise ValueError("warmup_steps needs lr_scheduler constant_with_warmup, linear or cosine")
+        return self
+
+    @model_validator(mode="after")
+    def _tells_agents_apart(self) -> TrainerConfig:
+        if self.agent_credit == "own" and set(self.agents or ()) <= {"*"}:
+            raise ValueError("agent_credit own needs agents to be named, as in agents: [planner, writer]")
         return self
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.config import MIN_EARLIER, TrainerConfig
 from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.store import Store
@@ -14,9 +14,6 @@ from lightning_proxy.trainer.air import air_rewards
 from lightning_proxy.trainer.credit import Sibling
 from lightning_proxy.trainer.judge import JUDGE, Judge
 from lightning_proxy.trainer.rewards import RolloutRewards, weighted_rewards
-
-# Fewer earlier rollouts than these say too little of what a reward is usually like.
-MIN_EARLIER = 4
 
 
 class Siblings:
