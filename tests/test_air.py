@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from test_credit import call
 
 from lightning_proxy.proxy.config import AirConfig
+from lightning_proxy.proxy.tools import tool_results
 from lightning_proxy.proxy.types import Choice, ModelCall, ToolCall
 from lightning_proxy.trainer.air import air_rewards
 
@@ -36,6 +38,32 @@ def test_a_call_in_which_nothing_happened_gets_nothing() -> None:
 def test_tool_errors_and_truncation_count() -> None:
     assert reward(made(tool('{"n": 1}', is_error=True), tool('{"n": 2}', is_error=True))) == {"a": -2.0}
     assert reward(made(choices=(Choice(0, finish_reason="length"),))) == {"a": -1000.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "is_error"),
+    [
+        ("Error: no such city\n Please fix your mistakes.", True),  # LangGraph, AG2, Agent Framework
+        ("An error occurred while running the tool. Please try again. Error: 1", True),  # OpenAI Agents SDK
+        ("\nError executing tool. coworker mentioned not found", True),  # CrewAI
+        ("Error invoking tool 'f' with kwargs {} with error:\n n: Field required", True),
+        ("ValueError: n must be at least 0", True),
+        ("Traceback (most recent call last):\n  File", True),
+        ('{"error": "no such city"}', True),
+        ('{"isError": true, "content": []}', True),
+        ([{"type": "text", "text": "Error: no such city"}], True),
+        ('{"error": null, "rows": 3}', False),
+        ('{"error', False),
+        ("12 errors: see below", False),
+        ("Errors and how to handle them", False),
+        ("42", False),
+        (None, False),
+    ],
+)
+def test_an_api_without_a_flag_for_errors_has_them_in_words(content: Any, is_error: bool) -> None:
+    (result,) = tool_results([{"role": "tool", "tool_call_id": "t", "content": content}])
+    sent_back = replace(tool('{"n": 1}'), result=result.content, is_error=result.is_error)
+    assert reward(made(sent_back)) == ({"a": -1.0} if is_error else {})
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", '"n"', "{}", "", '{"n": -1}', '{"n": "1"}', '{"n": 1} and more'])

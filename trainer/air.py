@@ -5,6 +5,7 @@ Agent Lightning (arXiv 2508.03680), section 3.3, mines such rewards from what a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,15 @@ from lightning_proxy.proxy.tools import dicts
 from lightning_proxy.proxy.types import ModelCall, ToolCall
 
 Json = dict[str, Any]
+
+# How results begin that LangGraph, the OpenAI Agents SDK, CrewAI, AG2 and Agent Framework make of an exception, and
+# exceptions themselves.
+_ERROR = re.compile(
+    r"\s*(\w*(error|exception):|error (executing|invoking|calling) |an error occurred|i encountered an error"
+    r"|traceback \(most recent call last\):)",
+    re.IGNORECASE,
+)
+FLAGS = ("is_error", "isError")
 
 
 def air_rewards(calls: Sequence[ModelCall], config: AirConfig) -> dict[str, float]:
@@ -43,7 +53,7 @@ def _events(call: ModelCall, seen: set[tuple[str, str]]) -> Iterator[str]:
         yield "truncated"
     schemas = tool_schemas(call.request)
     for tool in call.tool_calls:
-        if tool.is_error:
+        if failed(tool):
             yield "tool_error"
         arguments = _parsed(tool.arguments)
         if not arguments_match(tool, schemas):
@@ -52,6 +62,19 @@ def _events(call: ModelCall, seen: set[tuple[str, str]]) -> Iterator[str]:
         if same in seen:
             yield "repeated_call"
         seen.add(same)
+
+
+def failed(tool: ToolCall) -> bool:
+    """Whether the agent sent the result back as an error.
+
+    Chat completions and Responses have no flag for it: there it is what frameworks say, or a JSON object does.
+    """
+    if tool.is_error:
+        return True
+    parts = [part.get("text") for part in dicts(tool.result)]
+    text = tool.result if isinstance(tool.result, str) else "\n".join(part for part in parts if isinstance(part, str))
+    fields = (_parsed(text) or {}) if text.startswith("{") else {}
+    return bool(_ERROR.match(text) or fields.get("error") or any(fields.get(name) is True for name in FLAGS))
 
 
 def tool_schemas(request: Json) -> dict[str, Any]:
