@@ -24,7 +24,7 @@ from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import ConfigError, LightningError
 from lightning_proxy.proxy.events import Events
 from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import Event, ModelCall, Rollout
+from lightning_proxy.proxy.types import Event, ModelCall, Reward, Rollout
 
 Kind = Literal["transitions", "sft"]
 PAGE = 100
@@ -101,7 +101,8 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
                     progress.advance(bar)
                     if selection.takes(rollout):
                         calls, told = await store.calls(rollout.rollout_id), await events.of(rollout.rollout_id)
-                        for row in rows_of(rollout, calls, kind, told):
+                        rewards = await store.rewards(rollout.rollout_id)
+                        for row in rows_of(rollout, calls, kind, told, rewards):
                             writer.write(row)
                             written += 1
     finally:
@@ -121,13 +122,17 @@ async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[Rollou
 
 
 def rows_of(
-    rollout: Rollout, calls: list[ModelCall], kind: Kind, events: Sequence[Event] = ()
+    rollout: Rollout, calls: list[ModelCall], kind: Kind, events: Sequence[Event] = (), rewards: Sequence[Reward] = ()
 ) -> Iterator[dict[str, Any]]:
     """The rollout's rows of this kind."""
-    return _transitions(rollout, calls, events) if kind == "transitions" else _conversations(rollout, calls)
+    return _transitions(rollout, calls, events, rewards) if kind == "transitions" else _conversations(rollout, calls)
 
 
-def _transitions(rollout: Rollout, calls: list[ModelCall], events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+def _transitions(
+    rollout: Rollout, calls: list[ModelCall], events: Sequence[Event], rewards: Sequence[Reward]
+) -> Iterator[dict[str, Any]]:
+    """`rewards`, the newest of each name and call, are in the rollout's first row."""
+    newest = {(r.call_id, r.name): r for r in rewards}.values()
     by_id = {call.call_id: call for call in calls}
     for transition in views.transitions(rollout, calls, events):
         call = by_id[transition.call_id] if transition.call_id is not None else None
@@ -146,7 +151,12 @@ def _transitions(rollout: Rollout, calls: list[ModelCall], events: Sequence[Even
             "temperature": sampled.temperature if sampled else None,
             "call_reward": sampled.reward if sampled else None,
             "untrainable_reason": _untrainable(sampled) if sampled else None,
+            "rewards": [_reward(r) for r in newest] if transition.t == 0 else None,
         }
+
+
+def _reward(reward: Reward) -> dict[str, Any]:
+    return {"call_id": reward.call_id, "name": reward.name, "reward": reward.value, "source": reward.source}
 
 
 def _untrainable(call: ModelCall) -> str | None:

@@ -14,7 +14,7 @@ ROW_GROUP = 256
 TEXTS = ("rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id", "untrainable_reason")
 NUMBERS = ("rollout_reward", "reward", "call_reward", "temperature")
 # Their shape differs from row to row, so that Parquet holds them as JSON text.
-JSON_COLUMNS = {"transitions": ("state", "action", "next_state"), "sft": ("messages", "tools")}
+JSON_COLUMNS = {"transitions": ("state", "action", "next_state", "rewards"), "sft": ("messages", "tools")}
 
 
 class RowWriter(Protocol):

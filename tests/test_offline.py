@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lightning_proxy.proxy.config import Config, StoreConfig
+from lightning_proxy.proxy.config import Config, StoreConfig, TrainerConfig
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.tools import tool_calls
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.views import message_of
+from lightning_proxy.trainer.collect import Collector
 from lightning_proxy.trainer.judge import Judge, JudgeError
 from lightning_proxy.trainer.loop import train
 from lightning_proxy.trainer.offline import OfflineRun, train_offline
@@ -230,6 +234,68 @@ def test_an_export_trains_to_the_same_weights_as_the_store(
     assert code == 0, text
     for (loss, norm, rate), (expected, expected_norm, expected_rate) in zip(run.losses(), whole.losses(), strict=True):
         assert (loss, norm, rate) == pytest.approx((expected, expected_norm, expected_rate), abs=1e-6)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": ["n"]}}}]
+
+
+async def _tool_user(recorder: Recorder, store: Store, name: str, good: bool) -> None:
+    """A rollout that calls a tool, is told what came of it, and answers; rewarded by two names, of calls as well."""
+    made = {"id": "t", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}' if good else "{}"}}
+    asked: list[Any] = [{"role": "user", "content": "hi"}]
+    called = {"role": "assistant", "content": None, "tool_calls": [made]}
+    told = {"role": "tool", "tool_call_id": "t", "content": "3" if good else "Error: no such city"}
+    answers = [(asked, called, "tool_calls"), ([*asked, called, told], {"role": "assistant", "content": "3"}, "length")]
+    for i, (messages, message, finish) in enumerate(answers):
+        answer = {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}
+        request = {"messages": messages, "tools": TOOLS}
+        start = CallStart(f"{name}-{i}", RolloutName(name, "t"), "chat/completions", "policy", 3, request, time.time())
+        await recorder.start(start)
+        end = CallEnd(f"{name}-{i}", name, "ok", answer, 200, (0, i), (Choice(0, (4, 5), (-1.0, -1.0), finish),))
+        await recorder.end(replace(end, tool_calls=tool_calls(answer)))
+    style = Reward(name, 0.5 * good, f"{name}-1", name="style", final=False)
+    score = Reward(name, 0.25 + 0.5 * good, f"{name}-0", name="judge", source="scripted", final=False)
+    await store.post_rewards([style, score, Reward(name, 4.0 * good, name="style"), Reward(name, 1.0)], None, b"")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are_for(
+    tmp_path: Path, suffix: str
+) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    source = tmp_path / "week.db"
+    async with opened(StoreConfig(url=f"sqlite:///{source}")) as database:
+        async with Recorder(Store(database), merged=False) as recorder:
+            for name in ("good", "bad"):
+                await _tool_user(recorder, Store(database), name, name == "good")
+        await database.checkpoint()
+    settings = {"credit": "discounted", "baseline": "dr_grpo", "group_size": 2, "group_timeout_s": 1e-9}
+    settings |= {"reward_weights": {"reward": 1.0, "style": 2.0, "judge": 8.0}, "air": {"enabled": True}}
+    found = []
+    for number, data in enumerate((source, export(source, tmp_path / f"week.{suffix}"))):
+        async with opened(await prepare(data, tmp_path / str(number))) as database:
+            collector = Collector(TrainerConfig.model_validate(settings), Store(database), Ledger(database))
+            batch = await collector.next_batch(0, fewer=True)
+            calls = await Store(database).calls("good")
+            said = [(message_of(call), call.response["choices"][0]["finish_reason"]) for call in calls]
+            assert batch is not None
+            found.append((said, {s.call_ids[0]: s.advantages[-1] for s in batch.samples}))
+    # Returns of the second call: 1 + 2 * (4 + 0.5) - 0.1 and 1 - 0.1; the first adds 8 * 0.75 and 8 * 0.25 - 2 * 0.1.
+    assert found[0][1] == pytest.approx({"good-0": 6.6, "bad-0": -6.6, "good-1": 4.5, "bad-1": -4.5})
+    assert found[1] == (found[0][0], pytest.approx(found[0][1]))
+
+
+async def test_an_export_from_before_it_held_rewards_of_every_name_has_those_named_reward(
+    recorded: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in export(recorded, tmp_path / "week.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["rewards"]
+    (tmp_path / "week.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    async with opened(await prepare(tmp_path / "week.jsonl", tmp_path / "out")) as database:
+        found = [(r.call_id, r.name, r.value) for r in await Store(database).rewards("t1-1")]
+    assert found == [("t1-1-0", "reward", 0.25), (None, "reward", 1.0)]
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from lightning_proxy.proxy.errors import ConfigError, InvalidRequest, LightningE
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.tools import tool_calls
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, check_id
 
 log = logging.getLogger(__name__)
@@ -187,22 +188,28 @@ async def _import(source: Path, config: StoreConfig) -> None:
 async def _import_rollout(store: Store, recorder: Recorder, rollout_id: str, rows: list[dict[str, Any]]) -> None:
     name = RolloutName(rollout_id, rows[0]["task_id"])
     calls = [row for row in rows if row["kind"] == "llm"]
-    rewards = [
-        Reward(rollout_id, value, call_id=row["call_id"], final=False)
-        for row in calls
-        if (value := row.get("call_reward")) is not None
-    ]
     for at, row in enumerate(calls):
         await _import_call(recorder, name, row, float(at))
-    if (final := rows[0]["rollout_reward"]) is not None:
-        rewards.append(Reward(rollout_id, final, final=False))
-    if rewards:
+    if rewards := _rewards(rollout_id, rows[0], calls):
         await store.post_rewards(rewards, None, b"")
     await store.end_rollout(rollout_id, rows[0]["status"], None)
 
 
+def _rewards(rollout_id: str, first: dict[str, Any], calls: list[dict[str, Any]]) -> list[Reward]:
+    """Those of every name; of an older export, which does not have them, those named `reward`."""
+    if (told := _json(first.get("rewards"))) is None:
+        told = [{"call_id": row["call_id"], "reward": row.get("call_reward")} for row in calls]
+        told += [{"call_id": None, "reward": first["rollout_reward"]}]
+    known = {None, *(row["call_id"] for row in calls)}
+    return [
+        Reward(rollout_id, r["reward"], r["call_id"], r.get("name", "reward"), r.get("source"), final=False)
+        for r in told
+        if r["reward"] is not None and r["call_id"] in known
+    ]
+
+
 async def _import_call(recorder: Recorder, name: RolloutName, row: dict[str, Any], at: float) -> None:
-    shown = json.loads(row["state"]) if isinstance(row.get("state"), str) else row.get("state") or {}
+    shown, action = _json(row.get("state")) or {}, _json(row.get("action")) or {}
     request = shown if row.get("temperature") is None else shown | {"temperature": row["temperature"]}
     named = RolloutName(name.rollout_id, name.task_id, row.get("agent"))
     start = CallStart(row["call_id"], named, "chat/completions", None, row["policy_version"], request, at)
@@ -210,11 +217,26 @@ async def _import_call(recorder: Recorder, name: RolloutName, row: dict[str, Any
     reason = row.get("untrainable_reason")
     if reason is None and not (ids and len(ids) == len(logprobs)):
         reason = "no token ids or log-probabilities in the export"
-    choices = (Choice(0, ids, logprobs, "stop"),) if len(ids) == len(logprobs) else ()
+    finish = action.get("finish_reason")
+    answer = _answer(action.get("message"), finish)
+    choices = (Choice(0, ids, logprobs, finish),) if len(ids) == len(logprobs) else ()
     await recorder.start(start)
-    end = CallEnd(row["call_id"], name.rollout_id, "ok", None, 200, tuple(row["prompt_token_ids"]), choices,
-                  untrainable_reason=reason)  # fmt: skip
+    end = CallEnd(row["call_id"], name.rollout_id, "ok", answer, 200, tuple(row["prompt_token_ids"]), choices,
+                  tool_calls=tool_calls(answer), untrainable_reason=reason)  # fmt: skip
     await recorder.end(end)
+
+
+def _answer(message: Any, finish: str | None) -> Any:
+    """What `views.message_of` made the message of."""
+    if isinstance(message, dict) and (message.get("object") == "response" or message.get("type") == "message"):
+        return message
+    what = "text" if isinstance(message, str) else "message"
+    return {"choices": [{"index": 0, what: message, "finish_reason": finish}]}
+
+
+def _json(value: Any) -> Any:
+    """Parquet holds it as text."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
