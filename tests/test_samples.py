@@ -95,6 +95,13 @@ def test_rows_over_the_limit_are_dropped_and_counted() -> None:
     assert made.counts["rows_too_long"] == 1
 
 
+def test_calls_with_tokens_that_the_model_does_not_have_are_left_out_and_counted() -> None:
+    calls = (call([1], [2]), call([9], [2]), call([1, 2], [9]), call([1, 2, 3], [8]))
+    made = rollout_samples(calls, [1.0] * 4, task_id="t", max_tokens=100, vocabulary=9)
+    assert [s.token_ids for s in made.samples] == [(1, 2, 3, 8)]
+    assert made.counts["calls_other_tokens"] == 2
+
+
 def test_no_calls_give_no_rows() -> None:
     assert rows() == RolloutSamples((), Counter())
 

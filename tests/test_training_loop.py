@@ -420,6 +420,19 @@ async def test_once_waits_for_a_judge_that_is_away(
         assert await b.steps_of(judged) == {1}
 
 
+async def test_tokens_of_another_tokenizer_end_no_step(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1")
+        for i in range(4):
+            other = await b.record("t2", Choice(0, (VOCABULARY,) * i + (3,), (-1.0,) * (i + 1), "stop"), 0)
+            await b.store.post_rewards([Reward(other, float(i))], None, b"")
+        await b.loop().run(asyncio.Event(), once=True)
+        step = await b.ledger.last_step()
+        assert step is not None
+        assert (step.metrics["calls"], step.metrics["calls_other_tokens"], step.metrics["skipped"]) == (5, 3, 0)
+        assert "not the model's tokens" in str((await b.store.rollout(other)).dropped)
+
+
 async def test_rollouts_over_the_models_context_are_left_out_of_a_step(base: Path, tmp_path: Path) -> None:
     short = shutil.copytree(base, tmp_path / "short")
     settings = json.loads((short / "config.json").read_text())

@@ -78,11 +78,13 @@ class Collector:
         ledger: Ledger,
         order: Order | None = None,
         adapter_of: Callable[[str | None], str] | None = None,
+        vocabulary: int | None = None,
     ) -> None:
-        """`adapter_of`: an agent's adapter; by default all agents have the same."""
+        """`adapter_of`: an agent's adapter; by default all agents have the same. `vocabulary`: the model's tokens."""
         self._config = config
         self._failed = config.failed_reward is not None
         self._adapter_of = adapter_of or (lambda agent: DEFAULT_ADAPTER)
+        self._vocabulary = vocabulary
         self._store = store
         self._ledger = ledger
         self._siblings = Siblings(config, store, ledger)
@@ -259,7 +261,12 @@ class Collector:
         for adapter in sorted({self._adapter_of(call.agent) for call in calls}):
             own = [(c, a) for c, a in zip(calls, advantages, strict=True) if self._adapter_of(c.agent) == adapter]
             made = rollout_samples(
-                [call for call, _ in own], [a for _, a in own], task_id=task_id, max_tokens=limit, adapter=adapter
+                [call for call, _ in own],
+                [a for _, a in own],
+                task_id=task_id,
+                max_tokens=limit,
+                vocabulary=self._vocabulary,
+                adapter=adapter,
             )
             samples += made.samples
             counts += made.counts
@@ -274,6 +281,8 @@ def _why_no_rows(counts: Counter[str]) -> str:
     """Why a rollout with advantages has nothing to train on."""
     if counts["rows_too_long"]:
         return "longer than trainer.max_sample_tokens or the model's context"
+    if counts["calls_other_tokens"]:
+        return "not the model's tokens: another one sampled them"
     return "several answers a call: whose is the reward?" if counts["calls_ambiguous"] else "no trainable calls"
 
 

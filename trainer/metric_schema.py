@@ -70,6 +70,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("forks_new", "count", "the same: another agent, or a new conversation"),
         ("calls_untrainable", "count", "left out: without token ids, log-probabilities or answer, or at temperature 0"),
         ("calls_not_finite", "count", "left out: a captured log-probability is no number"),
+        ("calls_other_tokens", "count", "left out: of tokens that the model does not have; another one sampled them"),
         ("calls_ambiguous", "count", "left out: several answers (n > 1), so the reward is no one answer's"),
         ("calls_of_others", "count", "left out: of agents that are not trained (`trainer.agents`)"),
         ("rows_too_long", "count", "rows left out: longer than `trainer.max_sample_tokens` or the model's context"),

@@ -36,6 +36,7 @@ CALL_COUNTS = (
     "calls_untrainable",
     "calls_ambiguous",
     "calls_not_finite",
+    "calls_other_tokens",
     "rows_too_long",
 )
 
@@ -46,7 +47,7 @@ class RolloutSamples:
 
     `calls`: in a row, as its first or (`calls_merged`) after others. Left out: `calls_untrainable`, without usable
     token ids; `calls_ambiguous`, n > 1, so the reward belongs to no one answer; `calls_not_finite`, with captured
-    log-probabilities that are not finite; `rows_too_long`, over the limit.
+    log-probabilities that are not finite; `calls_other_tokens`, beyond the vocabulary; `rows_too_long`, over the limit.
     """
 
     samples: tuple[Sample, ...]
@@ -115,9 +116,12 @@ def rollout_samples(
     *,
     task_id: str,
     max_tokens: int,
+    vocabulary: int | None = None,
     adapter: str = DEFAULT_ADAPTER,
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
+
+    `vocabulary`: how many tokens the model knows; None: all there are.
 
     A call continues the longest row that its prompt begins with, token by token; else it opens a new one. Its answer is
     trained on there and nowhere else: in the prompts of later calls it is context.
@@ -125,7 +129,7 @@ def rollout_samples(
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
     for call, advantage in zip(calls, advantages, strict=True):
-        if reason := _unusable(call, max_tokens):
+        if reason := _unusable(call, max_tokens, vocabulary):
             counts[reason] += 1
             continue
         row, outcome = _place(rows, np.array(call.prompt_token_ids, np.int64))
@@ -145,7 +149,7 @@ def merge_rate(counts: Mapping[str, int]) -> float:
     return merged / could if could else 1.0
 
 
-def _unusable(call: ModelCall, max_tokens: int) -> str | None:
+def _unusable(call: ModelCall, max_tokens: int, vocabulary: int | None) -> str | None:
     if len(call.choices) > 1:
         return "calls_ambiguous"
     # Temperature 0 is greedy: there is no sampling distribution to take the gradient of.
@@ -153,6 +157,8 @@ def _unusable(call: ModelCall, max_tokens: int) -> str | None:
         return "calls_untrainable"
     if not all(NO_PROBABILITY < logprob < math.inf for logprob in call.logprobs):
         return "calls_not_finite"
+    if vocabulary is not None and max(call.row_token_ids) >= vocabulary:
+        return "calls_other_tokens"
     return "rows_too_long" if len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens else None
 
 

@@ -67,7 +67,8 @@ class SftRun:
         self._trainer = trainer
         self._publisher = publisher
         self._loop = TrainingLoop(config, store, ledger, trainer, publisher, show=show)
-        self._reader = TraceReader(config.trainer, store, trainer.processing_class, trainer.max_tokens)
+        tokenizer = trainer.processing_class
+        self._reader = TraceReader(config.trainer, store, tokenizer, trainer.max_tokens, trainer.vocabulary)
         self._runs = config.policy.directory.absolute() / METHOD
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> Step | None:

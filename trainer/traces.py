@@ -29,6 +29,7 @@ PAGE = 500
 # Counts of calls that are left out, and how an error puts it.
 LEFT_OUT = {
     "calls_untrainable": "without tokens to learn from",
+    "calls_other_tokens": "of tokens that the model does not have",
     "calls_untokenised": "of other models that the policy's chat template does not show",
     "calls_ambiguous": "with several answers",
     "calls_of_others": "of agents that trainer.agents does not name",
@@ -73,11 +74,20 @@ class Traces:
 class TraceReader:
     """Reads traces from the store. Claims nothing: what is learned from here can still be trained on by a step."""
 
-    def __init__(self, config: TrainerConfig, store: Store, tokenizer: PreTrainedTokenizerBase, max_tokens: int):
+    def __init__(
+        self,
+        config: TrainerConfig,
+        store: Store,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int,
+        vocabulary: int | None = None,
+    ) -> None:
+        """`max_tokens`: of a row. `vocabulary`: the model's tokens; None: all that there are."""
         self._config = config
         self._store = store
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._vocabulary = vocabulary
         self._agents = Agents(config.agents)
         self._roll_call = RollCall(self._agents)
 
@@ -139,7 +149,9 @@ class TraceReader:
         seen.counts["calls_of_others"] += len(calls) - len(trained)
         traces = [trace for call in trained if (trace := self._trace(call, seen)) is not None]
         task = rollout.task_id or rollout.rollout_id
-        made = rollout_samples(traces, [0.0] * len(traces), task_id=task, max_tokens=self._max_tokens)
+        made = rollout_samples(
+            traces, [0.0] * len(traces), task_id=task, max_tokens=self._max_tokens, vocabulary=self._vocabulary
+        )
         seen.counts.update(made.counts)
         return made.samples
 

@@ -106,6 +106,11 @@ class LightningTrainer(GRPOTrainer):
         context = getattr(self.policy_model.config.get_text_config(), "max_position_embeddings", None)
         return min(self.settings.max_sample_tokens, context or self.settings.max_sample_tokens)
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has embeddings of."""
+        return int(self.policy_model.get_input_embeddings().num_embeddings)
+
     @on_every_rank
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on `batch`; returns its metrics together with the batch's own.
