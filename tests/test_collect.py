@@ -310,7 +310,18 @@ async def test_rollouts_that_called_no_model_teach_nothing_whatever_their_reward
 
 @pytest.mark.parametrize(
     ("answer", "score"),
-    [("8", 0.8), ("**10** of 10", 1.0), ("In 2024 I'd say 7.5.", 0.75), ("0", 0.0), ("very good", None), ("", None)],
+    [
+        ("8", 0.8),
+        ("**10** of 10", 1.0),
+        ("In 2024 I'd say 7.5.", 0.75),
+        ("0", 0.0),
+        ("very good", None),
+        ("", None),
+        ("Step 3: 7", 0.7),
+        ("The number for step 10: **9**", 0.9),
+        ("step 4", None),
+        ("<think>Was it 3 of 10?</think>\n\n6", 0.6),
+    ],
 )
 def test_a_score_is_the_first_number_that_can_be_one(answer: str, score: float | None) -> None:
     assert read_score(answer) == score

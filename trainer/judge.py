@@ -103,8 +103,9 @@ def question(shown: str, step: int) -> str:
 
 
 def read_score(answer: str) -> float | None:
-    """The first number from 0 to 10 in an answer, as 0 to 1; None without one."""
-    numbers = (float(found) for found in re.findall(r"\d+(?:\.\d+)?", answer))
+    """The first number from 0 to 10 in an answer, as 0 to 1; None without one. A step's own number is none."""
+    said = re.sub(r"step \d+", "", answer.rpartition("</think>")[2], flags=re.IGNORECASE)
+    numbers = (float(found) for found in re.findall(r"\d+(?:\.\d+)?", said))
     return next((number / 10 for number in numbers if number <= 10), None)
 
 
