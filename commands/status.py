@@ -148,7 +148,8 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
     times = [f"{name} {duration(metrics[key])}" for name, key in PHASES if key in metrics]
     facts += [("  time", ", ".join(times))] if times else []
     names = (
-        "loss", "held_out_loss", "grad_norm", "kl", "kl_base", "entropy", "clip_share", "staleness_mean", "merge_rate",
+        "loss", "held_out_loss", "grad_norm", "advantage_mean", "advantage_std", "ratio_mean", "kl", "kl_base",
+        "entropy", "clip_share", "staleness_mean", "merge_rate",
     )  # fmt: skip
     numbers = [f"{name} {number(metrics[name])}" for name in names if name in metrics]
     return facts + ([("  numbers", ", ".join(numbers))] if numbers else [])

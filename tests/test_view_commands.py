@@ -198,6 +198,7 @@ async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(runni
         assert [line.split()[0] for line in table] == [str(n) for n in range(3, 13)]
         assert table[-1].split() == ["12", "0.917", "0.31", "6/8", "3.2k", "0.0021", "2%", "1.3", "2.1s", "3.5s", "-"]
         assert "2, from t1 0.25 to t2 1" in out and "▁▂" in out
+        assert "advantage_std 0.9" in out and "ratio_mean 1.01" in out
         _, out, _ = await system.lightning("status", "--json")
         assert [step["step"] for step in json.loads(out)["steps"]] == list(range(1, 13))
         _, page = await system.call("GET", "/policy/steps?limit=2")
@@ -213,6 +214,7 @@ async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(runni
 STEP = {
     "reward_mean": 0.5, "reward_std": 0.31, "groups": 8.0, "groups_trained": 6.0, "trained_tokens": 3240.0,
     "kl": 0.0021, "clip_share": 0.02, "entropy": 1.3, "step_s": 2.1, "publish_s": 3.5, "trained_tokens_per_s": 1540.0,
+    "advantage_std": 0.9, "ratio_mean": 1.01,
 }  # fmt: skip
 
 
