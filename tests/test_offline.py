@@ -83,7 +83,7 @@ async def _record(path: Path) -> None:
 
 
 async def _rollout(
-    recorder: Recorder, store: Store, task: str, name: str, reward: float | None, source: random.Random
+    recorder: Recorder, store: Store, task: str | None, name: str, reward: float | None, source: random.Random
 ) -> None:
     prompt: tuple[int, ...] = (0, 5, 6)
     for turn in range(2):
@@ -357,6 +357,21 @@ async def test_an_epoch_that_was_stopped_at_its_end_ends_also_after_a_run_of_sft
     await train_offline(config, asyncio.Event(), recorded, run.out, partial(OfflineRun, epochs=2))
     assert "nothing in the data can be learned from" not in caplog.text
     assert {step: m["epochs_done"] for step, m in run.steps().items() if "epochs_done" in m} == {4: 1, 7: 2}
+
+
+async def test_rollouts_without_a_task_that_are_not_trained_on_are_told_of(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = tmp_path / "live.db", tmp_path / "run" / "out"
+    async with opened(StoreConfig(url=f"sqlite:///{source}")) as database:
+        async with Recorder(Store(database), merged=False) as recorder:
+            for i in range(3):
+                await _rollout(recorder, Store(database), None, f"r{i}", float(i), random.Random(i))
+        await database.checkpoint()
+    config = Config.model_validate(Run(tmp_path / "run", base).settings())
+    await train_offline(config, asyncio.Event(), source, out, partial(OfflineRun, epochs=1))
+    assert "nothing in the data can be learned from" in caplog.text
+    assert "3 rollouts have no task: see trainer.lone_rollouts" in caplog.text
 
 
 async def test_a_judge_that_is_away_ends_no_epoch(

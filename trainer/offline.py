@@ -75,6 +75,9 @@ class OfflineRun:
         last = await self._ledger.last_step()
         if last is None or not await self._ledger.has_trained():
             log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
+            lone = await self._ledger.lone(self._config.failed_reward is not None)
+            if lone is not None and self._config.lone_rollouts == "drop":
+                log.warning("%d rollouts have no task: see trainer.lone_rollouts", lone.completed)
             return False
         self._done += 1
         await self._ledger.end_epoch(last.step, last.metrics | {EPOCHS_DONE: self._done}, self._done < self._epochs)
