@@ -139,6 +139,14 @@ def test_named_rewards_are_summed_by_their_weights_and_the_newest_counts() -> No
     assert weighted_rewards(posted[:1], {"style": 1.0}).posted is None
 
 
+@pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
+def test_rewards_that_are_as_large_as_numbers_can_be_are_compared_too(baseline: str) -> None:
+    posted = [[Reward("r", value), Reward("r", value, name="style")] for value in (1.7e308, -1.7e308, -1.7e308)]
+    rewards = [weighted_rewards(own, {"reward": 1.0, "style": 10.0}) for own in posted]
+    found = group_advantages([Sibling([call("0")], own) for own in rewards], config(baseline=baseline))
+    assert all(0 < abs(advantage or 0) < 1e31 for (advantage,) in found)
+
+
 def test_automatic_rewards_are_added_to_what_was_posted() -> None:
     both = RolloutRewards(1.0, {"0": 2.0}, {"0": -0.25, "1": -0.5})
     assert (both.posted, both.total, both.of_call("0"), both.of_call("1")) == (1.0, 0.25, 1.75, -0.5)

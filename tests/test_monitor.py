@@ -91,6 +91,14 @@ async def test_before_the_first_step_there_is_nothing_to_find(run: Run) -> None:
     assert await run.monitor().look() is None
 
 
+async def test_rewards_that_are_as_large_as_numbers_can_be_are_compared_too(run: Run) -> None:
+    await run.rollouts(0, 1.7e308, 1.7e308, 1.7e308, 1.7e308)
+    await run.step()
+    await run.rollouts(1, -1.7e308, -1.7e308, -1.7e308, -1.7e308)
+    found = await run.monitor().look()
+    assert found is not None and (found.sign, found.go_back_to) == ("reward", 0)
+
+
 async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(run: Run) -> None:
     await run.rollouts(0, 1, 1, 1, 0)
     assert await run.step() == 1

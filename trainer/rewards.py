@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from lightning_proxy.proxy.types import Reward
 
+# A larger reward counts as this: sums and squares of rewards stay finite.
+LARGEST = 1e30
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutRewards:
@@ -49,6 +52,7 @@ def weighted_rewards(rewards: Sequence[Reward], weights: Mapping[str, float]) ->
     newest = {(r.call_id, r.name): r.value for r in rewards if r.name in weights}
     summed: dict[str | None, float] = {}
     for (call_id, name), value in newest.items():
-        summed[call_id] = summed.get(call_id, 0.0) + weights[name] * value
+        weighted = max(-LARGEST, min(weights[name] * value, LARGEST))
+        summed[call_id] = summed.get(call_id, 0.0) + weighted
     final = summed.pop(None, None)
     return RolloutRewards(final, {call_id: value for call_id, value in summed.items() if call_id is not None})
