@@ -98,6 +98,8 @@ def test_free_form_input_need_not_be_json() -> None:
         {"$ref": "#"},
         {"$ref": "#/nowhere"},
         {"properties": {"n": {"pattern": "("}}},
+        {"properties": {"n": {"pattern": "a{99999999999}"}}},
+        {"$schema": "http://["},
         None,
         7,
     ],

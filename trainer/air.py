@@ -105,7 +105,7 @@ def arguments_match(tool: ToolCall, schemas: Mapping[str, Any]) -> bool:
         validator.check_schema(schema)
         # Without a registry of its own jsonschema would fetch what a schema refers to.
         return bool(validator(schema, registry=REGISTRY).is_valid(arguments))
-    except (SchemaError, Unresolvable, RecursionError, TypeError):
+    except (SchemaError, Unresolvable, RecursionError, TypeError, ValueError, OverflowError):
         return True
 
 
