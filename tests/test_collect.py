@@ -359,7 +359,10 @@ async def test_a_rollout_that_cannot_be_used_costs_the_others_nothing(
 
 
 class Scorer:
-    """An OpenAI-compatible server that gives every step of rollout `a` 8 of 10, of others 2; or is away."""
+    """An OpenAI-compatible server that gives every step of rollout `a` 8 of 10, of others 2; or is away.
+
+    Rollout `long` is too long for it.
+    """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -369,6 +372,9 @@ class Scorer:
         if self.away:
             return web.json_response({"error": {"message": "no such key"}}, status=401)
         question = (await request.json())["messages"][-1]["content"]
+        if "answer 0 of long" in question:
+            message = "This model's maximum context length is 100 tokens."
+            return web.json_response({"error": {"message": message, "code": "context_length_exceeded"}}, status=400)
         self.asked.append(question)
         text = "I say 8." if "answer 0 of a" in question else "2"
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
@@ -415,5 +421,12 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
         await traffic.post(Reward("a", 2.0, retrain=True))
         assert await traffic.batch(**settings) is not None
         assert len(scorer.asked) == 4
+        for name in ("long", "d"):
+            await traffic.rollout(name, "u", 1.0, (0.0, 0.0))
+        # Scores 0.5, undecided, or 0.2: returns [1.5, 1.25] and [1.2, 1.1].
+        found = advantages(await traffic.batch(**settings))
+        assert found == pytest.approx({"long-0": 0.15, "long-1": 0.075, "d-0": -0.15, "d-1": -0.075})
+        told = [r.comment for r in await traffic.store.rewards("long") if r.name == "judge"]
+        assert len(told) == 2 and all(str(t).startswith("no score: ") and "context length" in str(t) for t in told)
     finally:
         await runner.cleanup()

@@ -28,6 +28,10 @@ class JudgeError(LightningError):
     """The judge cannot be reached, or refuses. Nothing is lost: what it said is stored, the rest is asked again."""
 
 
+class Unjudgeable(Exception):
+    """The judge will never answer this question: too long for it, or against its provider's rules."""
+
+
 class Judge:
     """Asks the model `trainer.judge.model`, through litellm, about calls that it has not scored yet."""
 
@@ -61,19 +65,27 @@ class Judge:
 
     async def _score(self, call: ModelCall, step: int, shown: str) -> Reward:
         async with self._slots:
-            answer = await self._ask(question(shown, step))
-        score = read_score(answer)
+            score, comment = await self._judged(question(shown, step))
         reward = Reward(
             call.rollout_id,
             UNDECIDED if score is None else score,
             call.call_id,
             name=JUDGE,
             source=self._config.model,
-            comment=answer[:200] if score is not None else f"no number in the answer: {answer[:200]}",
+            comment=comment,
             final=False,
         )
         await self._store.post_rewards([reward], None, b"")
         return reward
+
+    async def _judged(self, question: str) -> tuple[float | None, str]:
+        """The score, and what the judge said; no score where it said none, or cannot judge this at all."""
+        try:
+            answer = await self._ask(question)
+        except Unjudgeable as error:
+            return None, f"no score: {str(error)[:200]}"
+        score = read_score(answer)
+        return score, answer[:200] if score is not None else f"no number in the answer: {answer[:200]}"
 
     async def _ask(self, question: str) -> str:
         import litellm  # takes seconds
@@ -85,6 +97,8 @@ class Judge:
             answer = await litellm.acompletion(
                 config.model, messages, api_base=config.api_base, temperature=0, timeout=config.timeout_s, num_retries=2
             )
+        except (litellm.ContextWindowExceededError, litellm.ContentPolicyViolationError) as error:
+            raise Unjudgeable(str(error)) from None
         except OpenAIError as error:  # what all of litellm's errors are
             raise JudgeError(f"trainer.judge: {config.model} gives no answer: {str(error)[:300]}") from None
         return str(answer.choices[0].message.content or "")
@@ -116,4 +130,5 @@ def _seen(call: ModelCall) -> object:
 
 def _text(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = text.encode(errors="replace").decode()  # lone surrogates cannot be sent
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} […]"
