@@ -89,7 +89,7 @@ class Engine:
         self, path: str, body: Json, params: Mapping[str, Any]
     ) -> tuple[bytes | LitellmStream, list[Header]]:
         if self._litellm is None:
-            self._litellm = _import_litellm()
+            self._litellm = import_litellm()
         if path == "/v1/messages" and body.get("stream"):
             _require_streamed_messages(self._litellm, body["model"])
         fields = _fields(path)
@@ -109,7 +109,7 @@ class Engine:
         await asyncio.gather(*others, return_exceptions=True)
 
 
-def _import_litellm() -> ModuleType:
+def import_litellm() -> ModuleType:
     """litellm, silent: what it would log or report may hold keys and whole conversations."""
     os.environ.update(_SETTINGS)
     import litellm

@@ -408,6 +408,7 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(JudgeError, match="openai/m gives no answer"):
             await traffic.batch(**settings)
         assert await traffic.dropped("a", "b") == [None, None]
+        assert sys.modules["litellm"].telemetry is False, "it is as silent as in the proxy"
         scorer.away = False
         batch = await traffic.batch(**settings)
         # Scores 0.8 or 0.2, half of each: returns [1.8, 1.4] and [1.2, 1.1].

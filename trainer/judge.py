@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.proxy.litellm_engine import import_litellm
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import ModelCall, Reward
 from lightning_proxy.proxy.views import message_of
@@ -88,10 +89,9 @@ class Judge:
         return score, answer[:200] if score is not None else f"no number in the answer: {answer[:200]}"
 
     async def _ask(self, question: str) -> str:
-        import litellm  # takes seconds
+        litellm, config = import_litellm(), self._config
         from openai import OpenAIError
 
-        config = self._config
         messages = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": question}]
         try:
             answer = await litellm.acompletion(
