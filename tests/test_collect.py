@@ -401,7 +401,7 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         api_base = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        settings = {"credit": "judge", "judge": {"model": "openai/m", "api_base": api_base, "weight": 0.5}}
+        settings: Any = {"credit": "judge", "judge": {"model": "openai/m", "api_base": api_base, "weight": 0.5}}
         for name in ("a", "b"):
             await traffic.rollout(name, "t", 1.0, (0.0, 0.0))
         scorer.away = True
@@ -424,6 +424,7 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(scorer.asked) == 4
         for name in ("long", "d"):
             await traffic.rollout(name, "u", 1.0, (0.0, 0.0))
+        settings["judge"]["model"] = "openai/gpt-5-mini"  # which takes no temperature
         # Scores 0.5, undecided, or 0.2: returns [1.5, 1.25] and [1.2, 1.1].
         found = advantages(await traffic.batch(**settings))
         assert found == pytest.approx({"long-0": 0.15, "long-1": 0.075, "d-0": -0.15, "d-1": -0.075})

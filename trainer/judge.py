@@ -95,8 +95,9 @@ class Judge:
         messages = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": question}]
         try:
             answer = await litellm.acompletion(
-                config.model, messages, api_base=config.api_base, temperature=0, timeout=config.timeout_s, num_retries=2
-            )
+                config.model, messages, api_base=config.api_base, timeout=config.timeout_s, num_retries=2,
+                temperature=0, drop_params=True,  # models that reason take no temperature
+            )  # fmt: skip
         except (litellm.ContextWindowExceededError, litellm.ContentPolicyViolationError) as error:
             raise Unjudgeable(str(error)) from None
         except OpenAIError as error:  # what all of litellm's errors are
