@@ -305,6 +305,11 @@ class Ledger:
             await db.execute(sql.VERSION_FAILED, {"version": version, "error": error})
             await db.execute(sql.STEP_NOT_PUBLISHED, {"version": version})
 
+    async def forget_unfinished(self, version: int) -> None:
+        """The version that was being published never was."""
+        async with self._db.transaction() as db:
+            await db.execute(sql.VERSION_FORGET_UNFINISHED, {"version": version})
+
     async def forget_files(self, version: int) -> None:
         """The version's files are gone: it cannot be promoted any more."""
         async with self._db.transaction() as db:

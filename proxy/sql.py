@@ -226,6 +226,7 @@ VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE 
 VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"
 VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
 STEP_NOT_PUBLISHED = "UPDATE steps SET version = NULL WHERE version = :version"
+VERSION_FORGET_UNFINISHED = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
 VERSION_FORGET_PATH = "UPDATE policy_versions SET path = NULL WHERE version = :version"
 POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
 POLICY_LOG_DURING = """

@@ -1116,16 +1116,16 @@ async def test_what_vllm_refuses_for_another_reason_is_said(
 
 
 class FaultyServer(HonestServer):
-    """Does what it is told, and answers 500, so many times, at one route."""
+    """Answers 500, so many times, at one route; but for unloading, it does what it is told all the same."""
 
     faults_at, faults = "", 0
 
     async def handle(self, request: web.Request) -> web.Response:
-        answer = await super().handle(request)
-        if request.path == self.faults_at and self.faults:
-            self.faults -= 1
-            return web.json_response({"error": {"message": "EngineCore died"}}, status=500)
-        return answer
+        fails = request.path == self.faults_at and self.faults > 0
+        self.faults -= fails
+        if not fails or "unload" not in request.path:
+            answer = await super().handle(request)
+        return web.json_response({"error": {"message": "EngineCore died"}}, status=500) if fails else answer
 
 
 @pytest.mark.parametrize("faults", [3, 100])
@@ -1192,6 +1192,27 @@ async def test_faults_of_a_vllm_that_was_away_between_them_are_not_added_up(
             await b.loop().run(asyncio.Event(), once=True)
         assert (await b.ledger.live()).step == (None if ends else 1)
         assert "publishing" not in {version.status for version in await b.ledger.versions()}
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_however_long_the_disk_is_full_the_rollouts_of_now_are_no_staler_for_it(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: str
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+    whole, tries = LightningTrainer.save_weights, iter(range(5))
+
+    def full(self: LightningTrainer, directory: Path, *, merged: bool) -> None:
+        if next(tries, None) is not None:
+            raise NotSaved("the disk is full")
+        whole(self, directory, merged=merged)
+
+    monkeypatch.setattr(LightningTrainer, "save_weights", full)
+    async with bench(base, tmp_path, publish, max_staleness=1) as b:
+        await b.groups("t1", "t2")
+        asked_before = await b.groups("t3", "t4")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert [v.version for v in await b.ledger.versions()] == [0, 1, 2]
+        assert await b.steps_of(asked_before) == {2}
 
 
 class MixedUpServer(HonestServer):

@@ -265,18 +265,18 @@ class TrainingLoop:
             try:
                 return await publisher.publish(step, samples, scalars(metrics), self._version)
             except (UpstreamUnreachable, UpstreamTimeout, NotSaved) as error:
-                faults, why = faults if isinstance(error, NotSaved) else 0, error.message
+                faults = faults if isinstance(error, NotSaved) else 0
                 log.warning("publishing step %d waits: %s", step, error)
             except VllmFault as error:
-                faults, why = faults + 1, error.message
+                faults += 1
                 if faults == FAULTS:
-                    await publisher.abandon_unfinished(why)
+                    await publisher.abandon_unfinished(error.message)
                     raise
                 log.warning("publishing step %d is tried again (%d of %d): %s", step, faults, FAULTS - 1, error)
             await pause(self._stop, RETRY_S)
             if self._stop.is_set():
                 raise Stopped
-            await publisher.abandon_unfinished(why)
+            await publisher.forget_unfinished()
 
     async def is_stopped(self) -> bool:
         """Whether a collapse was seen, and neither somebody nor (`collapse.action: rollback`) we went back since."""

@@ -141,11 +141,19 @@ class Publisher:
                 return
 
     async def abandon_unfinished(self, why: str = "the trainer was stopped while it published this version") -> None:
-        """Versions that a killed trainer, or a try of this one, was publishing will not go live."""
-        for version in await self._ledger.versions():
-            if version.status == "publishing":
-                await self._ledger.failed(version.version, why)
-                await self._remove(version)
+        """Versions that a killed trainer was publishing, or this one gave up, will not go live."""
+        for version in await self._unfinished():
+            await self._ledger.failed(version.version, why)
+            await self._remove(version)
+
+    async def forget_unfinished(self) -> None:
+        """As if it had not been tried: the next try gets the version's number, for what is stale goes by numbers."""
+        for version in await self._unfinished():
+            await self._ledger.forget_unfinished(version.version)
+            await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version.version}", ignore_errors=True)
+
+    async def _unfinished(self) -> list[PolicyVersion]:
+        return [version for version in await self._ledger.versions() if version.status == "publishing"]
 
     async def _save(self, step: int, metrics: dict[str, Any]) -> PolicyVersion:
         number = await self._ledger.new_version(self._swap.mode, step, metrics)
