@@ -420,6 +420,11 @@ class TrainerConfig(Section):
         return "judge" in ([self.credit] if isinstance(self.credit, str) else self.credit.values())
 
     @property
+    def credit_by_agent(self) -> list[str]:
+        """The agents that have a strategy by name."""
+        return [] if isinstance(self.credit, str) else [agent for agent in self.credit if agent != "*"]
+
+    @property
     def failed_reward(self) -> float | None:
         """What a failed rollout counts for; None: it is dropped."""
         return {"drop": None, "zero": 0.0}[value] if isinstance(value := self.failed_rollouts, str) else value

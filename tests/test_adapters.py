@@ -294,7 +294,7 @@ async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_co
     await store.post_rewards([Reward("a", 1.0), Reward("b", 0.0), Reward("c", 0.0)], None, b"")
     settings = TrainerConfig(group_size=3, tasks_per_step=1)
     policy = PolicyConfig.model_validate({"adapters": OWN})
-    found = await Collector(settings, store, ledger, adapter_of=policy.adapter_of).next_batch(0)
+    found = await Collector(settings, store, ledger, policy=policy).next_batch(0)
     await database.close()
     assert found is not None
     assert {(s.adapter, s.call_ids) for s in found.samples} == {

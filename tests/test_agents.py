@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config import StoreConfig, TrainerConfig, UpstreamConfig
+from lightning_proxy.proxy.config import PolicyConfig, StoreConfig, TrainerConfig, UpstreamConfig
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
@@ -123,9 +123,11 @@ class Traffic:
                 await recorder.end(CallEnd(f"{name}-{i}", name, "ok", {}, 200, prompt, (choice,)))
         await self.store.post_rewards([Reward(name, final)], None, b"")
 
-    async def batch(self, live: int = 0, **changed: Any) -> Batch | None:
+    async def batch(self, live: int = 0, adapters: Any = None, **changed: Any) -> Batch | None:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
-        return await Collector(TrainerConfig.model_validate(settings), self.store, self.ledger).next_batch(live)
+        policy = PolicyConfig(adapters=adapters or {})
+        collector = Collector(TrainerConfig.model_validate(settings), self.store, self.ledger, policy=policy)
+        return await collector.next_batch(live)
 
 
 @pytest.fixture
@@ -167,6 +169,22 @@ async def test_rollouts_without_a_trained_agent_are_dropped_and_a_wrong_name_is_
     assert (await traffic.store.rollout("a")).dropped == "trainer.agents names none of its agents"
     assert "trainer.agents: no call of planer so far" in caplog.text
     assert "the agents of the rollouts are: no name (calls without X-Agent-Name), planner" in caplog.text
+
+
+async def test_wrong_names_in_credit_and_adapters_are_told_too(
+    traffic: Traffic, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, final in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, final, [("planner", (0, 1))])
+    with caplog.at_level(logging.WARNING):
+        settings = {"credit": {"planer": "discounted", "*": "uniform"}, "adapters": {"own": ["plannner", "planner"]}}
+        assert await traffic.batch(**settings) is not None
+    assert "trainer.credit: no call of planer so far; the agents of the rollouts are: planner" in caplog.text
+    assert "policy.adapters" not in caplog.text, "nobody else is there"
+    with caplog.at_level(logging.WARNING):
+        await traffic.rollout("c", 1.0, [("planner", (0, 1)), ("writer", (0, 2))])
+        await traffic.batch(**settings, group_timeout_s=1e-9)
+    assert "policy.adapters: no call of plannner so far; the agents of the rollouts are: planner, writer" in caplog.text
 
 
 async def test_no_warning_while_every_agent_that_was_seen_is_trained(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from lightning_proxy.proxy.types import ModelCall
 
@@ -35,25 +36,34 @@ class Agents:
 class RollCall:
     """Warns, once each, of agents that are named and that no rollout knows: a typo would train nothing.
 
-    Keeps the names that were seen among the calls of rollouts, and those that were missed.
+    Keeps the names that were seen among the calls of rollouts, and those that were missed. `others`: agents that other
+    options name, by option.
     """
 
-    def __init__(self, agents: Agents) -> None:
+    def __init__(self, agents: Agents, others: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
         self._agents = agents
+        self._others = others
         self._seen: set[str] = set()
-        self._missed: set[str] = set()
+        self._missed: set[tuple[str, str]] = set()
 
     def look(self, rollouts: Iterable[Sequence[ModelCall]]) -> None:
-        """Warn of agents that were never seen while calls of agents that are not trained were."""
+        """Warn of agents that were never seen while calls of agents that an option does not name were."""
         self._seen |= {call.agent or NO_NAME for calls in rollouts for call in calls}
-        missing = set(self._agents.named) - self._seen
-        if missing - self._missed and any(self._agents.role(name) is None for name in self._seen):
-            self._missed |= missing
+        if any(self._agents.role(name) is None for name in self._seen):
+            self._miss("trainer.agents", self._agents.named, ", so nothing of it is trained")
+        for option, named in self._others.items():
+            if self._seen.difference(named):
+                self._miss(option, named)
+
+    def _miss(self, option: str, named: Iterable[str], what_of_it: str = "") -> None:
+        missing = {name for name in named if name not in self._seen}
+        if {(option, name) for name in missing} - self._missed:
+            self._missed |= {(option, name) for name in missing}
+            agents = _listed(self._seen)
             log.warning(
-                "trainer.agents: no call of %s so far, so nothing of it is trained; the agents of the rollouts are: %s",
-                _listed(missing),
-                _listed(self._seen),
-            )
+                "%s: no call of %s so far%s; the agents of the rollouts are: %s",
+                option, _listed(missing), what_of_it, agents,
+            )  # fmt: skip
 
 
 def _listed(names: set[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_proxy.proxy.config import DEFAULT_ADAPTER, TrainerConfig
+from lightning_proxy.proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.errors import NotFound
 from lightning_proxy.proxy.ledger import Group, Ledger
 from lightning_proxy.proxy.store import Store
@@ -77,19 +77,21 @@ class Collector:
         store: Store,
         ledger: Ledger,
         order: Order | None = None,
-        adapter_of: Callable[[str | None], str] | None = None,
+        policy: PolicyConfig | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        """`adapter_of`: an agent's adapter; by default all agents have the same. `vocabulary`: the model's tokens."""
+        """`policy`: which agents have adapters of their own; by default none. `vocabulary`: the model's tokens."""
+        policy = policy or PolicyConfig()
         self._config = config
         self._failed = config.failed_reward is not None
-        self._adapter_of = adapter_of or (lambda agent: DEFAULT_ADAPTER)
+        self._adapter_of = policy.adapter_of
         self._vocabulary = vocabulary
         self._store = store
         self._ledger = ledger
         self._siblings = Siblings(config, store, ledger)
         self._agents = Agents(config.agents)
-        self._roll_call = RollCall(self._agents)
+        own = [agent for agents in policy.adapters.values() for agent in agents]
+        self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
         self._order = order or _longest_waiting
         self._seen = Seen()
 

@@ -69,7 +69,7 @@ class TrainingLoop:
         self._trainer = trainer
         self._publisher = publisher
         fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
-        self._collector = Collector(fitting, store, ledger, order, config.policy.adapter_of, trainer.vocabulary)
+        self._collector = Collector(fitting, store, ledger, order, config.policy, trainer.vocabulary)
         self._schedule = Schedule(config.trainer.schedule, self._collector, ledger)
         self._waits_for: str | None = None
         self._monitor = Monitor(config.trainer, ledger)
