@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_proxy.proxy.ledger import Collapse, Step
+from lightning_proxy.proxy.tools import dicts
 from lightning_proxy.proxy.types import Event, ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
 
 # What of a request the model is shown, in any of the recorded APIs.
@@ -127,8 +128,7 @@ def _action_transition(t: int, event: Event, state: Any) -> Transition:
 def message_of(call: ModelCall) -> Any:
     """The answer: the first choice's message (chat), its text (completions), or the whole response of another API."""
     response = call.response if isinstance(call.response, dict) else {}
-    choices = response.get("choices") or [{}]
-    first = choices[0] if isinstance(choices[0], dict) else {}
+    first = next(dicts(response.get("choices")), {})
     return first.get("message", first.get("text", call.response))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from test_credit import call
 
 from lightning_proxy.proxy.config import StoreConfig, TrainerConfig
 from lightning_proxy.proxy.database import Database
@@ -22,6 +23,7 @@ from lightning_proxy.proxy.ledger import Ledger
 from lightning_proxy.proxy.recorder import Recorder
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.views import message_of
 from lightning_proxy.trainer.collect import Collector
 from lightning_proxy.trainer.judge import JudgeError, read_score
 from lightning_proxy.trainer.types import Batch
@@ -358,10 +360,15 @@ async def test_a_rollout_that_cannot_be_used_costs_the_others_nothing(
     assert reason is not None and why in reason
 
 
+@pytest.mark.parametrize("choices", [{"a": 1}, 5, [], ["a"], None])
+def test_an_answer_of_no_known_shape_is_shown_whole(choices: Any) -> None:
+    assert message_of(call("a", response={"choices": choices})) == {"choices": choices}
+
+
 class Scorer:
     """An OpenAI-compatible server that gives every step of rollout `a` 8 of 10, of others 2; or is away.
 
-    Rollout `long` is too long for it.
+    Rollout `long` is too long for it, and of `mute` it says nothing.
     """
 
     def __init__(self) -> None:
@@ -378,8 +385,9 @@ class Scorer:
         self.asked.append(question)
         text = "I say 8." if "answer 0 of a" in question else "2"
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        choices = [] if "answer 0 of mute" in question else [choice]
         return web.json_response(
-            {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": choices}
         )
 
 
@@ -422,6 +430,10 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
         await traffic.post(Reward("a", 2.0, retrain=True))
         assert await traffic.batch(**settings) is not None
         assert len(scorer.asked) == 4
+        for name in ("mute", "c"):
+            await traffic.rollout(name, "t", 1.0, (0.0, 0.0))
+        found = advantages(await traffic.batch(**settings))
+        assert found == pytest.approx({"mute-0": 0.15, "mute-1": 0.075, "c-0": -0.15, "c-1": -0.075})
         for name in ("long", "d"):
             await traffic.rollout(name, "u", 1.0, (0.0, 0.0))
         settings["judge"]["model"] = "openai/gpt-5-mini"  # which takes no temperature

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import shutil
@@ -49,7 +50,7 @@ from lightning_proxy.proxy.vllm import VllmError, VllmFault, operator_session
 from lightning_proxy.trainer.judge import Judge, JudgeError
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.metric_schema import METRICS
-from lightning_proxy.trainer.publish import Publisher
+from lightning_proxy.trainer.publish import Publisher, _difference
 from lightning_proxy.trainer.sft import SftRun
 from lightning_proxy.trainer.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch
@@ -1213,6 +1214,11 @@ async def test_however_long_the_disk_is_full_the_rollouts_of_now_are_no_staler_f
         await b.loop().run(asyncio.Event(), once=True)
         assert [v.version for v in await b.ledger.versions()] == [0, 1, 2]
         assert await b.steps_of(asked_before) == {2}
+
+
+def test_an_answer_without_tokens_says_nothing_of_what_is_served() -> None:
+    assert _difference([[0.0, -1.0, -2.0], [0.0, -3.0]], [([7], [-1.5]), ([], [])]) == 0.5
+    assert math.isnan(_difference([[0.0, -3.0]], [([], [])]))
 
 
 class MixedUpServer(HonestServer):

@@ -102,7 +102,7 @@ class Judge:
             raise Unjudgeable(str(error)) from None
         except OpenAIError as error:  # what all of litellm's errors are
             raise JudgeError(f"trainer.judge: {config.model} gives no answer: {str(error)[:300]}") from None
-        return str(answer.choices[0].message.content or "")
+        return "".join(choice.message.content or "" for choice in answer.choices[:1])
 
 
 def transcript(steps: Sequence[ModelCall]) -> str:

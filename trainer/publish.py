@@ -249,7 +249,7 @@ def _difference(ours: Sequence[Sequence[float]], answers: Sequence[tuple[list[in
     differences = [
         abs(a - b)
         for row, (ids, served) in zip(ours, answers, strict=True)
-        for a, b in zip(row[-len(ids) :], served, strict=True)
+        for a, b in zip(row[len(row) - len(ids) :], served, strict=True)
     ]
     return math.fsum(differences) / len(differences) if differences else math.nan
 
