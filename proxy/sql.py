@@ -304,6 +304,7 @@ UPDATE rollouts SET rewarded_at = (
     SELECT MIN(created_at) FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.name = :name
 )
 WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND rewarded_at IS NULL
+  AND EXISTS (SELECT 1 FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.name = :name)
 """
 CLAIM = "UPDATE rollouts SET step = :step WHERE rollout_id = :rollout_id AND step IS NULL"
 CLAIMED = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"

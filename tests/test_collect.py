@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -193,6 +195,16 @@ async def test_rewards_of_other_names_count_by_their_weights(traffic: Traffic) -
     assert await traffic.batch() is None
     assert await traffic.dropped("a", "b") == [None, None]  # they wait for a reward that counts
     assert advantages(await traffic.batch(reward_weights={"style": 0.5})) == {"a-0": -0.5, "b-0": 0.5}
+
+
+async def test_looking_for_rewards_of_other_names_writes_nothing_where_there_are_none(
+    traffic: Traffic, tmp_path: Path
+) -> None:
+    await traffic.rollout("a", "t", None)
+    with closing(sqlite3.connect(tmp_path / "store.db")) as other:
+        before = other.execute("PRAGMA data_version").fetchone()
+        await traffic.ledger.rewarded_as(["style"])
+        assert other.execute("PRAGMA data_version").fetchone() == before
 
 
 async def test_what_is_offered_for_a_reward_that_counts_no_more_is_dropped(traffic: Traffic) -> None:
