@@ -213,15 +213,15 @@ async def _import_call(recorder: Recorder, name: RolloutName, row: dict[str, Any
     request = shown if row.get("temperature") is None else shown | {"temperature": row["temperature"]}
     named = RolloutName(name.rollout_id, name.task_id, row.get("agent"))
     start = CallStart(row["call_id"], named, "chat/completions", None, row["policy_version"], request, at)
-    ids, logprobs = tuple(row["response_token_ids"]), tuple(row["logprobs"])
+    prompt, ids, logprobs = (tuple(row[of] or ()) for of in ("prompt_token_ids", "response_token_ids", "logprobs"))
     reason = row.get("untrainable_reason")
-    if reason is None and not (ids and len(ids) == len(logprobs)):
+    if reason is None and not (prompt and ids and len(ids) == len(logprobs)):
         reason = "no token ids or log-probabilities in the export"
     finish = action.get("finish_reason")
     answer = _answer(action.get("message"), finish)
     choices = (Choice(0, ids, logprobs, finish),) if len(ids) == len(logprobs) else ()
     await recorder.start(start)
-    end = CallEnd(row["call_id"], name.rollout_id, "ok", answer, 200, tuple(row["prompt_token_ids"]), choices,
+    end = CallEnd(row["call_id"], name.rollout_id, "ok", answer, 200, prompt, choices,
                   tool_calls=tool_calls(answer), untrainable_reason=reason)  # fmt: skip
     await recorder.end(end)
 
