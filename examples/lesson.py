@@ -116,6 +116,8 @@ class Lesson:
                     await asyncio.wait({trained, worked}, return_when=asyncio.FIRST_COMPLETED)
                     if trained.done() and trained.result() != 0:
                         raise trainer.death()
+                    if trained.done():
+                        _say("\nthe trainer has taken its last step: rollouts under way are stopped")
                     if worked.done():
                         worked.result()
                 finally:
