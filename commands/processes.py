@@ -33,7 +33,8 @@ class ChildSpec:
     """A program to keep running. `health_url` answers 200 once it is well; None: well as soon as it runs.
 
     `may_end`: to end with exit code 0 is no fault. `restarts`: how often it is started again within `RESTARTS_S` when
-    it dies; never after exit code 2, which says that what it was told is wrong.
+    it dies; never after exit code 2, which says that what it was told is wrong. `vital`: the others end with it when it
+    died more often; else they go on, and it is started again after `RESTARTS_S`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ChildSpec:
     grace_s: float = 15.0
     may_end: bool = False
     restarts: int = 0
+    vital: bool = True
 
 
 class Child:
@@ -145,10 +147,15 @@ class Supervisor:
     async def _keep_up(self, child: Child) -> None:
         """Start the child again when it dies, as its spec allows; else raise ChildDied."""
         while await child.process.wait() != 0 or not child.spec.may_end:
-            if not child.may_restart():
+            said = f"{child.spec.name} {child.how_it_ended()}"
+            if child.may_restart():
+                self._say(f"{said}: starting it again; see {child.log}")
+                await asyncio.sleep(RESTART_DELAY_S)
+            elif child.spec.vital or child.process.returncode == 2:
                 raise child.death()
-            self._say(f"{child.spec.name} {child.how_it_ended()}: starting it again; see {child.log}")
-            await asyncio.sleep(RESTART_DELAY_S)
+            else:
+                self._say(f"{said} once more: the others go on, and it is started again in {RESTARTS_S / 60:.0f} min")
+                await asyncio.sleep(RESTARTS_S)
             child.restarted(*await _launch(child.spec, child.log))
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:

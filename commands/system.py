@@ -18,7 +18,7 @@ from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.keyring import require_keys
 
 T = TypeVar("T")
-# Every part goes on where it was when it is started again; one that keeps dying ends the system.
+# Every part goes on where it was when it is started again; one that keeps dying ends the system, or only itself.
 RESTARTS = 3
 
 
@@ -39,10 +39,15 @@ class Launch:
 
 
 class System:
-    """`async with System(…) as system:` has vLLM and proxy ready, and the trainer started."""
+    """`async with System(…) as system:` has vLLM and proxy ready, and the trainer started.
 
-    def __init__(self, config: Config, launch: Launch, logs: Path, say: Callable[[str], None]) -> None:
-        self._config, self._launch = config, launch
+    `needs_trainer`: False lets agents be served on while the trainer keeps dying.
+    """
+
+    def __init__(
+        self, config: Config, launch: Launch, logs: Path, say: Callable[[str], None], *, needs_trainer: bool = True
+    ) -> None:
+        self._config, self._launch, self._needs_trainer = config, launch, needs_trainer
         self._supervisor = Supervisor(logs, say)
         self._stack = AsyncExitStack()
         self.trainer: Child | None = None
@@ -66,8 +71,9 @@ class System:
             for spec in (vllm, serve):
                 await self._supervisor.wait_healthy(await self._supervisor.start(spec))
             train = ChildSpec(
-                "trainer", self._launch.argv("train"), self._launch.env(), may_end=True, restarts=RESTARTS
-            )
+                "trainer", self._launch.argv("train"), self._launch.env(), may_end=True, restarts=RESTARTS,
+                vital=self._needs_trainer,
+            )  # fmt: skip
             self.trainer = await self._supervisor.start(train)
             self._stack = stack.pop_all()
         return self

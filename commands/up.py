@@ -12,12 +12,12 @@ from lightning_proxy.proxy.config import Config
 
 
 async def up(config: Config, launch: Launch, logs: Path, console: Console) -> None:
-    """Run vLLM, proxy and trainer until cancelled, or until one of them fails; a line for every training step."""
+    """Run vLLM, proxy and trainer until cancelled, or until agents cannot be served; a line for every training step."""
 
     def say(what: str) -> None:
         console.print(f"[dim]{what}[/]")
 
-    async with System(config, launch, logs, say) as system:
+    async with System(config, launch, logs, say, needs_trainer=False) as system:
         url = f"http://{config.proxy.host}:{config.proxy.port}"
         console.print(f"ready: OPENAI_BASE_URL={url}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops")
         await system.guard(tell_steps(config.store, console))

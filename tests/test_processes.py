@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_proxy.commands import processes
 from lightning_proxy.commands.processes import ChildDied, ChildSpec, Supervisor, free_port
 from lightning_proxy.commands.signals import Interrupted, run_until_signal
 
@@ -164,8 +165,28 @@ async def test_a_child_that_dies_is_started_again_as_often_as_it_may(tmp_path: P
     assert sum("starting it again" in line for line in said) == 2
 
 
-async def test_a_child_that_was_told_something_wrong_is_not_started_again(tmp_path: Path) -> None:
+async def test_the_others_go_on_without_a_child_that_is_not_vital(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "RESTARTS_S", 1.5)
+    said: list[str] = []
+    starts = tmp_path / "starts"
+    script = f"import pathlib; pathlib.Path({str(starts)!r}).open('a').write('x'); raise SystemExit(3)"
+
+    async def see_it_started(times: int) -> None:
+        while not starts.exists() or len(starts.read_text()) < times:
+            await asyncio.sleep(0.05)
+
+    async with Supervisor(tmp_path, said.append) as children:
+        await children.start(ChildSpec("moody", [sys.executable, "-c", script], restarts=1, vital=False))
+        await children.guard(see_it_started(4))
+    assert any("the others go on" in line for line in said)
+
+
+@pytest.mark.parametrize("vital", [True, False])
+async def test_a_child_that_was_told_something_wrong_is_not_started_again(tmp_path: Path, vital: bool) -> None:
     async with Supervisor(tmp_path) as children:
-        await children.start(ChildSpec("wrong", [sys.executable, "-c", "raise SystemExit(2)"], restarts=2))
+        spec = ChildSpec("wrong", [sys.executable, "-c", "raise SystemExit(2)"], restarts=2, vital=vital)
+        await children.start(spec)
         with pytest.raises(ChildDied, match="exit code 2"):
             await children.guard(asyncio.Event().wait())
