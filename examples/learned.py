@@ -16,31 +16,49 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from lightning_proxy.commands.eval_stats import compare
+
 Json = dict[str, Any]
 STAGES = {"base": "base model", "sft": "imitation", "rl": "RL"}
 
 
 def show(results: Sequence[Json]) -> None:
     """Held-out mean rewards, a line a seed."""
-    stages = [name for name in STAGES if name in results[0]["held_out"]]
     table = Table(title=f"{results[0]['example']}: mean reward of held-out tasks after each stage (95 % interval)")
-    for column in ("seed", *(STAGES[name] for name in stages), "steps", "min"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for one in results:
-        rewards = [_with_interval(one["held_out"][name]) for name in stages]
-        table.add_row(str(one["seed"]), *rewards, str(len(one["steps"])), f"{sum(one['minutes'].values()):.1f}")
+    head, *lines = _lines(results)
+    for column in head:
+        table.add_column(column, justify="right")
+    for line in lines:
+        table.add_row(*(cell.replace(" (", "\n").rstrip(")") for cell in line))  # of 80 columns
     Console().print(table)
 
 
 def markdown(results: Sequence[Json]) -> str:
     """The same as `show`, for a document."""
+    head, *lines = _lines(results)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
+
+
+def _lines(results: Sequence[Json]) -> list[list[str]]:
+    """A head, and a line for each seed."""
     stages = [name for name in STAGES if name in results[0]["held_out"]]
-    lines = [["seed", *(STAGES[name] for name in stages), "steps of RL", "minutes"]]
-    lines.append(["---"] * len(lines[0]))
-    for one in results:
+    gains = [_gain(one["held_out"], stages[-2]) for one in results] if len(stages) > 1 else []
+    shown = bool(gains) and all(gains)
+    found = [["seed", *(STAGES[name] for name in stages), *["what RL adds"][:shown], "steps of RL", "minutes"]]
+    for one, gain in zip(results, gains or [""] * len(results), strict=True):
         rewards = [_with_interval(one["held_out"][name]) for name in stages]
-        lines.append([str(one["seed"]), *rewards, str(len(one["steps"])), f"{sum(one['minutes'].values()):.1f}"])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        minutes = f"{sum(one['minutes'].values()):.1f}"
+        found.append([str(one["seed"]), *rewards, *[gain][:shown], str(len(one["steps"])), minutes])
+    return found
+
+
+def _gain(held_out: Json, before: str) -> str:
+    """What the tasks' rewards after RL are above those before, paired; empty where they were not kept."""
+    earlier, later = (held_out[name].get("by_task", {}) for name in (before, "rl"))
+    if not earlier or earlier.keys() != later.keys():
+        return ""
+    found = compare([later[task] for task in earlier], list(earlier.values()), seed=0)
+    return f"{found.difference:+.2f} ({found.interval.low:+.2f} to {found.interval.high:+.2f})"
 
 
 def save(results: Sequence[Json], directory: Path) -> None:

@@ -126,13 +126,15 @@ class Lesson:
                     await asyncio.gather(trained, worked, return_exceptions=True)
 
     async def _evaluate(self, name: str) -> Json:
-        """Mean reward of the held-out tasks with the live version, and its 95 % interval."""
+        """Mean reward of the held-out tasks with the live version, its 95 % interval, and each task's own."""
         out = self._directory / f"{name}.json"
         asked = ["--tasks", str(self._tasks("held_out")), "--samples", str(self._plan.samples), "--out", str(out)]
         with self._timed("evaluations"):
             await _run([*self._cli("eval"), *asked, "--concurrency", str(CONCURRENCY), *self._agent], self._env)
         row = json.loads(out.read_text())["rows"][0]
-        return {key: row[key] for key in ("policy_versions", "tasks", "rollouts", "failed", "mean_reward", "interval")}
+        kept = ("policy_versions", "tasks", "rollouts", "failed", "mean_reward", "interval")
+        by_task = {task: found["mean_reward"] for task, found in row["by_task"].items()}
+        return {key: row[key] for key in kept} | {"by_task": by_task}
 
     async def _steps(self) -> list[Json]:
         async with ControlClient(f"http://127.0.0.1:{self._ports['proxy']}") as api:
