@@ -11,7 +11,7 @@ import pytest
 
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.proxy.config import Config, TrainerConfig
-from support.examples import EXAMPLES, NAMES
+from support.examples import EXAMPLES, NAMES, learned
 
 
 @pytest.fixture
@@ -41,3 +41,17 @@ def test_the_rate_falls_over_the_steps_of_the_lesson(
     """Imitation is one step more; without a number of steps the configuration would be refused."""
     plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", imitate, 16, 200, 32, 4)
     assert Config.model_validate(lesson.Lesson(plan, 0, tmp_path)._settings()).trainer.max_steps == steps
+
+
+def test_what_rl_adds_is_compared_task_by_task() -> None:
+    """Where each task's reward was kept: two tasks, of which one got better by a half."""
+
+    def row(*rewards: float) -> dict[str, Any]:
+        mean = {"mean_reward": sum(rewards) / 2, "interval": {"low": 0.0, "high": 1.0}}
+        return mean | {"by_task": dict(zip("ab", rewards, strict=True))}
+
+    held_out = {"base": row(0.0, 0.0), "sft": row(0.0, 1.0), "rl": row(0.5, 1.0)}
+    result = {"seed": 0, "steps": [], "minutes": {}, "held_out": held_out}
+    assert "| 0.75 (0.00-1.00) | +0.25 (+0.00 to +0.50) |" in learned().markdown([result])
+    del held_out["sft"]["by_task"]
+    assert "| 0.75 (0.00-1.00) | 0 | 0.0 |" in learned().markdown([result])
