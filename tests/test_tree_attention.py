@@ -122,17 +122,20 @@ def relative_difference(found: "torch.Tensor", expected: "torch.Tensor") -> floa
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_scores_and_gradients_equal_those_of_the_rows_one_by_one(kind: str, shape: str, seed: int) -> None:
-    model, samples = lora_model(kind, seed), random_samples(seed, shape)
+def assert_a_tree_equals_its_rows(model: PeftModel, samples: Sequence[Sample]) -> None:
     with torch.no_grad():
         expected = one_by_one(model, samples)
         found = as_a_tree(model, samples)
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
     assert relative_difference(gradient(model, samples, as_a_tree), gradient(model, samples, one_by_one)) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_scores_and_gradients_equal_those_of_the_rows_one_by_one(kind: str, shape: str, seed: int) -> None:
+    assert_a_tree_equals_its_rows(lora_model(kind, seed), random_samples(seed, shape))
 
 
 def test_gradients_survive_checkpointing() -> None:
@@ -225,10 +228,4 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_what_a_gpu_runs_gives_the_scores_and_gradients_of_the_rows_one_by_one(kind: str, shape: str) -> None:
-    model, samples = lora_model(kind, 0), random_samples(0, shape)
-    with torch.no_grad():
-        expected = one_by_one(model, samples)
-        found = as_a_tree(model, samples)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
-    assert relative_difference(gradient(model, samples, as_a_tree), gradient(model, samples, one_by_one)) < 1e-4
+    assert_a_tree_equals_its_rows(lora_model(kind, 0), random_samples(0, shape))
