@@ -142,7 +142,8 @@ async def test_an_ended_rollout_can_be_deleted_with_all_that_is_known_of_it(runn
         assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 409
         await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1}, **agent)
         assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 204
-        assert (await system.call("GET", "/rollouts/r1", **agent))[0] == 404
+        for path in ("/rollouts/r1", "/rollouts/r1/transitions"):
+            assert (await system.call("GET", path, **agent))[0] == 404
         assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 404
     async with running(tmp_path) as system:
         await system.chat("r2")
@@ -164,6 +165,12 @@ async def test_the_id_of_a_deleted_rollout_can_be_used_again(running: Running, t
         _, rollout = await system.call("GET", "/rollouts/r1")
         assert rollout["calls"][0]["request"]["messages"] == [{"role": "user", "content": "hi"}]
         assert rollout["calls"][0]["prompt_token_ids"] == [1, 2, 3]
+        await system.call("POST", "/rollouts/r1/end", {"status": "discarded"})
+        assert (await system.call("DELETE", "/rollouts/r1"))[0] == 204
+        event = {"kind": "action", "name": "look", "result": "x"}
+        assert (await system.call("POST", "/rollouts/r1/events", event))[0] == 200
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert (rollout["status"], rollout["calls"], len(rollout["events"])) == ("running", [], 1)
 
 
 async def test_configured_keys_close_every_door_and_admins_hold_the_policy(running: Running, tmp_path: Path) -> None:

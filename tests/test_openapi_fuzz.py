@@ -16,6 +16,9 @@ import pytest
 
 SECONDS = int(os.environ.get("LIGHTNING_FUZZ_SECONDS", "30"))
 RUN = [str(Path(sys.executable).parent / "schemathesis"), "run"]
+# An event opens the rollout that it names, so also one that was deleted: the check takes what it finds then for the
+# deleted one. test_control_api.py has what is answered after a deletion.
+UNSOUND = "use_after_free"
 
 
 @pytest.mark.timeout(SECONDS + 120)
@@ -23,7 +26,7 @@ async def test_no_request_is_answered_with_500_or_otherwise_than_documented(runn
     async with running(tmp_path, publish="lora") as system:
         await system.chat("r1", X_Task_Id="t")
         await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1})
-        options = ["--max-time", str(SECONDS), "--checks", "all", "--no-color"]
+        options = ["--max-time", str(SECONDS), "--checks", "all", "--exclude-checks", UNSOUND, "--no-color"]
         command = [*RUN, f"{system.url}/openapi.json", *options]
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT, cwd=tmp_path)
         out, _ = await process.communicate()
