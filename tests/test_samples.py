@@ -63,9 +63,9 @@ def test_any_open_row_may_be_continued_not_only_the_last() -> None:
 
 
 def test_the_longest_row_that_fits_is_continued() -> None:
-    first, second = rows(call([1], [2]), call([1], [2, 3]), call([1, 2, 3], [4])).samples
+    first, second = rows(call([1], [2]), call([1], [2, 3]), call([1, 2, 3, 7], [4])).samples
     assert first.token_ids == (1, 2)
-    assert second.token_ids == (1, 2, 3, 4)
+    assert second.token_ids == (1, 2, 3, 7, 4)
 
 
 def test_a_branch_keeps_the_shared_part_as_context() -> None:
@@ -113,6 +113,7 @@ def test_no_calls_give_no_rows() -> None:
         ([([1], [2, 3]), ([1, 2, 8, 7], [4])], {"forks_drift"}),  # "23" came back as "28"
         ([([1], [2, 3]), ([1, 2], [4])], {"forks_repeated"}),
         ([([1], [2, 3]), ([1], [2, 3])], {"forks_repeated"}),
+        ([([1], [2, 3]), ([1, 2, 3], [4])], {"forks_adjoining"}),
         ([([1], [2, 3]), ([1, 8, 7], [4])], {"forks_edited"}),  # nothing is left of the answer
         ([([1], [2]), ([1, 2, 7], [4]), ([1, 2, 9], [4])], {"calls_merged", "forks_edited"}),
         ([([1, 5], [2]), ([1, 6], [4])], {"forks_new"}),  # a system prompt in common
@@ -127,6 +128,15 @@ def test_after_a_drift_the_sampled_answer_is_trained_where_it_was_sampled_and_th
     first, second = rows(call([1], [2, 3], name="a"), call([1, 2, 8, 7], [4], name="b")).samples
     assert (first.token_ids, first.mask, first.call_ids) == ((1, 2, 3), (0, 1, 1), ("a",))
     assert (second.token_ids, second.mask, second.call_ids) == ((1, 2, 8, 7, 4), (0, 0, 0, 0, 1), ("b",))
+
+
+def test_two_answers_with_nothing_between_them_stay_two() -> None:
+    """One row would make one sequence of them, where a loss looks at sequences."""
+    made = rows(call([1], [2, 3]), call([1, 2, 3], [4]), call([1, 2, 3, 4, 7], [5])).samples
+    assert [(s.token_ids, s.mask) for s in made] == [
+        ((1, 2, 3), (0, 1, 1)),
+        ((1, 2, 3, 4, 7, 5), (0, 0, 0, 1, 0, 1)),
+    ]
 
 
 def test_the_merge_rate_is_of_the_calls_that_had_a_row_to_join() -> None:

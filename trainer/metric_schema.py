@@ -67,6 +67,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("forks_drift", "count", "calls with a row of their own: the last answer came back tokenised differently"),
         ("forks_edited", "count", "the same: an earlier part of the history did, or the agent went on from there"),
         ("forks_repeated", "count", "the same: the very same prompt, or less of it, was sent again"),
+        ("forks_adjoining", "count", "the same: nothing came between it and the answer before (completions)"),
         ("forks_new", "count", "the same: another agent, or a new conversation"),
         ("calls_untrainable", "count", "left out: without token ids, log-probabilities or answer, or at temperature 0"),
         ("calls_not_finite", "count", "left out: a captured log-probability is no number"),

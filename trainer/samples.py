@@ -1,10 +1,11 @@
 """Samples (training rows) from the calls of a rollout: exact token-prefix merging, forks, masks, weights. No torch.
 
 A call's answer is trained on after exactly the tokens that the model saw when it sampled them. So a call joins a row
-only if its prompt begins with all of that row. Where the agent sent an answer back that reads the same but is tokenised
-differently (drift), the sampled answer keeps its place in its own row, and the call opens a new one with its own
-prompt, the re-tokenised answer included, as context. No answer is trained twice, none loses tokens, and no bound is
-needed on how large a drift may be: the prefix tree computes once what rows share, so a fork costs what comes after it.
+only if its prompt begins with all of that row, and goes on: two answers side by side would be one. Where the agent sent
+an answer back that reads the same but is tokenised differently (drift), the sampled answer keeps its place in its own
+row, and the call opens a new one with its own prompt, the re-tokenised answer included, as context. No answer is
+trained twice, none loses tokens, and no bound is needed on how large a drift may be: the prefix tree computes once what
+rows share, so a fork costs what comes after it.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def rollout_samples(
 
     `vocabulary`: how many tokens the model knows; None: all there are.
 
-    A call continues the longest row that its prompt begins with, token by token; else it opens a new one. Its answer is
-    trained on there and nowhere else: in the prompts of later calls it is context.
+    A call continues the longest row that its prompt begins with, token by token, and goes beyond; else it opens a new
+    one. Its answer is trained on there and nowhere else: in the prompts of later calls it is context.
     """
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
@@ -167,7 +168,7 @@ def _place(rows: Sequence[_Row], prompt: Ints) -> tuple[_Row | None, str | None]
     if not rows:
         return None, None
     shared = [shared_prefix(row.ids, prompt) for row in rows]
-    continued = [row for row, n in zip(rows, shared, strict=True) if n == len(row.ids)]
+    continued = [row for row, n in zip(rows, shared, strict=True) if n == len(row.ids) < len(prompt)]
     if continued:
         return max(continued, key=lambda row: len(row.ids)), "calls_merged"
     # Of rows that share as much, the newest is what the agent most likely had in mind.
@@ -177,7 +178,7 @@ def _place(rows: Sequence[_Row], prompt: Ints) -> tuple[_Row | None, str | None]
 
 def _fork(nearest: _Row, shared: int, prompt: int) -> str:
     if shared == prompt:
-        return "forks_repeated"
+        return "forks_adjoining" if shared == len(nearest.ids) else "forks_repeated"
     if shared > nearest.last_answer:
         return "forks_drift"
     return "forks_edited" if shared >= nearest.first_answer else "forks_new"
