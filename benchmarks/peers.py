@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -147,14 +147,22 @@ def find_python(lowest: tuple[int, int]) -> str | None:
     return None
 
 
-def main() -> None:
+def chosen(argv: Sequence[str]) -> list[Package]:
+    """The packages that the command line names, or all; SystemExit for an unknown one."""
     packages = {package.name: package for package in (*PEERS, GRANIAN)}
     parser = argparse.ArgumentParser(description="Install what is named, or all of it.")
-    parser.add_argument("names", nargs="*", choices=packages, metavar="NAME", help=", ".join(packages))
-    for name in parser.parse_args().names or packages:
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(packages))
+    names = parser.parse_args(argv).names or list(packages)
+    if unknown := sorted(set(names) - packages.keys()):
+        parser.error(f"unknown: {', '.join(unknown)} (known: {', '.join(packages)})")
+    return [packages[name] for name in names]
+
+
+def main() -> None:
+    for package in chosen(sys.argv[1:]):
         began = time.monotonic()
-        print(f"{name}: ", end="", flush=True)
-        print(f"{install(packages[name])} ({time.monotonic() - began:.0f} s)")
+        print(f"{package.name}: ", end="", flush=True)
+        print(f"{install(package)} ({time.monotonic() - began:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,19 @@ async def run(script: str, *arguments: str) -> tuple[int | None, str]:
     return process.returncode, out.decode()
 
 
+@pytest.mark.parametrize("named", [[], ["litellm"], ["litellm", "nobody"]])
+async def test_peers_are_installed_by_name_or_all_of_them(named: list[str]) -> None:
+    script = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import peers; print(len(peers.chosen({named})))"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    if "nobody" in named:
+        assert (process.returncode, b"unknown: nobody (known: agent-lightning, " in err) == (2, True)
+    else:
+        assert (process.returncode, int(out)) == (0, len(named) or 4)
+
+
 async def load_on_a_server_that_answers(answer: bytes, *, stream: bool) -> dict[str, Any]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
