@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from datetime import datetime
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_proxy.proxy.cron import next_time
 from lightning_proxy.proxy.ledger import Collapse
 
 NEWEST_STEPS = 40
+NEWEST_ROLLOUTS = 200
 SHOWN_STEPS = 10
 PHASES = (
     ("waiting", "wait_s"), ("collecting", "collect_s"), ("training", "step_s"), ("checkpoint", "checkpoint_s"),
@@ -50,9 +52,12 @@ async def read_status(api: ControlClient) -> dict[str, Any]:
     """Everything that `status` shows, as plain data; ControlError if the proxy is not there."""
     ready = json.loads(await _get(api, "/readyz"))
     if ready["store"] != "ok":
-        return {"ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0}
+        return {
+            "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
+        }  # fmt: skip
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
     metrics = await _get(api, "/metrics")
+    newest = (await api.rollouts(mode="train", limit=NEWEST_ROLLOUTS))["data"]
     return {
         "ready": ready,
         "policy": await api.policy(),
@@ -60,6 +65,7 @@ async def read_status(api: ControlClient) -> dict[str, Any]:
         "rewards": [s["metrics"]["reward_mean"] for s in steps if "reward_mean" in s["metrics"]],
         "rollouts": rollout_counts(metrics),
         "waiting": int(float(WAITING.findall(metrics)[0])),
+        "dropped": dict(Counter(rollout["dropped"] for rollout in newest if rollout["dropped"]).most_common()),
     }
 
 
@@ -116,6 +122,9 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         table.add_row(f"rollouts, {mode}", shown)
     if not collapse:
         table.add_row("next step", status["next_step"])
+    if dropped := status["dropped"]:
+        reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in dropped.items())
+        table.add_row("dropped", plain(f"of the newest {count(NEWEST_ROLLOUTS)} rollouts: {reasons}"))
     for name, value in step_facts(policy["last_step"], now):
         table.add_row(name, value)
     if len(status["rewards"]) > 1:

@@ -167,11 +167,15 @@ async def test_rewards_of_calls_are_learned_from_where_the_rollouts_own_are_equa
     assert found == {"a-0": 0.25, "a-1": -0.25, "b-0": -0.25, "b-1": 0.25}
 
 
-async def test_by_default_such_a_group_teaches_nothing(traffic: Traffic) -> None:
+async def test_by_default_such_a_group_teaches_nothing_and_the_log_says_so(
+    traffic: Traffic, caplog: pytest.LogCaptureFixture
+) -> None:
     for name, rewards in (("a", (1.0, 0.0)), ("b", (0.0, 0.5))):
         await traffic.rollout(name, "t", 1.0, rewards)
     assert await traffic.batch() is None
     assert set(await traffic.dropped("a", "b")) == {"all rewards of the group are equal"}
+    (said,) = caplog.messages
+    assert said == "no step: nothing to learn from 2 rollouts of mean reward 1: all rewards of the group are equal (2)"
 
 
 async def test_calls_with_the_same_prompt_are_compared_by_anchor(traffic: Traffic) -> None:

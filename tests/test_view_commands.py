@@ -170,6 +170,10 @@ async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, 
         await system.chat("r2", X_Task_Id="t1")
         await system.lightning("reward", "r2", "1")
         assert json.loads((await system.lightning("status", "--json"))[1])["waiting"] == 1
+        assert "of the newest" not in (await system.lightning("status"))[1]
+        await ledger.drop({"all rewards of the group are equal": ["r2"]})
+        _, out, _ = await system.lightning("status")
+        assert "of the newest 200 rollouts: all rewards" in out
 
 
 def test_what_the_trainer_waits_for_is_what_its_schedule_says() -> None:

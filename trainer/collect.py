@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from lightning_proxy.proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
@@ -20,6 +22,8 @@ from lightning_proxy.trainer.credit import Sibling, group_advantages
 from lightning_proxy.trainer.samples import RolloutSamples, rollout_samples
 from lightning_proxy.trainer.siblings import Siblings
 from lightning_proxy.trainer.types import Batch, Sample
+
+log = logging.getLogger(__name__)
 
 Order = Callable[[Group], Any]  # a key to sort groups by: the first ones are taken first
 
@@ -49,6 +53,14 @@ class _Take:
         rollout_ids = [r.rollout_id for r in rollouts]
         self.dropped.setdefault(reason, []).extend(rollout_ids)
         self.counts["rollouts_dropped"] += len(rollout_ids)
+
+    @property
+    def why_nothing(self) -> str:
+        """Why it takes nothing, for a line of the log."""
+        reasons = ", ".join(f"{reason} ({len(ids)})" for reason, ids in self.dropped.items() if ids)
+        rewards = [reward for of_task in self.seen.rewards.values() for reward in of_task]
+        mean = f" of mean reward {fmean(rewards):.3g}" if rewards else ""
+        return f"nothing to learn from {self.counts['rollouts_dropped']} rollouts{mean}: {reasons}"
 
     def metrics(self) -> dict[str, float]:
         """Of what it takes; `seen` has more, of what it looked at."""
@@ -110,6 +122,7 @@ class Collector:
             if take.rollouts:
                 return await self._claim(take, live)
             await self._ledger.drop(take.dropped)
+            log.warning("no step: %s", take.why_nothing)
         return None
 
     async def _claim(self, take: _Take, live: int) -> Batch:
