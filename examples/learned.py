@@ -71,7 +71,8 @@ def save(results: Sequence[Json], directory: Path) -> None:
         _draw(axes, one, f"C{colour}")
     axes.set(xlabel="step of RL", ylabel="mean reward", ylim=(-0.02, 1.02), title=results[0]["example"])
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize="small")
+    if any(one["steps"] for one in results):
+        axes.legend(loc="lower right", fontsize="small")
     figure.savefig(directory / "reward.png", dpi=100)
 
 

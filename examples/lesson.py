@@ -76,6 +76,9 @@ class Lesson:
             await self._imitate()
             held_out["sft"] = await self._evaluate("sft")
         await self._reinforce()
+        steps = _curve(await self._steps())
+        if not steps:
+            _say(f"\nRL took no step. The trainer said:\n{(self._logs / 'trainer.log').read_text().strip()}")
         held_out["rl"] = await self._evaluate("rl")
         return {
             "example": self._plan.example.name,
@@ -84,7 +87,7 @@ class Lesson:
             "imitate": self._plan.imitate,
             "steps_asked": self._plan.steps,
             "held_out": held_out,
-            "steps": _curve(await self._steps()),
+            "steps": steps,
             "minutes": self._minutes,
         }
 

@@ -55,3 +55,11 @@ def test_what_rl_adds_is_compared_task_by_task() -> None:
     assert "| 0.75 (0.00-1.00) | +0.25 (+0.00 to +0.50) |" in learned().markdown([result])
     del held_out["sft"]["by_task"]
     assert "| 0.75 (0.00-1.00) | 0 | 0.0 |" in learned().markdown([result])
+
+
+def test_a_lesson_without_a_step_of_rl_has_its_picture(tmp_path: Path) -> None:
+    """Its model solved nothing, so that there was nothing to learn from."""
+    row = {"mean_reward": 0.0, "interval": {"low": 0.0, "high": 0.0}}
+    result = {"example": "calculator", "seed": 0, "steps": [], "minutes": {}, "held_out": {"base": row, "rl": row}}
+    learned().save([result], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "reward.png"]
