@@ -35,7 +35,7 @@ class ChatApi:
 
 
 class ChatStream:
-    """Chunks. The stream ends with [DONE], which is no chunk."""
+    """Chunks. The stream ends with [DONE], which is no chunk, and which some servers leave out."""
 
     finished = False
 
@@ -44,6 +44,11 @@ class ChatStream:
         self.error: str | None = None
         self._cleaner = StreamCleaner(injection)
         self._assembler = Assembler()
+
+    @property
+    def whole(self) -> bool:
+        choices = self.tokens.choices
+        return bool(choices) and all(choice.finish_reason for choice in choices)
 
     def feed(self, raw: bytes, event: Json) -> bytes:
         if event.get("error"):

@@ -26,6 +26,10 @@ class Stream(Protocol):
     def finished(self) -> bool:
         """Whether the event fed last was the answer's last."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether the answer is all there, though the stream's terminal event is not."""
+
     def feed(self, raw: bytes, event: Json) -> bytes:
         """The bytes to send for an event; events without anything injected stay the bytes that they were."""
 

@@ -106,7 +106,7 @@ class Exchange:
                 await self._end_stream(transcript, transcript.done)
         if self._ending is None:
             await self._agent.body(transcript.end())
-            if transcript.done is None and not transcript.failed:
+            if transcript.done is None and not transcript.may_end:
                 raise UpstreamUnreachable(f"upstream {self._upstream}: the stream ended before its last event")
             await self._end_stream(transcript, transcript.done or b"")
         await self._agent.body(b"", more=False)

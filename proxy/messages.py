@@ -44,6 +44,8 @@ class MessagesApi:
 class MessagesStream:
     """message_start, then blocks (start, deltas, stop), message_delta, message_stop."""
 
+    whole = False  # before the last one
+
     def __init__(self, api: MessagesApi) -> None:
         self.tokens = Tokens()
         self.error: str | None = None

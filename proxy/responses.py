@@ -58,6 +58,8 @@ class ResponsesApi:
 class ResponsesStream:
     """Events that each say their `type`; the last one holds the whole response."""
 
+    whole = False  # before the last one
+
     def __init__(self, api: ResponsesApi, injection: Injection) -> None:
         self.tokens = Tokens()
         self.error: str | None = None

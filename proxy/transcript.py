@@ -33,9 +33,9 @@ class Transcript:
         return self._stream.tokens
 
     @property
-    def failed(self) -> bool:
-        """Whether the upstream said that it failed: an error may be a stream's last event."""
-        return self._stream.error is not None
+    def may_end(self) -> bool:
+        """Whether the stream may end without its terminal event: after an error, or, as some servers do, whole."""
+        return self._stream.error is not None or self._stream.whole
 
     @property
     def error(self) -> str | None:

@@ -118,6 +118,17 @@ async def test_a_stream_that_breaks_is_seen_as_broken_and_recorded_as_error(name
     assert end.error
 
 
+@pytest.mark.parametrize("last", [b"0\r\n\r\n", b""])
+async def test_a_whole_answer_may_end_without_done_but_not_break_off(last):
+    choice = {"index": 0, "delta": {}, "finish_reason": "stop"}
+    finish = b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n"
+    handler = sending(STREAM_HEAD, http_chunk(event("a")), http_chunk(finish), last)
+    async with between(handler, kind="openai") as (url, recorder):
+        assert await post(url, STREAM) == (200, event("a") + finish, bool(last))
+    assert recorder.ends[0].status == ("ok" if last else "error")
+    assert recorder.ends[0].response["choices"][0]["message"] == {"content": "a"}
+
+
 @pytest.mark.parametrize("garbage", [b"data: {garbage\n\n", b'data: {"error": {"message": "boom"}}\n\n'])
 async def test_garbage_and_error_events_are_relayed_as_they_are_and_recorded_as_error(garbage):
     handler = sending(STREAM_HEAD, http_chunk(event("a") + garbage), http_chunk(DONE), b"0\r\n\r\n")

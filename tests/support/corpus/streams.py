@@ -102,6 +102,8 @@ def events() -> Iterable[Case]:
         yield Case(f"ends with {done!r}", STREAM, says(*streamed(voice.sse(delta("a")), done)))
     yield Case("goes on after [DONE]", STREAM, says(*streamed(HELLO, b": bye\n\n", voice.sse(delta("more")), b"x")))
     yield Case("[DONE] twice", STREAM, says(*streamed(HELLO, DONE)))
+    finish = {"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    yield Case("whole and no [DONE]", STREAM, says(*streamed(voice.sse(delta("a")), voice.sse(finish))))
     yield Case("an error and no [DONE]", STREAM, says(*streamed(EVENTS["an error"])))
     yield Case("one event a chunk", STREAM, says(*streamed(voice.sse(delta("a")), voice.sse(delta("b")), DONE)))
 
