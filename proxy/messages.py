@@ -80,8 +80,8 @@ class MessagesStream:
 
     def _feed_message_delta(self, event: Json) -> None:
         if self._message is not None:
-            self._message |= event.get("delta") or {}
-            self._message["usage"] = {**(self._message.get("usage") or {}), **(event.get("usage") or {})}
+            self._message |= _object(event.get("delta"))
+            self._message["usage"] = _object(self._message.get("usage")) | _object(event.get("usage"))
 
     def _feed_block(self, index: int, kind: Any, event: Json) -> None:
         if kind == "content_block_start" and isinstance(block := event.get("content_block"), dict):
@@ -94,7 +94,8 @@ class MessagesStream:
             if name == "partial_json" and isinstance(value, str):
                 self._json[index] = self._json.get(index, "") + value
             elif name == "citation":
-                block["citations"] = [*(block.get("citations") or []), value]
+                before = block.get("citations")
+                block["citations"] = [*(before if isinstance(before, list) else ()), value]
             elif name != "type":
                 old = block.get(name)
                 block[name] = old + value if isinstance(old, str) and isinstance(value, str) else value
@@ -108,3 +109,7 @@ class MessagesStream:
             return self._blocks[index] | {"input": orjson.loads(text)}
         except orjson.JSONDecodeError:
             return self._blocks[index] | {"input": text}
+
+
+def _object(value: Any) -> Json:
+    return value if isinstance(value, dict) else {}

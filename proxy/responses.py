@@ -117,12 +117,12 @@ class ResponsesStream:
 
 def _as_chat(response: Json) -> Json:
     """A response's tokens, where `Tokens` looks for them."""
-    prompt = [token for message in dicts(response.get("input_messages")) for token in message.get("tokens") or ()]
+    prompt = [token for message in dicts(response.get("input_messages")) for token in _list(message.get("tokens"))]
     messages = list(dicts(response.get("output_messages")))
-    entries = [entry for part in _text_parts(response.get("output")) for entry in part.get("logprobs") or ()]
+    entries = [entry for part in _text_parts(response.get("output")) for entry in _list(part.get("logprobs"))]
     choice: Json = {"index": 0, "finish_reason": _finish_reason(response), "logprobs": {"content": entries}}
     if messages:
-        choice["token_ids"] = [token for message in messages for token in message.get("tokens") or ()]
+        choice["token_ids"] = [token for message in messages for token in _list(message.get("tokens"))]
     return {"choices": [choice], "usage": response.get("usage"), "prompt_token_ids": prompt}
 
 
@@ -141,6 +141,10 @@ def _text_parts(items: Any, part: Any = None) -> Iterator[Json]:
         [part] if isinstance(part, dict) else []
     )
     return (p for p in parts if p.get("type") == "output_text" and "logprobs" in p)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _encode(kind: str, event: Json) -> bytes:

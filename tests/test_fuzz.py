@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import orjson
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_proxy.proxy.conversations import answered, asked
@@ -18,6 +18,7 @@ from lightning_proxy.proxy.tools import conversation, tool_calls, tool_results
 from lightning_proxy.proxy.transcript import Transcript
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 # The names that the code looks at, so that the values behind them are strange rather than missing.
 NAMES_TEXT = """
 arguments bytes call_id choices content content_block delta echo enable_response_messages error
@@ -44,10 +45,20 @@ def objects(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
 LEAVES = st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats(allow_nan=False, allow_infinity=False) | WORDS
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | objects(inner), max_leaves=25)
 OBJECTS = st.dictionaries(NAMES, JSON, max_size=8)
+# Events of a stream that is strange only in its details.
+TYPES_TEXT = """
+message_start message_delta message_stop content_block_start content_block_delta
+response.created response.completed response.output_item.done
+"""
+DETAILS = {"delta": JSON, "usage": JSON, "message": OBJECTS, "content_block": OBJECTS, "response": OBJECTS}
+TYPED = st.fixed_dictionaries({"type": st.sampled_from(TYPES_TEXT.split()), "index": st.just(0)}, optional=DETAILS)
+BEGUN = {"type": "message_start", "message": {"usage": 3}}
 
 
 @settings(max_examples=200, deadline=None)
 @given(request=OBJECTS, answer=OBJECTS, path=st.sampled_from(sorted(DIALECTS)))
+@example(request={}, answer={"output_messages": [{"tokens": 5}], "input_messages": [{"tokens": 5}]}, path=RESPONSES)
+@example(request={}, answer={"output": [{"content": [{"type": "output_text", "logprobs": 5}]}]}, path=RESPONSES)
 def test_whole_answers(request: dict[str, Any], answer: dict[str, Any], path: str) -> None:
     dialect, asked = DIALECTS[path], copy.deepcopy(request)
     _, injection = dialect.inject(request)
@@ -62,7 +73,18 @@ def test_whole_answers(request: dict[str, Any], answer: dict[str, Any], path: st
 
 
 @settings(max_examples=200, deadline=None)
-@given(request=OBJECTS, events=st.lists(OBJECTS, max_size=6), path=st.sampled_from(sorted(DIALECTS)))
+@given(request=OBJECTS, events=st.lists(OBJECTS | TYPED, max_size=6), path=st.sampled_from(sorted(DIALECTS)))
+@example(request={}, events=[BEGUN, {"type": "message_delta", "delta": "x", "usage": [1]}], path=MESSAGES)
+@example(request={}, events=[BEGUN, {"type": "message_delta", "usage": {"output_tokens": 1}}], path=MESSAGES)
+@example(
+    request={},
+    events=[
+        BEGUN,
+        {"type": "content_block_start", "index": 0, "content_block": {"citations": 5}},
+        {"type": "content_block_delta", "index": 0, "delta": {"citation": 1}},
+    ],
+    path=MESSAGES,
+)
 def test_streamed_answers(request: dict[str, Any], events: list[dict[str, Any]], path: str) -> None:
     dialect = DIALECTS[path]
     _, injection = dialect.inject(request)
