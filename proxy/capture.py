@@ -79,9 +79,7 @@ class Tokens:
         choice = self._choices.get(0)
         if choice is None or not choice.has_ids or not self.prompt_token_ids:
             return NO_TOKEN_IDS
-        temperature = request.get("temperature")
-        greedy = isinstance(temperature, int | float) and temperature < _GREEDY_BELOW
-        return self._mismatch(choice) or (GREEDY if greedy else None)
+        return self._mismatch(choice) or (GREEDY if _is_greedy(request) else None)
 
     def _mismatch(self, choice: _ChoiceTokens) -> str | None:
         if not choice.ids:
@@ -106,6 +104,13 @@ class Tokens:
     def _add_prompt(self, part: Json) -> None:
         if "prompt_token_ids" in part and not self.prompt_token_ids:
             self.prompt_token_ids = tuple(_ints(part.get("prompt_token_ids")) or ())
+
+
+def _is_greedy(request: Json) -> bool:
+    """Also with vLLM's own `top_k` and `use_beam_search`: of one beam, since n is 1."""
+    temperature = request.get("temperature")
+    cold = isinstance(temperature, int | float) and temperature < _GREEDY_BELOW
+    return cold or request.get("top_k") == 1 or bool(request.get("use_beam_search"))
 
 
 def _ints(value: Any) -> list[int] | None:

@@ -102,7 +102,9 @@ def test_an_answer_that_cannot_be_trained_on_says_why(body, expected):
 
 def test_requests_and_ends_that_cannot_be_trained_on_say_why():
     assert "n > 1" in (reason(answer(), n=2) or "")
-    assert "greedy" in (reason(answer(), temperature=0) or "")
+    for greedy in ({"temperature": 0}, {"top_k": 1}, {"use_beam_search": True}):
+        assert "greedy" in (reason(answer(), **greedy) or "")
+    assert reason(answer(), temperature=1, top_k=2, use_beam_search=False) is None
     assert "cancelled" in (reason(answer(), status="cancelled") or "")
 
 
