@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.tools import answered_call, call_arguments, is_call
 
 Json = dict[str, Any]
 
@@ -69,10 +70,10 @@ def answers(response: Json) -> Iterator[list[Atom]]:
 
 def _item(item: Json) -> list[Atom]:
     kind = item.get("type")
-    if kind in ("function_call", "custom_tool_call"):
-        return [Atom("call", str(item.get("call_id")), _arguments(item.get("arguments", item.get("input"))))]
+    if is_call(item):
+        return [Atom("call", str(item.get("call_id")), call_arguments(item))]
     if isinstance(kind, str) and kind.endswith("_call_output"):
-        return [Atom("result", str(item.get("call_id")), _text(item.get("output")))]
+        return [Atom("result", str(answered_call(item)), _text(item.get("output")))]
     if kind not in (None, "message"):
         return []  # reasoning, say: some clients send it back, others do not
     role = str(item.get("role"))

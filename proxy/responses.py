@@ -11,7 +11,7 @@ from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.chat import message_of_error
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.inject import Injection
-from lightning_proxy.proxy.tools import dicts
+from lightning_proxy.proxy.tools import dicts, is_call
 
 Json = dict[str, Any]
 
@@ -130,7 +130,7 @@ def _finish_reason(response: Json) -> str | None:
     details = response.get("incomplete_details")
     if isinstance(details, dict) and details.get("reason") == "max_output_tokens":
         return "length"
-    if any(item.get("type") == "function_call" for item in dicts(response.get("output"))):
+    if any(map(is_call, dicts(response.get("output")))):
         return "tool_calls"
     return "stop" if response.get("status") == "completed" else None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.types import ToolCall, ToolResult
 
 Json = dict[str, Any]
@@ -16,6 +17,9 @@ Json = dict[str, Any]
 # smolagents writes calls and results into texts: an assistant's, with the calls' ids, and then a user's.
 _WRITTEN_CALL = re.compile(r"\{'id': '([^']+)', 'type': 'function'")
 _WRITTEN_RESULT = re.compile(r"(?:Call id: .*\n)?(Observation|Error):\n")
+
+# Where an item of Responses has what is to be done: of functions, custom tools, the computer, the shell, patches.
+_ARGUMENTS = ("arguments", "input", "action", "actions", "operation")
 
 
 def conversation(request: Json) -> list[Any]:
@@ -53,9 +57,31 @@ def _of_chat(response: Json) -> Iterator[ToolCall]:
 
 def _of_responses(response: Json) -> Iterator[ToolCall]:
     for item in dicts(response.get("output")):
-        if item.get("type") in ("function_call", "custom_tool_call"):
-            arguments = item.get("arguments", item.get("input"))
-            yield ToolCall(_text(item.get("call_id")), _text(item.get("name")) or "", _text(arguments) or "")
+        if is_call(item):
+            name = _text(item.get("name")) or item["type"].removesuffix("_call")
+            yield ToolCall(_text(item.get("call_id")), name, call_arguments(item))
+
+
+def is_call(item: Json) -> bool:
+    """Whether an item of Responses is a call for the agent to make: of its own tools, or its shell, say.
+
+    Those have a `call_id`; what the server does by itself has none.
+    """
+    kind = item.get("type")
+    return kind in ("function_call", "custom_tool_call") or (
+        isinstance(kind, str) and kind.endswith("_call") and isinstance(item.get("call_id"), str)
+    )
+
+
+def answered_call(item: Json) -> Any:
+    """The `call_id` that an item with a result belongs to; OpenAI's local shell calls it `id`."""
+    return item.get("call_id", item.get("id"))
+
+
+def call_arguments(item: Json) -> str:
+    """The text that the model wrote, or JSON of what the server made of it; empty without any."""
+    value = next((item[name] for name in _ARGUMENTS if item.get(name) is not None), "")
+    return value if isinstance(value, str) else dumps(value)
 
 
 def _of_messages(response: Json) -> Iterator[ToolCall]:
@@ -68,7 +94,7 @@ def _of_messages(response: Json) -> Iterator[ToolCall]:
 def _results(item: Json) -> Iterator[ToolResult]:
     if item.get("role") == "tool" and isinstance(call_id := item.get("tool_call_id"), str):
         yield ToolResult(call_id, item.get("content"))
-    elif str(item.get("type")).endswith("_call_output") and isinstance(call_id := item.get("call_id"), str):
+    elif str(item.get("type")).endswith("_call_output") and isinstance(call_id := answered_call(item), str):
         yield ToolResult(call_id, item.get("output"))
     elif item.get("role") == "user":
         for block in dicts(item.get("content")):

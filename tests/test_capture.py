@@ -7,9 +7,9 @@ from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.chat import ChatStream
 from lightning_proxy.proxy.inject import Injection, clean, inject
 from lightning_proxy.proxy.sse import encode
-from lightning_proxy.proxy.tools import tool_calls
+from lightning_proxy.proxy.tools import tool_calls, tool_results
 from lightning_proxy.proxy.transcript import Transcript
-from lightning_proxy.proxy.types import Choice, ToolCall
+from lightning_proxy.proxy.types import Choice, ToolCall, ToolResult
 
 ALL = Injection(True, True, True)
 DONE = encode(b"[DONE]")
@@ -122,6 +122,25 @@ def test_tool_calls_are_found():
     call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1'}}
     body = answer(choice={"message": {"tool_calls": [call]}})
     assert tool_calls(body) == (ToolCall("t1", "add", '{"a": 1'),)
+
+
+@pytest.mark.parametrize(
+    ("item", "name", "arguments"),
+    [
+        ({"type": "custom_tool_call", "name": "f", "input": "x"}, "f", "x"),
+        ({"type": "shell_call", "action": {"commands": ["ls"]}}, "shell", '{"commands":["ls"]}'),
+        ({"type": "local_shell_call", "action": {"command": ["ls"]}}, "local_shell", '{"command":["ls"]}'),
+        ({"type": "apply_patch_call", "operation": {"path": "a"}}, "apply_patch", '{"path":"a"}'),
+        ({"type": "computer_call", "action": None, "actions": [{"type": "wait"}]}, "computer", '[{"type":"wait"}]'),
+    ],
+)
+def test_calls_of_tools_that_the_agent_has_from_openai_are_found(item, name, arguments):
+    by_the_server = {"type": "web_search_call", "id": "ws_1", "action": {"type": "search"}}
+    response = {"output": [by_the_server, item | {"id": "x", "call_id": "call_1"}]}
+    assert tool_calls(response) == (ToolCall("call_1", name, arguments),)
+    result = {"type": f"{item['type']}_output", "output": "done"}
+    named = {"id": "call_1"} if item["type"] == "local_shell_call" else {"call_id": "call_1"}
+    assert tool_results([result | named]) == [ToolResult("call_1", "done")]
 
 
 def test_injection_asks_only_for_what_the_agent_did_not_ask_for():

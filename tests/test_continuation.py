@@ -247,6 +247,14 @@ async def test_responses_and_messages_are_gone_on_with_too(conversations: Rememb
     assert await conversations.find("k", asked) == "r2"
 
 
+@pytest.mark.parametrize("kind", ["shell_call", "local_shell_call", "apply_patch_call", "computer_call"])
+async def test_tools_that_openai_defines_are_gone_on_with_too(kind: str, conversations: Remembered) -> None:
+    call = {"type": kind, "id": "x_1", "call_id": "call_0123456789abcdef", "action": {"commands": ["ls"]}}
+    await conversations.answered("k", "r", {"input": "hi"}, {"id": "resp_1", "output": [call]})
+    result = {"type": f"{kind}_output", "call_id": call["call_id"], "output": []}
+    assert await conversations.find("k", {"input": [user("hi"), call, result]}) == "r"
+
+
 async def test_a_search_for_the_question_does_not_draw_its_siblings_in(conversations: Remembered) -> None:
     question = "Who wrote the oldest known treatise on falconry?"
     call = {"id": "c1", "function": {"name": "search", "arguments": json.dumps({"query": question})}}
