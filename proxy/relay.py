@@ -21,6 +21,7 @@ from lightning_proxy.proxy.conversations import Conversations, Remembering
 from lightning_proxy.proxy.dialects import DIALECTS, Dialect
 from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from lightning_proxy.proxy.exchange import Exchange
+from lightning_proxy.proxy.forms import form_model, is_form, with_form_model
 from lightning_proxy.proxy.inject import Injection
 from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.limits import Limiter
@@ -233,8 +234,8 @@ class Relay:
         return orjson.dumps(models)
 
     async def _pass(self, agent: Agent, request: Request, rollout: RolloutName) -> None:
-        """Forward unrecorded; a model named in a JSON body is routed like that of a recorded call."""
-        body = _try_object(request.body)
+        """Forward unrecorded; a model named in a JSON body or a form is routed like that of a recorded call."""
+        body = form_model(request.body) if is_form(request.body) else _try_object(request.body)
         route = await self._policy.route(rollout, _model(body))
         attempts = self._attempts(agent, request, body, rollout, route)
         await agent.run_while_connected(self._stream_through(agent, attempts))
@@ -334,6 +335,8 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
     changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
     if not changed:
         return request
+    if is_form(request.body):
+        return request.with_body(with_form_model(request.body, sent["model"]))
     if not body or any(name in body for name in changed):
         return request.with_body(dumps(sent).encode())
     return request.with_body(request.body.rstrip()[:-1] + b"," + orjson.dumps(changed)[1:])

@@ -49,7 +49,7 @@ class Server:
         return web.json_response({"object": "list", "data": []}, status=self.status)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body = await (_form(request) if request.content_type == "multipart/form-data" else request.json())
         self.bodies.append(body)
         if self.behaviour == "hangs":
             await asyncio.sleep(60)
@@ -65,6 +65,11 @@ class Server:
             return answer
         message = {"role": "assistant", "content": f"by {self.name}"}
         return web.json_response({"model": body["model"], "choices": [{"index": 0, "message": message}]})
+
+
+async def _form(request: web.Request) -> dict[str, Any]:
+    fields = await request.post()
+    return {name: value.file.read() if isinstance(value, web.FileField) else value for name, value in fields.items()}
 
 
 class Proxy:
@@ -282,3 +287,18 @@ async def test_a_model_goes_to_the_upstream_that_names_it_and_what_a_fallback_ma
         ("two", "direct"),
         ("three", "other"),
     ]
+
+
+async def test_a_form_goes_to_the_upstream_of_the_model_that_it_names(tmp_path: Path) -> None:
+    sound = b"\x00\r\n--\xff" * 9
+    async with Server("first").running() as first, Server("second").running() as second:
+        two = upstream("two", second, models=["whisper-1"], model_map={"fast": "other"})
+        async with proxying(tmp_path, upstream("one", first), two) as proxy:
+            for model in ("m", "whisper-1", "fast"):
+                form = aiohttp.FormData({"language": "en"})
+                form.add_field("file", sound, filename="a.wav", content_type="audio/wav")
+                form.add_field("model", model)
+                async with proxy.session.post(f"{proxy.url}/v1/audio/transcriptions", data=form) as answer:
+                    assert answer.status == 200
+    assert first.bodies == [{"language": "en", "file": sound, "model": "m"}]
+    assert second.bodies == [{"language": "en", "file": sound, "model": model} for model in ("whisper-1", "other")]
