@@ -66,6 +66,8 @@ def answers(response: Json) -> Iterator[list[Atom]]:
             message = choice.get("message") if isinstance(choice, dict) else None
             if isinstance(message, dict):
                 yield _item({"role": "assistant"} | message)
+            elif isinstance(choice, dict) and isinstance(text := choice.get("text"), str):
+                yield _content("assistant", text)  # of completions: it comes back within the next prompt
 
 
 def _item(item: Json) -> list[Atom]:

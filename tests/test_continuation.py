@@ -247,6 +247,16 @@ async def test_responses_and_messages_are_gone_on_with_too(conversations: Rememb
     assert await conversations.find("k", asked) == "r2"
 
 
+async def test_a_prompt_that_holds_an_earlier_completion_goes_on_with_it(conversations: Remembered) -> None:
+    asked = "Answer with the tools: search.\nQuestion: {}\nThought:".format
+    said = " I should look up where the lighthouse stands.\nAction: search[lighthouse]"
+    first = {"prompt": asked("How old is the lighthouse of Bergen?")}
+    await conversations.answered("k", "r", first, {"choices": [{"index": 0, "text": said}]})
+    follow = {"prompt": f"{first['prompt']}{said}\nObservation: It is in Bergen, and old.\nThought:"}
+    assert await conversations.find("k", follow) == "r"
+    assert await conversations.find("k", {"prompt": asked("How old is the lighthouse of Stavanger?")}) is None
+
+
 @pytest.mark.parametrize("kind", ["shell_call", "local_shell_call", "apply_patch_call", "computer_call"])
 async def test_tools_that_openai_defines_are_gone_on_with_too(kind: str, conversations: Remembered) -> None:
     call = {"type": kind, "id": "x_1", "call_id": "call_0123456789abcdef", "action": {"commands": ["ls"]}}
