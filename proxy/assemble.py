@@ -39,8 +39,9 @@ class Assembler:
             return
         index = choice.get("index")
         merged = self._choices.setdefault(index if isinstance(index, int) else 0, {})
+        so_far = "delta" in choice  # some servers send the message as far as it is beside each delta
         for name, value in choice.items():
-            if value is not None or name not in merged:
+            if (value is not None or name not in merged) and not (so_far and name == "message"):
                 _merge_field(merged, "message" if name == "delta" else name, value)
 
 

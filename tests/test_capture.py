@@ -193,6 +193,13 @@ def test_streamed_tool_calls_are_merged_by_index():
     assert tool_calls(transcript.response()) == (ToolCall("a", "f", '{"x":1}'), ToolCall("b", "g", "{}"))
 
 
+def test_a_message_beside_each_delta_is_not_counted_twice():
+    pieces = [("a", "a"), ("b", "ab")]
+    chunks = [chunk({"content": new}, message={"role": "assistant", "content": so_far}) for new, so_far in pieces]
+    transcript, _ = transcript_of(*chunks, injection=Injection())
+    assert transcript.response()["choices"][0]["message"] == {"content": "ab"}
+
+
 def test_unknown_delta_fields_survive():
     transcript, _ = transcript_of(chunk({"reasoning": "so ", "mood": 1}), chunk({"reasoning": "far", "mood": 2}))
     assert transcript.response()["choices"][0]["message"] == {"reasoning": "so far", "mood": 2}
