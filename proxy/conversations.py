@@ -45,9 +45,9 @@ class Conversations:
         atoms = request_atoms(request)
         if is_retry and (again := await self._take(_asked(scope, atoms))):
             return again
-        previous = request.get("previous_response_id")
-        if isinstance(previous, str) and (origin := self._leads_to(_digest(scope, b"response", _bytes(previous)))):
-            return origin
+        for previous in (request.get("previous_response_id"), _kept(request)):
+            if isinstance(previous, str) and (origin := self._leads_to(_digest(scope, b"response", _bytes(previous)))):
+                return origin
         return await self._extended(scope, atoms) or self._quoted(scope, atoms)
 
     async def _extended(self, scope: str, atoms: list[Atom]) -> str | None:
@@ -118,8 +118,15 @@ def answered(scope: str, start: CallStart, end: CallEnd) -> Iterator[Statement]:
         yield sql.CONVERSATION_POINT, row | state
         for origin in _new_origins(scope, atoms, answer):
             yield sql.CONVERSATION_ORIGIN, row | {"digest": origin}
-    if isinstance(name := end.response.get("id"), str):
-        yield sql.CONVERSATION_POINT, row | {"digest": _digest(scope, b"response", _bytes(name))}
+    for name in (end.response.get("id"), _kept(end.response)):
+        if isinstance(name, str):
+            yield sql.CONVERSATION_POINT, row | {"digest": _digest(scope, b"response", _bytes(name))}
+
+
+def _kept(body: Json) -> Any:
+    """The id of a conversation that the server keeps for Responses: of a request or an answer."""
+    found = body.get("conversation")
+    return found.get("id") if isinstance(found, dict) else found
 
 
 def _asked(scope: str, atoms: list[Atom]) -> bytes:

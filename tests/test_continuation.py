@@ -238,6 +238,9 @@ async def test_responses_and_messages_are_gone_on_with_too(conversations: Rememb
     ]
     await conversations.answered("k", "r1", {"input": "hi"}, {"id": "resp_1", "output": output})
     assert await conversations.find("k", {"input": "more", "previous_response_id": "resp_1"}) == "r1"
+    await conversations.answered("k", "r1", {"input": "hi"}, {"id": "resp_2", "conversation": {"id": "conv_1"}})
+    for kept in ("conv_1", {"id": "conv_1"}):
+        assert await conversations.find("k", {"input": "more", "conversation": kept}) == "r1"
     result = {"type": "function_call_output", "call_id": "c7", "output": "x"}
     assert await conversations.find("k", {"input": [user("hi"), *output[1:], result]}) == "r1"
     content = [{"type": "text", "text": "well"}, {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}]
