@@ -23,8 +23,9 @@ from lightning_proxy.proxy.continuation import (
     request_atoms,
 )
 from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.json_text import loads_or_none
 from lightning_proxy.proxy.ports import Recorder, Statement
-from lightning_proxy.proxy.types import CallEnd, CallStart
+from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,18 @@ class Conversations:
     def _quoted(self, scope: str, atoms: list[Atom]) -> str | None:
         """By what an edited or summarised history still holds of one rollout only, the oldest first."""
         return next(filter(None, map(self._leads_to, islice(_quotes(scope, atoms), QUOTATIONS))), None)
+
+    async def giver(self, scope: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
+        """The rollout in which a response was given, and the upstream that gave it; None for one that is not known."""
+        said_by = _digest(scope, b"response", _bytes(response_id))
+        rollout_id = rollout.rollout_id if rollout.named else self._leads_to(said_by)
+        if rollout_id is None:
+            return None
+        for row in await self._db.all(sql.RESPONSES_WITH, {"rollout_id": rollout_id, "pattern": f"%{response_id}%"}):
+            answer = loads_or_none(row["response"])
+            if isinstance(answer, dict) and answer.get("id") == response_id:
+                return rollout_id, row["upstream"]
+        return None
 
     def _leads_to(self, digest: bytes) -> str | None:
         row = self._db.one_now(sql.CONVERSATION_LEADS_TO, {"digest": digest})

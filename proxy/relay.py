@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _VERSION = b"x-policy-version"
 # Not TRACE: its answer is the request, with what we add to it.
 _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+_RESPONSES = "/v1/responses/"
 _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
 _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
@@ -68,6 +69,7 @@ class Relay:
         self._upstreams = upstreams
         self._recorder = recorder
         self._policy = policy
+        self._named = {upstream.name: upstream for upstream in config.upstreams}
         self._keys = keys
         self._conversations = conversations
         self._max_body_bytes = int(config.proxy.max_body_mb * 1_000_000)
@@ -124,7 +126,7 @@ class Relay:
         elif scope["method"] == "GET" and path.rest == f"/v1/models/{self._policy.alias}":
             await agent.json(200, self._policy.alias_entry())
         else:
-            await self._pass(agent, _request(scope, path.rest, body, caller), rollout)
+            await self._pass(agent, _request(scope, path.rest, body, caller), rollout, headers)
 
     async def _call(
         self,
@@ -233,12 +235,25 @@ class Relay:
             return raw
         return orjson.dumps(models)
 
-    async def _pass(self, agent: Agent, request: Request, rollout: RolloutName) -> None:
+    async def _pass(self, agent: Agent, request: Request, rollout: RolloutName, headers: dict[str, str]) -> None:
         """Forward unrecorded; a model named in a JSON body or a form is routed like that of a recorded call."""
         body = form_model(request.body) if is_form(request.body) else _try_object(request.body)
-        route = await self._policy.route(rollout, _model(body))
+        found = await self._of_response(request, rollout, headers)
+        rollout, route = found or (rollout, await self._policy.route(rollout, _model(body)))
         attempts = self._attempts(agent, request, body, rollout, route)
         await agent.run_while_connected(self._stream_through(agent, attempts))
+
+    async def _of_response(
+        self, request: Request, rollout: RolloutName, headers: dict[str, str]
+    ) -> tuple[RolloutName, Route] | None:
+        """Where the response that is asked for again is kept, by its id; None for any other request."""
+        if self._conversations is None or not request.path.startswith(_RESPONSES):
+            return None
+        response_id = request.path.removeprefix(_RESPONSES).partition("/")[0]
+        rollout_id, name = await self._conversations.giver(scope_of(headers), rollout, response_id) or (None, None)
+        if rollout_id is None or name not in self._named:
+            return None
+        return replace(rollout, rollout_id=rollout_id), Route(self._named[name], None, None)
 
     async def _stream_through(self, agent: Agent, attempts: Attempts) -> None:
         answer = await attempts.open()

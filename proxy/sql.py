@@ -94,7 +94,7 @@ WHERE rollout_id = :rollout_id ORDER BY seq
 CALL_STATUS = """
 SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
 """
-RESPONSES_WITH = "SELECT response FROM calls WHERE rollout_id = :rollout_id AND response LIKE :pattern"
+RESPONSES_WITH = "SELECT response, upstream FROM calls WHERE rollout_id = :rollout_id AND response LIKE :pattern"
 CALL_EXISTS = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
 # Of a call that is still there: its rollout may have been deleted meanwhile.
 TOOL_CALL = """

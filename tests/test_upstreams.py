@@ -38,6 +38,7 @@ class Server:
         app = web.Application()
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/{rest:.*}", self.answer)
+        app.router.add_get("/v1/{rest:.*}", self.again)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self.port).start()
@@ -47,6 +48,9 @@ class Server:
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": []}, status=self.status)
+
+    async def again(self, _: web.Request) -> web.Response:
+        return web.json_response({"by": self.name})
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await (_form(request) if request.content_type == "multipart/form-data" else request.json())
@@ -64,7 +68,9 @@ class Server:
             await answer.write(b"data: [DONE]\n\n")
             return answer
         message = {"role": "assistant", "content": f"by {self.name}"}
-        return web.json_response({"model": body["model"], "choices": [{"index": 0, "message": message}]})
+        answer_id = f"by_{self.name}_{len(self.bodies)}"
+        choices = [{"index": 0, "message": message}]
+        return web.json_response({"id": answer_id, "model": body["model"], "choices": choices})
 
 
 async def _form(request: web.Request) -> dict[str, Any]:
@@ -302,3 +308,17 @@ async def test_a_form_goes_to_the_upstream_of_the_model_that_it_names(tmp_path: 
                     assert answer.status == 200
     assert first.bodies == [{"language": "en", "file": sound, "model": "m"}]
     assert second.bodies == [{"language": "en", "file": sound, "model": model} for model in ("whisper-1", "other")]
+
+
+async def test_a_response_is_asked_for_again_where_it_was_given(tmp_path: Path) -> None:
+    servers = (Server(name).running() for name in ("first", "twin", "other"))
+    async with next(servers) as first, next(servers) as twin, next(servers) as other:
+        one, two = upstream("one", first, twin), upstream("two", other, models=["theirs"])
+        async with proxying(tmp_path, one, two) as proxy:
+            for prefix in ("/rollouts/r/v1", "/v1"):
+                for model in ("theirs", *["m"] * 6):
+                    async with proxy.session.post(f"{proxy.url}{prefix}/responses", json={"model": model}) as answer:
+                        given = (await answer.json())["id"]
+                    by = await proxy.get(f"{prefix}/responses/{given}/input_items")
+                    assert given.startswith(f"by_{by['by']}_")
+            assert (await proxy.get("/rollouts/r/v1/responses/unknown"))["by"] in ("first", "twin")
