@@ -110,7 +110,9 @@ def _content(role: str, content: Any) -> list[Atom]:
                 case "thinking" | "redacted_thinking":
                     pass
                 case _:
-                    texts.append(str(part.get("text", part)))
+                    # Marks for the provider's cache move on from turn to turn.
+                    what = {name: value for name, value in part.items() if name != "cache_control"}
+                    texts.append(str(what.get("text", what)))
     text = "".join(texts).strip()
     return [*([Atom("text", role, text)] if text else []), *others]
 

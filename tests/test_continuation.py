@@ -268,6 +268,14 @@ async def test_tools_that_openai_defines_are_gone_on_with_too(kind: str, convers
     assert await conversations.find("k", {"input": [user("hi"), call, result]}) == "r"
 
 
+async def test_a_picture_is_the_same_without_the_mark_for_the_providers_cache(conversations: Remembered) -> None:
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    first = {"messages": [{"role": "user", "content": [picture | {"cache_control": {"type": "ephemeral"}}]}]}
+    await conversations.answered("k", "r", first, {"content": [{"type": "text", "text": "A cat."}]})
+    follow = [{"role": "user", "content": [picture]}, {"role": "assistant", "content": "A cat."}, user("Sure?")]
+    assert await conversations.find("k", {"messages": follow}) == "r"
+
+
 async def test_a_search_for_the_question_does_not_draw_its_siblings_in(conversations: Remembered) -> None:
     question = "Who wrote the oldest known treatise on falconry?"
     call = {"id": "c1", "function": {"name": "search", "arguments": json.dumps({"query": question})}}
