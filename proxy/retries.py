@@ -23,11 +23,17 @@ _RETRIED = frozenset({429, 502, 503, 504, 529})
 
 
 async def open_with_retries(config: UpstreamConfig, upstream: Upstream, request: Request) -> Answer:
-    """`upstream.open`, as often as `retries` says; its last answer or error if none is a good one."""
+    """`upstream.open`, as often as `retries` says; its last answer or error if none is a good one.
+
+    An answer whose Retry-After asks for more than `retry_wait_s` is the last.
+    """
     retrying = AsyncRetrying(
         stop=stop_after_attempt(1 + config.retries),
         wait=_RetryAfter(config.retry_wait_s),
-        retry=retry_if_result(lambda answer: answer.status in _RETRIED) | retry_if_exception_type(NoConnection),
+        retry=retry_if_result(
+            lambda answer: answer.status in _RETRIED and (_asked_wait(answer) or 0.0) <= config.retry_wait_s
+        )
+        | retry_if_exception_type(NoConnection),
         before_sleep=_let_go,
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
     )
@@ -36,22 +42,26 @@ async def open_with_retries(config: UpstreamConfig, upstream: Upstream, request:
 
 
 class _RetryAfter(wait_base):
-    """What the answer's Retry-After says, in seconds or as a date; else 0.5 s, doubling, with jitter."""
+    """What the answer's Retry-After says; else 0.5 s, doubling, with jitter."""
 
     def __init__(self, longest: float) -> None:
-        self._longest = longest
         self._else = wait_random_exponential(multiplier=0.5, max=longest)
 
     def __call__(self, retry_state: RetryCallState) -> float:
         outcome = retry_state.outcome
-        value = "" if outcome is None or outcome.failed else outcome.result().retry_after
-        if value.isdecimal():
-            return min(float(value), self._longest)
-        try:
-            until = parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return self._else(retry_state)
-        return min(max(until, 0.0), self._longest)
+        asked = None if outcome is None or outcome.failed else _asked_wait(outcome.result())
+        return self._else(retry_state) if asked is None else asked
+
+
+def _asked_wait(answer: Answer) -> float | None:
+    """Seconds, of Retry-After as seconds or as a date; None without one that can be read."""
+    value = answer.retry_after
+    if value.isdecimal():
+        return float(value)
+    try:
+        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None
 
 
 def _let_go(retry_state: RetryCallState) -> None:

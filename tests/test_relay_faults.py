@@ -213,6 +213,18 @@ async def test_an_upstream_that_is_busy_is_asked_again_if_so_configured(retries,
     assert len(recorder.starts) == len(recorder.ends) == 1
 
 
+async def test_an_upstream_that_asks_for_more_patience_than_there_is_is_not_asked_again():
+    served = []
+
+    async def handle(reader, writer):
+        served.append(1)
+        await sending(BUSY % b"2")(reader, writer)
+
+    async with between(handle, retries=3, retry_wait_s=1) as (url, recorder):
+        assert await post(url, CHAT) == (503, b"busy", True)
+    assert (len(served), recorder.ends[0].http_status) == (1, 503)
+
+
 async def test_an_upstream_that_comes_back_is_reached_if_so_configured():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
