@@ -34,7 +34,7 @@ _QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
 MAX_HEADER_BYTES = 256 * 1024
 MAX_HEADERS = 1000
 # What aiohttp decodes.
-_DECODED = frozenset(b"gzip deflate br".split())
+_DECODED = frozenset(b"gzip deflate br zstd".split())
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
 
 
