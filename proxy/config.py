@@ -22,6 +22,7 @@ DEFAULT_ADAPTER = "default"
 # Fewer earlier rollouts than these say too little of what a reward is usually like.
 MIN_EARLIER = 4
 
+_SENDABLE = "it may not be empty, nor hold spaces, line ends or other than ASCII characters"
 _SECRET_NAME = re.compile(r"key|token|secret|password|authorization|credential", re.IGNORECASE)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -46,7 +47,15 @@ class ProxyConfig(Section):
     api_keys: list[SecretStr] = []
     admin_keys: list[SecretStr] = []
     limits: LimitsConfig = LimitsConfig()
-    max_body_mb: Annotated[float, Field(gt=0)] = 32.0
+    max_body_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
+
+    @field_validator("api_keys", "admin_keys")
+    @classmethod
+    def _can_be_sent(cls, keys: list[SecretStr]) -> list[SecretStr]:
+        """An empty one, from a variable that is not set, say, would let everybody in."""
+        if not all(_is_sendable(key) for key in keys):
+            raise ValueError(f"a key cannot be sent: {_SENDABLE}")
+        return keys
 
     @property
     def is_loopback(self) -> bool:
@@ -142,9 +151,8 @@ class UpstreamConfig(Section):
 
     @model_validator(mode="after")
     def _urls(self) -> UpstreamConfig:
-        key = "" if self.api_key is None else self.api_key.get_secret_value()
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ValueError("api_key cannot be sent: it may hold no spaces, line ends or other than ASCII characters")
+        if self.api_key is not None and not _is_sendable(self.api_key):
+            raise ValueError(f"api_key cannot be sent: {_SENDABLE}")
         if self.kind == "litellm":
             self._check_litellm()
             return self
@@ -464,6 +472,12 @@ class Config(Section):
         headers = self.telemetry.otlp_headers.values()
         ours = [key.get_secret_value() for key in (*self.proxy.api_keys, *self.proxy.admin_keys, *headers)]
         return [*ours, *(secret for upstream in self.upstreams for secret in upstream.secrets())]
+
+
+def _is_sendable(key: SecretStr) -> bool:
+    """Whether a header can carry it, and nothing else is read as it."""
+    text = key.get_secret_value()
+    return text != "" and text.isascii() and text.isprintable() and " " not in text
 
 
 def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
