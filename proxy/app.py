@@ -41,6 +41,7 @@ def create_app(config: Config) -> ASGIApp:
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)
     control.add_exception_handler(HTTPException, _http_error)
+    control.add_exception_handler(Exception, _internal_error)
     return _Dispatch(control, config.proxy)
 
 
@@ -91,6 +92,10 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 async def _lightning_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, LightningError)
     return JSONResponse(error.body(), error.status)
+
+
+async def _internal_error(request: Request, _: Exception) -> JSONResponse:
+    return await _lightning_error(request, LightningError("internal error of the proxy; its log says more"))
 
 
 async def _invalid(_: Request, error: Exception) -> JSONResponse:

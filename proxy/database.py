@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import aiosqlite
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random
@@ -82,8 +82,8 @@ class Database:
             try:
                 if self._syncs or size > LARGE or not _try_commit(self._here, runs):
                     await self._in_thread(_commit, runs)
-            except sqlite3.OperationalError as error:
-                raise _unavailable(error) from error
+            except sqlite3.DatabaseError as error:
+                _raise_ours(error, "written")
         self._commits, self._written = self._commits + 1, self._written + size
         due = self._commits >= CHECKPOINT_EVERY or self._written >= LONG_LOG // 4
         if due and (self._checkpoint is None or self._checkpoint.done()):
@@ -97,15 +97,15 @@ class Database:
         """The first row of a query that is quick: it is run at once, in the caller's thread."""
         try:
             row: sqlite3.Row | None = self._here.execute(sql, params or {}).fetchone()
-        except sqlite3.OperationalError as error:
-            raise StoreUnavailable(f"the store cannot be read: {error}") from error
+        except sqlite3.DatabaseError as error:
+            _raise_ours(error, "read")
         return row
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[aiosqlite.Connection]:
         """The write connection inside BEGIN IMMEDIATE … COMMIT; rolled back on any error.
 
-        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, read-only.
+        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, read-only, damaged.
         """
         async with self._lock:
             try:
@@ -117,8 +117,8 @@ class Database:
                     # A cancelled task must not leave the transaction open for the next one.
                     await asyncio.shield(self._writer.rollback())
                     raise
-            except sqlite3.OperationalError as error:
-                raise _unavailable(error) from error
+            except sqlite3.DatabaseError as error:
+                _raise_ours(error, "written")
 
     async def checkpoint(self) -> None:
         """Move what was committed into the file, which gets shorter only then."""
@@ -127,8 +127,8 @@ class Database:
     async def all(self, sql: str, params: dict[str, object] | None = None) -> list[sqlite3.Row]:
         try:
             return list(await self._reader.execute_fetchall(sql, params or {}))
-        except sqlite3.OperationalError as error:
-            raise StoreUnavailable(f"the store cannot be read: {error}") from error
+        except sqlite3.DatabaseError as error:
+            _raise_ours(error, "read")
 
     async def one(self, sql: str, params: dict[str, object] | None = None) -> sqlite3.Row | None:
         rows = await self.all(sql, params)
@@ -213,7 +213,7 @@ def _is_locked(error: BaseException) -> bool:
 
 def _checkpoint(connection: sqlite3.Connection) -> None:
     """Move what was committed from the write-ahead log into the file, as far as nobody has to wait for it."""
-    with suppress(sqlite3.OperationalError):
+    with suppress(sqlite3.DatabaseError):
         _, pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         (page_size,) = connection.execute("PRAGMA page_size").fetchone()
         if pages * page_size > LONG_LOG:
@@ -245,8 +245,12 @@ def _commit(connection: sqlite3.Connection, runs: Runs) -> None:
         raise
 
 
-def _unavailable(error: sqlite3.OperationalError) -> StoreUnavailable:
-    return StoreUnavailable(f"the store cannot be written: {error}; nothing was recorded, try again")
+def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
+    """StoreUnavailable for what the file, its disk or another process is to blame for; other errors as they are."""
+    if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):  # the latter: the file is damaged
+        raise error
+    nothing = "; nothing was recorded, try again" if what == "written" else ""
+    raise StoreUnavailable(f"the store cannot be {what}: {error}{nothing}") from error
 
 
 async def _migrate(connection: aiosqlite.Connection) -> None:

@@ -167,7 +167,7 @@ def rewrite(store: Path) -> None:
         with closing(sqlite3.connect(store, isolation_level=None)) as connection:
             for statement in sql.REWRITE:
                 connection.execute(statement)
-    except sqlite3.OperationalError as error:
+    except sqlite3.DatabaseError as error:
         raise StoreUnavailable(f"store {store} could not be written anew, and is as it was: {error}") from error
 
 

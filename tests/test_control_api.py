@@ -1,6 +1,7 @@
 """The control API over HTTP, with a real store; vLLM's operator routes are played by `PolicyServer`."""
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -338,6 +339,27 @@ async def test_readiness_metrics_and_unknown_routes(running: Running, tmp_path: 
         status, answer = await system.call("GET", "/nowhere")
         assert (status, answer["error"]["type"]) == (404, "not_found_error")
         assert (await system.call("GET", "/openapi.json"))[0] == 200
+
+
+async def test_a_damaged_store_is_a_503_at_every_door(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        for i in range(30):
+            await system.chat(f"r{i}")
+        with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with (tmp_path / "store.db").open("r+b") as file:
+            for page in range(1, file.seek(0, 2) // 4096):
+                file.seek(page * 4096)
+                file.write(b"\x99" * 200)
+        for method, path, body in (
+            ("GET", "/rollouts", None),
+            ("GET", "/rollouts/r1", None),
+            ("POST", "/reward", {"rollout_id": "r1", "reward": 1}),
+            ("POST", "/v1/chat/completions", {"model": "policy", "messages": []}),
+            ("GET", "/readyz", None),
+        ):
+            status, answer = await system.call(method, path, body)
+            assert (status, "malformed" in str(answer)) == (503, True), (path, answer)
 
 
 async def test_a_body_over_the_limit_is_refused(running: Running, tmp_path: Path) -> None:
