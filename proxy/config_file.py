@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import ConfigError
 
+# What reading YAML may raise: ValueError for the 13th month.
+_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 ENV_PREFIX = "LIGHTNING_"
 # Set for agent programs by `lightning-proxy run`; not configuration.
 ENV_NOT_CONFIG = {"LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL"}
@@ -42,12 +44,12 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = _load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(f"{path} is not valid YAML: {_problem(error)}") from None
     if data is None:
         return {}
@@ -59,13 +61,32 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _parse(value: str, name: str) -> Any:
     try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        return _load(value)
+    except _NO_YAML as error:
         raise ConfigError(f"{name} is not valid YAML: {_problem(error)}") from None
 
 
-def _problem(error: yaml.YAMLError) -> str:
+def _load(text: str) -> Any:
+    return yaml.load(text, _Loader)  # noqa: S506: a safe one
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses what is there twice: of two sections, the first would count for nothing, and nobody would notice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [name for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+        for i, name in enumerate(names):
+            if any(name.value == earlier.value for earlier in names[:i]):
+                raise yaml.constructor.ConstructorError(None, None, f"{name.value!r} is there twice", name.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _problem(error: Exception) -> str:
     """What is wrong and where, without the text itself: it may hold a key."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, ValueError):
+        return "what looks like a date or a number is none"
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return type(error).__name__
     return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"

@@ -88,6 +88,10 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
         ("trainer: {collapse: {reward_stop: 2}}", "trainer.collapse: reward_stop is less than reward_warn"),
         ("[1, 2]", "expected sections"),
         ("proxy: [", "not valid YAML"),
+        ("policy: {model: 2026-13-01}", "not valid YAML: what looks like a date"),
+        ("proxy: " + "[" * 3000, "not valid YAML: it is nested too deeply"),
+        ("proxy: {port: 1}\nstore: {}\nproxy: {workers: 2}", "'proxy' is there twice, line 3, column 1"),
+        ("proxy: {port: 1, port: 2}", "'port' is there twice"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_line_that_names_it(tmp_path: Path, text: str, named: str) -> None:
