@@ -48,7 +48,7 @@ class ControlClient:
         self.url = url.rstrip("/")
         self._patience_s = patience_s
         self._reached = False
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
     @classmethod
@@ -63,7 +63,7 @@ class ControlClient:
     async def __aenter__(self) -> ControlClient:
         timeout = aiohttp.ClientTimeout(total=60)
         self._session = aiohttp.ClientSession(
-            headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+            headers=self.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         )
         return self
 

@@ -71,9 +71,7 @@ async def check_alias(config: Config, session: aiohttp.ClientSession, api: Contr
 
 async def _call(config: Config, session: aiohttp.ClientSession, api: ControlClient, rollout: str) -> tuple[int, Any]:
     # In mode eval: it is never trained on.
-    headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval"}
-    if config.proxy.api_keys:
-        headers["Authorization"] = f"Bearer {config.proxy.api_keys[0].get_secret_value()}"
+    headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval", **api.headers}
     body = QUESTION | {"model": config.policy.alias}
     async with session.post(f"{api.url}/v1/chat/completions", json=body, headers=headers) as answer:
         return answer.status, await answer.json(content_type=None)

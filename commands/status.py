@@ -50,7 +50,7 @@ def show_status(config: Config, *, as_json: bool) -> bool:
 
 async def read_status(api: ControlClient) -> dict[str, Any]:
     """Everything that `status` shows, as plain data; ControlError if the proxy is not there."""
-    ready = json.loads(await _get(api, "/readyz"))
+    ready = await _readiness(api)
     if ready["store"] != "ok":
         return {
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
@@ -64,7 +64,7 @@ async def read_status(api: ControlClient) -> dict[str, Any]:
         "steps": steps,
         "rewards": [s["metrics"]["reward_mean"] for s in steps if "reward_mean" in s["metrics"]],
         "rollouts": rollout_counts(metrics),
-        "waiting": int(float(WAITING.findall(metrics)[0])),
+        "waiting": int(float(next(iter(WAITING.findall(metrics)), 0))),
         "dropped": dict(Counter(rollout["dropped"] for rollout in newest if rollout["dropped"]).most_common()),
     }
 
@@ -88,6 +88,17 @@ def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
         case "idle":
             return f"{rollouts}; while the machine is idle"
     return f"{rollouts}; it takes {config.tasks_per_step} groups of {config.group_size}"
+
+
+async def _readiness(api: ControlClient) -> dict[str, Any]:
+    """What /readyz says, if it is our proxy that answers."""
+    try:
+        ready = json.loads(await _get(api, "/readyz"))
+    except ValueError:
+        ready = None
+    if not isinstance(ready, dict) or not {"status", "store", "upstream"} <= ready.keys():
+        raise ControlError(f"what answers at {api.url} is no lightning-proxy")
+    return ready
 
 
 async def _get(api: ControlClient, path: str) -> str:

@@ -92,11 +92,14 @@ class Keyring:
 
 
 async def require_keys(config: Config) -> None:
-    """Raise ConfigError where other machines could reach the proxy and there is no key for agents to show."""
+    """Raise ConfigError where other machines could reach the proxy and there is no key for agents to show.
+
+    StoreUnavailable for a store that cannot be opened: better now than when a server has begun to start.
+    """
     proxy = config.proxy
-    if proxy.is_loopback or proxy.api_keys:
-        return
     async with opened(config.store) as database:
+        if proxy.is_loopback or proxy.api_keys:
+            return
         if not any(key.live for key in await Keyring(database).keys()):
             raise ConfigError(
                 f"proxy.host {proxy.host!r} is reachable from other machines, and there is no key: make one with "

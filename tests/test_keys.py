@@ -163,6 +163,15 @@ def test_serving_other_machines_without_a_key_is_refused_in_one_line(tmp_path: P
         assert "lightning-proxy keys create" in done.stderr and "proxy.api_keys" in done.stderr
         assert serve("keys", "create", "ci").returncode == 0
         assert "proxy.port" in serve("serve").stderr, "the key is enough: now it is the port that cannot be had"
+    assert serve("keys", "create", "many", "--concurrent", str(2**64)).returncode == 2
+    (tmp_path / "lightning.db").write_bytes(b"no database, but as long as the head of one" * 100)
+    for command in (["serve"], ["keys", "list"]):
+        done = serve(*command)
+        assert (done.returncode, done.stderr.count("\n"), "lightning.db cannot be opened" in done.stderr) == (
+            1,
+            1,
+            True,
+        )
 
 
 async def test_names_are_unique_among_the_keys_that_let_somebody_in(tmp_path: Path) -> None:
@@ -190,6 +199,8 @@ async def test_commands_take_their_key_from_the_environment(
         assert code == 1 and "LIGHTNING_API_KEY" in err
         monkeypatch.setenv("LIGHTNING_API_KEY", key)
         assert (await system.lightning("rollouts", "list"))[0] == 0
+        checks = {check["name"]: check for check in json.loads((await system.lightning("doctor", "--json"))[1])}
+        assert checks["alias"]["outcome"] == "ok", checks["alias"]
 
 
 async def test_a_key_over_its_limit_gets_429_in_the_shape_of_openais_api(running: Running, tmp_path: Path) -> None:

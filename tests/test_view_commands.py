@@ -27,6 +27,7 @@ from lightning_proxy.commands.step_view import step_line
 from lightning_proxy.commands.steps import tell_steps, teller
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.ledger import Collapse
+from support.relaying import speaking
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Message = dict[str, Any]
@@ -304,3 +305,18 @@ def test_without_a_proxy_one_line_says_what_to_start(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     line = "lightning-proxy: no proxy answers at http://127.0.0.1:9; start it with `lightning-proxy serve`\n"
     assert (done.returncode, done.stderr) == (1, line)
+
+
+@pytest.mark.parametrize("answer", ["<html>", '{"hello": "world"}'])
+async def test_another_server_on_the_port_is_one_line(tmp_path: Path, answer: str) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n{answer}".encode())
+        await writer.drain()
+
+    async with speaking(greet) as url:
+        (tmp_path / "config.yaml").write_text(f"proxy: {{port: {url.rpartition(':')[2]}}}\n")
+        command = [sys.executable, "-m", "lightning_proxy.cli", "status"]
+        done = await asyncio.to_thread(
+            subprocess.run, command, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
