@@ -105,7 +105,7 @@ class Database:
     async def transaction(self) -> AsyncIterator[aiosqlite.Connection]:
         """The write connection inside BEGIN IMMEDIATE … COMMIT; rolled back on any error.
 
-        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, read-only, damaged.
+        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, damaged, ….
         """
         async with self._lock:
             try:

@@ -99,6 +99,19 @@ async def test_what_runs_is_kept_and_what_nobody_ends_goes_when_it_was_quiet_for
     assert await recorded.tidy(max_age_days=7) == {"under way", "talking"}
 
 
+async def test_a_clock_that_was_wrong_for_a_while_does_not_end_the_retention(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.keeper.LOOK", 1)
+    await recorded.rollout("tomorrow", ended=-1, size=200_000)
+    for i in range(4):
+        await recorded.rollout(f"old{i}", ended=9 - i, size=200_000)
+    await recorded.rollout("new", ended=0.1)
+    left = await recorded.tidy(max_gib=800_000 / 2**30)
+    assert "old0" not in left and {"tomorrow", "new"} <= left
+    assert await recorded.tidy(max_age_days=3) == {"tomorrow", "new"}
+
+
 async def test_a_step_that_is_being_trained_or_published_keeps_its_rollouts(recorded: Recorded) -> None:
     for name in ("first", "second", "third"):
         await recorded.rollout(name, ended=8, reward=1.0)
