@@ -37,6 +37,8 @@ class Redactor:
         self._shapes: Sequence[Shape] = (*own, *SHAPES) if config.secrets else ()
         self._patterns = [re.compile(pattern) for pattern in config.patterns]
         self._fields = [tuple(path.split(".")) for path in config.fields]
+        shown = any(root != "metadata" and name not in _NOT_SHOWN for root, name, *_ in self._fields)
+        self._hides = shown or bool(self._shapes or self._patterns)  # something that a model is shown, or says
 
     def __bool__(self) -> bool:
         """Whether there is anything to look for."""
@@ -61,19 +63,21 @@ class Redactor:
             return MASK
 
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
-        """The call's beginning, and whether something is missing in it that the model was shown.
+        """The call's beginning, and whether something may be missing in it that the model was shown.
 
+        That goes for all that the server remembers of an earlier response: the tokens would tell it, looked at or not.
         Never the agent's own words: of a name that stands there twice, they hold a value that was not looked at.
         """
         start = replace(start, request_text=None)
+        unseen = self._hides and start.request.get("previous_response_id") is not None
         request = self.value(start.request, "request")
         model = start.model and self.text(start.model)
         if request is start.request and model is start.model:
-            return start, False
+            return start, unseen
         request = request if isinstance(request, dict) else {}
         before = start.request
         shown = any(request.get(name) is not before[name] for name in before if name not in _NOT_SHOWN)
-        return replace(start, request=request, model=model), shown
+        return replace(start, request=request, model=model), shown or unseen
 
     def end(self, end: CallEnd, *, shown: bool) -> CallEnd:
         """The call's end. If it or its beginning (`shown`) was changed, the tokens, which would tell, go too."""

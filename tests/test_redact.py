@@ -269,6 +269,14 @@ def test_a_call_stays_trainable_if_only_what_no_model_is_shown_was_redacted() ->
     assert redactor.start(start_of({"messages": ["zzz"]}))[1] is True
 
 
+def test_what_the_server_remembers_of_an_earlier_response_is_in_no_token_that_is_kept() -> None:
+    goes_on = start_of({"previous_response_id": "resp_1", "input": "and?"})
+    first = start_of({"previous_response_id": None, "input": "and?"})
+    redactor = Redactor(RedactConfig(patterns=["zzz"]))
+    assert (redactor.start(goes_on)[1], redactor.start(first)[1]) == (True, False)
+    assert Redactor(RedactConfig(fields=["request.user"])).start(goes_on)[1] is False
+
+
 def test_what_is_nested_too_deeply_is_not_stored_at_all() -> None:
     deep: Any = "zzz"
     for _ in range(5000):
