@@ -67,7 +67,7 @@ def _parse(value: str, name: str) -> Any:
 
 
 def _load(text: str) -> Any:
-    return yaml.load(text, _Loader)  # noqa: S506: a safe one
+    return yaml.load(text, _Loader)
 
 
 class _Loader(yaml.SafeLoader):

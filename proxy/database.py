@@ -124,6 +124,15 @@ class Database:
         """Move what was committed into the file, which gets shorter only then."""
         await asyncio.get_running_loop().run_in_executor(self._thread, _checkpoint, self._there)
 
+    async def empty_log(self) -> None:
+        """Cut off the write-ahead log: it holds what was deleted until that is written over.
+
+        While another process reads, or is in the middle of a write, it stays as it is.
+        """
+        await self.checkpoint()  # what takes long, while others write
+        async with self._lock:
+            await asyncio.get_running_loop().run_in_executor(self._thread, _empty_log, self._there)
+
     async def all(self, sql: str, params: dict[str, object] | None = None) -> list[sqlite3.Row]:
         try:
             return list(await self._reader.execute_fetchall(sql, params or {}))
@@ -188,6 +197,7 @@ def _pragmas(config: StoreConfig) -> list[str]:
         f"PRAGMA journal_size_limit = {LONG_LOG}",
         f"PRAGMA synchronous = {config.synchronous.upper()}",
         "PRAGMA foreign_keys = ON",
+        "PRAGMA secure_delete = ON",  # what is deleted is overwritten; with many builds of SQLite it is so anyway
         "PRAGMA temp_store = MEMORY",
         "PRAGMA mmap_size = 268435456",
     ]
@@ -226,10 +236,19 @@ def _begin_log_anew(connection: sqlite3.Connection) -> None:
     The file stays as long as `journal_size_limit` says: cutting it off, to let it grow again, cost a tenth of a large
     call.
     """
+    _checkpoint_alone(connection, "RESTART")
+
+
+def _empty_log(connection: sqlite3.Connection) -> None:
+    with suppress(sqlite3.DatabaseError):
+        _checkpoint_alone(connection, "TRUNCATE")
+
+
+def _checkpoint_alone(connection: sqlite3.Connection, mode: str) -> None:
     (timeout,) = connection.execute("PRAGMA busy_timeout").fetchone()
     connection.execute("PRAGMA busy_timeout = 50")
     try:
-        connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+        connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchall()
     finally:
         connection.execute(f"PRAGMA busy_timeout = {timeout}")
 

@@ -116,7 +116,7 @@ class Keeper:
         while rows := await self._db.all(sql.ROLLOUTS_OVER, {"after": after, **params}):
             yield [row["n"] for row in rows if row["is_over"] and waiting in (None, bool(row["waits"]))]
             after = rows[-1]["n"]
-            if cut.before <= rows[-1]["created_at"] <= time.time():  # later: the clock was wrong then, and tells nothing
+            if cut.before <= rows[-1]["created_at"] <= time.time():  # not of a clock that was ahead
                 return
 
     async def _delete(self, numbers: list[int], cut: Cut, reason: str, limit: float = -1.0) -> bool:

@@ -199,6 +199,10 @@ DELETE FROM conversation_tips WHERE (digest, at, call_id) IN (
     SELECT digest, at, call_id FROM conversation_tips WHERE at < :before ORDER BY at LIMIT :limit
 )
 """
+TIPS_OF = "SELECT digest, at, call_id FROM conversation_tips WHERE rollout_id = :rollout_id"
+TIP_DELETE = "DELETE FROM conversation_tips WHERE digest = :digest AND at = :at AND call_id = :call_id"
+POINTS_OF = "SELECT digest, rollout_id FROM conversation_points WHERE rollout_id = :rollout_id"
+POINT_DELETE = "DELETE FROM conversation_points WHERE digest = :digest AND rollout_id = :rollout_id"
 
 # Policy -----------------------------------------------------------------------------------------------------------
 

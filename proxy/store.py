@@ -147,7 +147,10 @@ class Store:
         return rollout
 
     async def delete_rollout(self, rollout_id: str) -> None:
-        """Forget a rollout and all that was recorded of it; Conflict while it runs or is trained on."""
+        """Forget a rollout and all that was recorded of it; Conflict while it runs or is trained on.
+
+        Its pages are overwritten and the log is cut off; SQLite may leave bits at the unused end of pages of others.
+        """
         rollout = await self.rollout(rollout_id)
         if rollout.status == "running":
             raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
@@ -155,6 +158,16 @@ class Store:
         with suppress(NotFound):
             await self.rollout(rollout_id)
             raise Conflict(f"rollout {rollout_id!r} is being trained on: try again after the step", param="status")
+        await self._forget_conversations(rollout_id)
+        await self._db.empty_log()
+
+    async def _forget_conversations(self, rollout_id: str) -> None:
+        """Looked for among all, without an index: it would have to be kept up at every call."""
+        batch: list[tuple[str, dict[str, Any]]] = []
+        for found, delete in ((sql.TIPS_OF, sql.TIP_DELETE), (sql.POINTS_OF, sql.POINT_DELETE)):
+            batch += [(delete, dict(row)) for row in await self._db.all(found, {"rollout_id": rollout_id})]
+        if batch:
+            await self.write(batch)
 
     # Rewards -------------------------------------------------------------------------------------------------------
 

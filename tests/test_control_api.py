@@ -157,6 +157,35 @@ async def test_an_ended_rollout_can_be_deleted_with_all_that_is_known_of_it(runn
     assert left == [0, 0, 0]
 
 
+async def test_a_deleted_rollout_is_gone_from_every_table_and_from_the_log(running: Running, tmp_path: Path) -> None:
+    def kept() -> bytes:
+        return b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
+
+    async with running(tmp_path) as system:
+        said = [{"role": "user", "content": "zebra " * 1000}]
+        tell = {True: "a zebra, as far as I can tell from here", False: "nothing"}
+        system.vllm.answer = lambda body: {"role": "assistant", "content": tell[len(body["messages"]) > 1]}
+        for turn in range(3):
+            said.append({"role": "user", "content": f"zebra {turn}"})
+            body = {"model": "policy", "messages": said}
+            async with system.session.post(f"{system.url}/v1/chat/completions", json=body) as answer:
+                rollout_id = answer.headers["X-Rollout-Id"]
+                said.append((await answer.json())["choices"][0]["message"])
+            await system.chat("another")
+        event = {"kind": "note", "value": "zebra"}
+        assert (await system.call("POST", f"/rollouts/{rollout_id}/events", event))[0] == 200
+        reward = {"rollout_id": rollout_id, "reward": 1, "comment": "zebra"}
+        assert (await system.call("POST", "/reward", reward))[0] == 200
+        assert b"zebra" in kept() and rollout_id.encode() in kept()
+        assert (await system.call("DELETE", f"/rollouts/{rollout_id}"))[0] == 204
+        assert b"zebra zebra" not in kept()
+        assert b"zebra" not in (tmp_path / "store.db-wal").read_bytes()
+        assert (await system.call("GET", "/rollouts/another"))[0] == 200
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
+        left = "".join(db.iterdump())
+    assert (rollout_id in left, "zebra" in left, "another" in left) == (False, False, True)
+
+
 async def test_the_id_of_a_deleted_rollout_can_be_used_again(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")

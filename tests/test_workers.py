@@ -144,15 +144,14 @@ async def test_workers_end_with_their_supervisor_however_it_ends(tmp_path: Path)
 
 
 def test_workers_that_cannot_start_end_the_proxy_with_an_error(tmp_path: Path) -> None:
-    (tmp_path / "store.db").write_bytes(b"not a database at all" * 100)
     config = tmp_path / "config.yaml"
-    config.write_text(
-        yaml.safe_dump({"proxy": {"workers": 2, "port": 0}, "store": {"url": f"sqlite:///{tmp_path}/store.db"}})
-    )
+    settings = {"proxy": {"workers": 2, "port": 0}, "store": {"url": f"sqlite:///{tmp_path}/store.db"}}
+    config.write_text(yaml.safe_dump(settings | {"telemetry": {"otlp_endpoint": "http://127.0.0.1:9"}}))
     command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(config), "serve"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    broken = os.environ | {"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "99999"}  # larger than the queue
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=broken)
     assert done.returncode == 1
-    assert "not a database" in done.stderr
+    assert "max_export_batch_size" in done.stderr
     assert "a worker of the proxy could not start" in done.stderr.splitlines()[-1]
 
 
