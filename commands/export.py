@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,10 +21,10 @@ from lightning_proxy.commands.signals import run_until_signal
 from lightning_proxy.proxy import views
 from lightning_proxy.proxy.config import Config, StoreConfig
 from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.errors import ConfigError, LightningError
+from lightning_proxy.proxy.errors import ConfigError, LightningError, NotFound
 from lightning_proxy.proxy.events import Events
 from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import Event, ModelCall, Reward, Rollout
+from lightning_proxy.proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
 
 Kind = Literal["transitions", "sft"]
 PAGE = 100
@@ -54,6 +54,9 @@ def export_command(config: Config, target: Path, format: str | None, kind: str, 
     """Everything the command does; ConfigError for a wrong option, LightningError if it could not."""
     if kind not in get_args(Kind):
         raise ConfigError(f"--kind is transitions or sft, got {kind!r}")
+    for name, values in (("mode", get_args(Mode)), ("status", get_args(RolloutStatus))):
+        if filters[name] not in (None, *values):
+            raise ConfigError(f"--{name} is {', '.join(values[:-1])} or {values[-1]}, got {filters[name]!r}")
     selection = Selection(**{**filters, "since": filters["since"] and since(filters["since"], time.time())})
     work = export(config.store, target, file_format(target, format), cast(Kind, kind), selection)
     written = run_until_signal(work)
@@ -74,16 +77,22 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
     """Write the rows to `target` (`-`: standard output) and return how many; a file appears whole or not at all."""
     if not store.path.expanduser().is_file():
         raise LightningError(f"there is no store at {store.path.expanduser().absolute()} (store.url)")
-    writing = target if str(target) == "-" else target.with_name(f".{target.name}.{os.getpid()}.part")
+    in_place = str(target) == "-" or (target.exists() and not target.is_file())  # a pipe, a device
+    writing = target if in_place else target.with_name(f".{target.name}.{os.getpid()}.part")
     writer = open_writer(writing, format, kind)
     try:
         written = await _write_all(store, writer, kind, selection)
         writer.close()
-        if writing != target:
+        if not in_place:
             writing.replace(target)
+    except BrokenPipeError:  # whoever read it has had enough
+        raise
+    except OSError as error:
+        raise LightningError(f"cannot write {target}: {error.strerror or error}") from None
     finally:
-        writer.close()
-        if writing != target:
+        with suppress(OSError):
+            writer.close()
+        if not in_place:
             writing.unlink(missing_ok=True)
     return written
 
@@ -99,12 +108,16 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
             async with aclosing(_rollouts(store, selection)) as rollouts:
                 async for rollout in rollouts:
                     progress.advance(bar)
-                    if selection.takes(rollout):
-                        calls, told = await store.calls(rollout.rollout_id), await events.of(rollout.rollout_id)
-                        rewards = await store.rewards(rollout.rollout_id)
-                        for row in rows_of(rollout, calls, kind, told, rewards):
-                            writer.write(row)
-                            written += 1
+                    if not selection.takes(rollout):
+                        continue
+                    try:
+                        calls = await store.calls(rollout.rollout_id)
+                    except NotFound:  # deleted meanwhile, for its age perhaps
+                        continue
+                    told, rewards = await events.of(rollout.rollout_id), await store.rewards(rollout.rollout_id)
+                    for row in rows_of(rollout, calls, kind, told, rewards):
+                        writer.write(row)
+                        written += 1
     finally:
         await database.close()
     return written

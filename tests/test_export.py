@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -97,6 +99,37 @@ async def test_a_failed_export_leaves_the_old_file_and_nothing_else(running: Run
         assert [(p.name, p.read_text()) for p in out.iterdir()] == [("t.jsonl", "old")]
         code, _, err = await system.lightning("export", tmp_path / "nowhere" / "t.jsonl")
         assert (code, "cannot write" in err) == (1, True)
+
+
+async def test_a_rollout_that_is_deleted_meanwhile_is_left_out(running: Running, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    async with running(tmp_path) as system:
+        for name in ("first", "second", "third"):
+            await two_turns(system, name, 1.0)
+        await system.call("POST", "/rollouts/large/events", {"kind": "action", "name": "x", "result": "x" * 200_000})
+        await system.call("POST", "/rollouts/large/end", {"status": "completed"})
+        exporting = asyncio.create_task(system.lightning("export", tmp_path / "pipe"))
+        with await asyncio.to_thread((tmp_path / "pipe").open) as pipe:  # the newest does not fit: the export waits
+            got = await asyncio.to_thread(pipe.read, 1000)
+            assert (await system.call("DELETE", "/rollouts/first"))[0] == 204
+            got += await asyncio.to_thread(pipe.read)
+        assert (await exporting)[0] == 0
+    assert {json.loads(line)["rollout_id"] for line in got.splitlines()} == {"large", "third", "second"}
+    assert (tmp_path / "pipe").is_fifo()
+
+
+async def test_what_cannot_be_written_or_chosen_is_one_line(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await two_turns(system, "r1", 1.0)
+        for code, *arguments in (
+            (1, "/dev/full"),
+            (1, tmp_path),
+            (2, "-", "--status", "complete"),
+            (2, "-", "--mode", "test"),
+        ):
+            found, _, err = await system.lightning("export", *arguments)
+            last = err.splitlines()[-1]
+            assert (found, last.startswith("lightning-proxy: "), "Traceback" in err) == (code, True, False), err
 
 
 def test_only_a_conversation_that_is_gone_on_with_is_left_out() -> None:
