@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import aiosqlite
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random
@@ -18,6 +18,8 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_r
 from lightning_proxy.proxy.config import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 
+S = TypeVar("S")
+T = TypeVar("T")
 Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
 
 CHECKPOINT_EVERY = 200  # commits
@@ -84,14 +86,30 @@ class Database:
                     await self._in_thread(_commit, runs)
             except sqlite3.DatabaseError as error:
                 _raise_ours(error, "written")
+        self._committed(size)
+
+    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `work` in one transaction; errors as those of `transaction`.
+
+        For many statements that need each other's answers: in a thread, but without the way there and back for each.
+        """
+        async with self._lock:
+            try:
+                done = await self._in_thread(_in_transaction, work)
+            except sqlite3.DatabaseError as error:
+                _raise_ours(error, "written")
+        self._committed(0)
+        return done
+
+    def _committed(self, size: int) -> None:
         self._commits, self._written = self._commits + 1, self._written + size
         due = self._commits >= CHECKPOINT_EVERY or self._written >= LONG_LOG // 4
         if due and (self._checkpoint is None or self._checkpoint.done()):
             self._commits = self._written = 0
             self._checkpoint = asyncio.get_running_loop().run_in_executor(self._thread, _checkpoint, self._there)
 
-    async def _in_thread(self, work: Callable[[sqlite3.Connection, Runs], None], runs: Runs) -> None:
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work, self._there, runs))
+    async def _in_thread(self, work: Callable[[sqlite3.Connection, S], T], what: S) -> T:
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work, self._there, what))
 
     def one_now(self, sql: str, params: Mapping[str, object] | None = None) -> sqlite3.Row | None:
         """The first row of a query that is quick: it is run at once, in the caller's thread."""
@@ -254,14 +272,22 @@ def _checkpoint_alone(connection: sqlite3.Connection, mode: str) -> None:
 
 
 def _commit(connection: sqlite3.Connection, runs: Runs) -> None:
-    try:
-        connection.execute("BEGIN IMMEDIATE")
+    def work(connection: sqlite3.Connection) -> None:
         for statement, rows in runs:
             connection.executemany(statement, rows)
+
+    _in_transaction(connection, work)
+
+
+def _in_transaction(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], T]) -> T:
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        done = work(connection)
         connection.execute("COMMIT")
     except BaseException:
         connection.rollback()
         raise
+    return done
 
 
 def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:

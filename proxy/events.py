@@ -39,18 +39,22 @@ class Events:
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "agent": rollout.agent}
         row |= {"mode": rollout.mode, "pin": None, "at": time.time()}
         body_hash = hashlib.sha256(rollout.rollout_id.encode() + b"\n" + body).hexdigest()
-        async with self._db.transaction() as db:
-            if key is not None and (answer := await earlier_answer(db, key, body_hash)) is not None:
+
+        def work(db: sqlite3.Connection) -> list[dict[str, Any]]:
+            if key is not None and (answer := earlier_answer(db, key, body_hash)) is not None:
                 return answer
-            await db.execute(sql.ROLLOUT_SEEN, row)
+            db.execute(sql.ROLLOUT_SEEN, row)
             answer = []
             for event in events:
-                inserted = list(await db.execute_fetchall(sql.EVENT, row | _row(event, rollout.agent)))
-                answer.append({"event_id": inserted[0]["event_id"], "rollout_id": rollout.rollout_id})
-            answer = [one | {"status": "recorded"} for one in answer]
+                (inserted,) = db.execute(sql.EVENT, row | _row(event, rollout.agent)).fetchall()
+                answer.append(
+                    {"event_id": inserted["event_id"], "rollout_id": rollout.rollout_id, "status": "recorded"}
+                )
             if key is not None:
-                await remember_answer(db, key, body_hash, answer)
-        return answer
+                remember_answer(db, key, body_hash, answer)
+            return answer
+
+        return await self._db.run(work)
 
     async def of(self, rollout_id: str) -> list[Event]:
         """The rollout's, in order."""

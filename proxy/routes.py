@@ -66,7 +66,7 @@ async def post_reward(
     rewards = [_reward(p, b) for b in bodies]
     answer = await p.store.post_rewards(rewards, idempotency_key, await request.body())
     p.metrics.rewards.inc(len(answer))
-    return answer if isinstance(body, list) else answer[0]
+    return _json(answer if isinstance(body, list) else answer[0])  # FastAPI takes long to look through a long list
 
 
 def _reward(p: Parts, body: RewardBody) -> Reward:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import sqlite3
 import time
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import aiosqlite
 import orjson
 
 from lightning_proxy.proxy import rows, sql
@@ -181,50 +181,53 @@ class Store:
         `key` (the Idempotency-Key) with the same body gives the first answer again; with another body a Conflict.
         """
         body_hash = hashlib.sha256(body).hexdigest()
-        async with self._db.transaction() as db:
-            if key is not None and (answer := await earlier_answer(db, key, body_hash)) is not None:
+
+        def work(db: sqlite3.Connection) -> list[dict[str, Any]]:
+            if key is not None and (answer := earlier_answer(db, key, body_hash)) is not None:
                 return answer
-            answer = [await _post_reward(db, reward) for reward in rewards]
+            answer = [_post_reward(db, reward) for reward in rewards]
             if key is not None:
-                await remember_answer(db, key, body_hash, answer)
-        return answer
+                remember_answer(db, key, body_hash, answer)
+            return answer
+
+        return await self._db.run(work)
 
 
-async def _post_reward(db: aiosqlite.Connection, reward: Reward) -> dict[str, Any]:
+def _post_reward(db: sqlite3.Connection, reward: Reward) -> dict[str, Any]:
     at = time.time()
     row = {"rollout_id": reward.rollout_id, "call_id": reward.call_id, "at": at, "value": reward.value}
-    rollouts = list(await db.execute_fetchall(sql.ROLLOUT, row))
-    if not rollouts:
+    rollout = db.execute(sql.ROLLOUT, row).fetchone()
+    if rollout is None:
         raise NotFound(f"no rollout {reward.rollout_id!r}", param="rollout_id")
-    if reward.call_id is not None and not await db.execute_fetchall(sql.CALL_EXISTS, row):
+    if reward.call_id is not None and db.execute(sql.CALL_EXISTS, row).fetchone() is None:
         raise NotFound(f"rollout {reward.rollout_id!r} has no call {reward.call_id!r}", param="call_id")
     details = {"name": reward.name, "source": reward.source, "comment": reward.comment, "final": reward.final}
-    inserted = list(await db.execute_fetchall(sql.REWARD, row | details))
+    (inserted,) = db.execute(sql.REWARD, row | details).fetchall()
     if reward.name == "reward":
-        await db.execute(sql.ROLLOUT_REWARDED, row)
+        db.execute(sql.ROLLOUT_REWARDED, row)
         if reward.call_id is None:
-            await db.execute(sql.ROLLOUT_REWARD, row)
+            db.execute(sql.ROLLOUT_REWARD, row)
     if reward.final:
-        await db.execute(sql.ROLLOUT_COMPLETE, row)
+        db.execute(sql.ROLLOUT_COMPLETE, row)
     if reward.retrain:
-        before = {name: rollouts[0][name] for name in ("task_id", "step", "dropped")}
-        await db.execute(sql.ROLLOUT_OFFER_AGAIN, row | before)
-    return {"reward_id": inserted[0]["reward_id"], "rollout_id": reward.rollout_id, "status": "recorded"}
+        before = {name: rollout[name] for name in ("task_id", "step", "dropped")}
+        db.execute(sql.ROLLOUT_OFFER_AGAIN, row | before)
+    return {"reward_id": inserted["reward_id"], "rollout_id": reward.rollout_id, "status": "recorded"}
 
 
-async def earlier_answer(db: aiosqlite.Connection, key: str, body_hash: str) -> list[dict[str, Any]] | None:
-    found = list(await db.execute_fetchall(sql.IDEMPOTENT_ANSWER, {"key": key}))
-    if not found:
+def earlier_answer(db: sqlite3.Connection, key: str, body_hash: str) -> list[dict[str, Any]] | None:
+    found = db.execute(sql.IDEMPOTENT_ANSWER, {"key": key}).fetchone()
+    if found is None:
         return None
-    if found[0]["body_hash"] != body_hash:
+    if found["body_hash"] != body_hash:
         raise Conflict("this Idempotency-Key was used for another body; use a new key", param="Idempotency-Key")
-    answer: list[dict[str, Any]] = orjson.loads(found[0]["answer"])
+    answer: list[dict[str, Any]] = orjson.loads(found["answer"])
     return answer
 
 
-async def remember_answer(db: aiosqlite.Connection, key: str, body_hash: str, answer: list[dict[str, Any]]) -> None:
+def remember_answer(db: sqlite3.Connection, key: str, body_hash: str, answer: list[dict[str, Any]]) -> None:
     row = {"key": key, "body_hash": body_hash, "answer": orjson.dumps(answer).decode(), "at": time.time()}
-    await db.execute(sql.IDEMPOTENT_SAVE, row)
+    db.execute(sql.IDEMPOTENT_SAVE, row)
 
 
 def _runs(batch: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
