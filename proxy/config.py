@@ -97,7 +97,7 @@ class RetentionConfig(Section):
 class StoreConfig(Section):
     url: str = "sqlite:///lightning.db"
     synchronous: Literal["normal", "full"] = "normal"
-    busy_timeout_s: Seconds = 5.0
+    busy_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 5.0  # in SQLite's milliseconds, .inf would be 0
     retention: RetentionConfig = RetentionConfig()
 
     @property
