@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import tempfile
@@ -87,9 +88,15 @@ def _worker(config: Config) -> ASGIApp:
 def _app(config: Config) -> ASGIApp:
     from lightning_proxy.proxy.app import create_app
 
+    logging.getLogger("uvicorn.error").addFilter(_is_fault)
     gc.freeze()  # what was imported stays; looking through it again and again cost a tenth of the throughput
     gc.set_threshold(10_000, 20, 20)  # calls leave hardly any cycles to look for
     return create_app(config)
+
+
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Not so a call that is cut off because the proxy ends, for which uvicorn shows a traceback: it is recorded."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def _end_with_parent() -> None:

@@ -23,7 +23,7 @@ CHUNKS = 5
 
 
 async def answer_slowly(request: web.Request) -> web.StreamResponse:
-    """An upstream of kind vllm: streams `CHUNKS` tokens, or answers at once."""
+    """An upstream of kind vllm: streams `CHUNKS` tokens, `pause_s` apart, or answers at once."""
     body = await request.json()
     lps = {"content": [{"token": "x", "logprob": -0.5}]}
     if not body.get("stream"):
@@ -39,7 +39,7 @@ async def answer_slowly(request: web.Request) -> web.StreamResponse:
         chunk: dict[str, Any] = {"choices": [choice | {"finish_reason": "stop" if last else None}]}
         chunk |= {"prompt_token_ids": [1, 2]} if i == 0 else {}
         await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(body.get("pause_s", 0.002))
     usage = {"prompt_tokens": 2, "completion_tokens": CHUNKS, "total_tokens": 2 + CHUNKS}
     await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
     return response
