@@ -143,6 +143,7 @@ def test_the_merge_rate_is_of_the_calls_that_had_a_row_to_join() -> None:
     made = rows(call([1], [2]), call([1, 2, 3], [4]), call([9], [8]))
     assert merge_rate(made.counts) == 0.5
     assert merge_rate(rows(call([1], [2])).counts) == 1.0
+    assert merge_rate(rows(call([1], [2]), call([1, 2], [3])).counts) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -24,8 +24,9 @@ from lightning_proxy.trainer.types import Sample
 
 # Why a call opened a row though its rollout had one: the last answer came back tokenised differently | an earlier part
 # of the history did, or the agent went on from an earlier point | the very same prompt, or less of it, was sent again |
-# it has nothing of an answer in common with any row: another agent, or a new conversation.
-FORKS = ("forks_drift", "forks_edited", "forks_repeated", "forks_new")
+# nothing came between it and the answer before | it has nothing of an answer in common with any row: another agent, or
+# a new conversation.
+FORKS = ("forks_drift", "forks_edited", "forks_repeated", "forks_adjoining", "forks_new")
 
 # What vLLM writes for -inf, which JSON cannot say.
 NO_PROBABILITY = -9999.0
