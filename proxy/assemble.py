@@ -18,12 +18,13 @@ class Assembler:
         self._choices: dict[int, Json] = {}
 
     def feed(self, chunk: Json) -> None:
+        top = self._top
         for name, value in chunk.items():
             if name == "choices":
                 for choice in value if isinstance(value, list) else ():
                     self._feed_choice(choice)
-            elif value is not None or name not in self._top:
-                self._top[name] = value
+            elif value is not None or name not in top:
+                top[name] = value
 
     def result(self) -> Json | None:
         """The answer so far; None before the first chunk."""
@@ -41,24 +42,29 @@ class Assembler:
         merged = self._choices.setdefault(index if isinstance(index, int) else 0, {})
         so_far = "delta" in choice  # some servers send the message as far as it is beside each delta
         for name, value in choice.items():
-            if (value is not None or name not in merged) and not (so_far and name == "message"):
-                _merge_field(merged, "message" if name == "delta" else name, value)
+            if value is None:
+                merged.setdefault(name, None)
+            elif name == "delta":
+                _merge_field(merged, "message", value)
+            elif not (so_far and name == "message"):
+                _merge_field(merged, name, value)
 
 
 def _merge_field(into: Json, name: str, value: Any) -> None:
-    old = into.get(name)
     if value is None:
         into.setdefault(name, None)
-    elif name == "tool_calls" and isinstance(value, list):
-        into[name] = _merge_tool_calls(old if isinstance(old, list) else [], value)
+        return
+    old = into.get(name)
+    if isinstance(value, str):
+        into[name] = old + value if isinstance(old, str) and name not in _WHOLE else value
     elif isinstance(value, dict):
         merged = into[name] = old if isinstance(old, dict) else {}  # ours: no chunk's own object is ever put in
         for key, item in value.items():
             _merge_field(merged, key, item)
+    elif name == "tool_calls" and isinstance(value, list):
+        into[name] = _merge_tool_calls(old if isinstance(old, list) else [], value)
     elif isinstance(value, list):
         into[name] = old + value if isinstance(old, list) else list(value)
-    elif isinstance(value, str) and isinstance(old, str) and name not in _WHOLE:
-        into[name] = old + value
     else:
         into[name] = value
 

@@ -25,26 +25,25 @@ NOT_THE_POLICY = "the model is not the policy"
 
 @dataclass(slots=True)
 class _ChoiceTokens:
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    """What was sent of one choice; whether it is what it should be is looked at once, in the end."""
+
+    ids: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
     has_ids: bool = False
-    bad_logprob: bool = False
 
     def add(self, choice: Json) -> None:
-        if (ids := choice.get("token_ids")) is not None and (ids := _ints(ids)) is not None:
+        if isinstance(ids := choice.get("token_ids"), list):
             self.has_ids = True
             self.ids += ids
-        for value in _logprobs(logprobs) if (logprobs := choice.get("logprobs")) is not None else ():
-            if isinstance(value, int | float) and _MINUS_INFINITY < value <= 0:
-                self.logprobs.append(float(value))
-            else:
-                self.bad_logprob = True
+        if (logprobs := choice.get("logprobs")) is not None:
+            self.logprobs += _logprobs(logprobs)
         if isinstance(reason := choice.get("finish_reason"), str):
             self.finish_reason = reason
 
     def freeze(self, index: int) -> Choice:
-        return Choice(index, tuple(self.ids), () if self.bad_logprob else tuple(self.logprobs), self.finish_reason)
+        ids = tuple(self.ids) if _are_ids(self.ids) else ()
+        return Choice(index, ids, tuple(self.logprobs) if _are_finite(self.logprobs) else (), self.finish_reason)
 
 
 class Tokens:
@@ -58,13 +57,18 @@ class Tokens:
     def add(self, body: Json) -> None:
         if isinstance(usage := body.get("usage"), dict):
             self.usage = usage
-        self._add_prompt(body)
+        if "prompt_token_ids" in body:
+            self._add_prompt(body)
         choices = body.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
-                self._add_prompt(choice)
+                if "prompt_token_ids" in choice:
+                    self._add_prompt(choice)
                 index = choice.get("index")
-                self._choices.setdefault(index if isinstance(index, int) else 0, _ChoiceTokens()).add(choice)
+                index = index if isinstance(index, int) else 0
+                if (tokens := self._choices.get(index)) is None:
+                    tokens = self._choices[index] = _ChoiceTokens()
+                tokens.add(choice)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -77,7 +81,7 @@ class Tokens:
         if len(self._choices) > 1 or request.get("n") not in (None, 1):
             return "n > 1: which answer the agent used is not known"
         choice = self._choices.get(0)
-        if choice is None or not choice.has_ids or not self.prompt_token_ids:
+        if choice is None or not choice.has_ids or not _are_ids(choice.ids) or not self.prompt_token_ids:
             return NO_TOKEN_IDS
         return self._mismatch(choice) or (GREEDY if _is_greedy(request) else None)
 
@@ -86,7 +90,7 @@ class Tokens:
             return "the answer is empty"
         if choice.finish_reason not in _WHOLE:
             return f"the answer may be cut: its finish reason is {choice.finish_reason}"
-        if choice.bad_logprob:
+        if not _are_finite(choice.logprobs):
             return "a log-probability is not a finite number of at most 0"
         if len(choice.ids) != len(choice.logprobs):
             return f"{len(choice.ids)} token ids but {len(choice.logprobs)} log-probabilities"
@@ -102,8 +106,9 @@ class Tokens:
         return None
 
     def _add_prompt(self, part: Json) -> None:
-        if "prompt_token_ids" in part and not self.prompt_token_ids:
-            self.prompt_token_ids = tuple(_ints(part.get("prompt_token_ids")) or ())
+        ids = part["prompt_token_ids"]
+        if not self.prompt_token_ids and isinstance(ids, list) and _are_ids(ids):
+            self.prompt_token_ids = tuple(ids)
 
 
 def _is_greedy(request: Json) -> bool:
@@ -113,12 +118,12 @@ def _is_greedy(request: Json) -> bool:
     return cold or request.get("top_k") == 1 or bool(request.get("use_beam_search"))
 
 
-def _ints(value: Any) -> list[int] | None:
-    """Token ids; they are stored as 32-bit integers."""
+def _are_ids(values: list[Any]) -> bool:
+    """Whether all are token ids, which are stored as 32-bit integers."""
     try:
-        return value if isinstance(value, list) and min(array("i", value), default=0) >= 0 else None
+        return min(array("i", values), default=0) >= 0
     except (TypeError, OverflowError):
-        return None
+        return False
 
 
 def _logprobs(value: Any) -> list[Any]:
@@ -128,8 +133,17 @@ def _logprobs(value: Any) -> list[Any]:
     if isinstance(values := value.get("token_logprobs"), list):
         return values
     content = value.get("content")
-    return (
-        [item.get("logprob") if isinstance(item, dict) else None for item in content]
-        if isinstance(content, list)
-        else []
-    )
+    if not isinstance(content, list):
+        return []
+    try:
+        return [item["logprob"] for item in content]
+    except (TypeError, KeyError):
+        return [None]
+
+
+def _are_finite(logprobs: list[Any]) -> bool:
+    """Whether all are numbers, above what stands for minus infinity and at most 0."""
+    try:
+        return not logprobs or bool(min(logprobs) > _MINUS_INFINITY and max(logprobs) <= 0)
+    except TypeError:
+        return False

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import orjson
@@ -55,7 +56,7 @@ class Exchange:
         seconds = self._attempts.target.route.upstream.total_timeout_s
         try:
             await self._recorder.start(self._start)
-            async with asyncio.timeout(seconds) as self._limit:
+            async with nullcontext() if seconds is None else asyncio.timeout(seconds) as self._limit:
                 await self._relay()
         except TimeoutError:
             await self._failed(UpstreamTimeout(f"upstream {self._upstream}: no whole answer within {seconds} s"))
@@ -77,7 +78,7 @@ class Exchange:
             answer.release()
 
     async def _relay_whole(self, answer: Answer) -> None:
-        raw = b"".join([data async for data in answer.chunks()])
+        raw = await answer.read()
         body, tokens, error = _parse(raw), Tokens(), None
         if not 200 <= answer.status < 300:
             error = f"the upstream answered {answer.status}"

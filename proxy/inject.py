@@ -5,8 +5,7 @@ Field names and the values sent without asking are those of vLLM 0.32: null, exc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -16,8 +15,7 @@ Endpoint = Literal["chat", "completions"]
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Injection:
+class Injection(NamedTuple):
     """What was asked for on top of what the agent asked for."""
 
     token_ids: bool = False
@@ -97,12 +95,16 @@ class StreamCleaner:
         if not self._injection:
             return raw
         changed = _take_out(chunk, self._fields)
-        if self._is_injected_usage(chunk):
-            return self._release(chunk.get("system_fingerprint"))
-        if self._exists_for_token_ids_only(chunk):
+        choices = chunk.get("choices")
+        if not choices or not isinstance(choices, list):
+            if self._injection.usage and choices == [] and "usage" in chunk:
+                return self._release(chunk.get("system_fingerprint"))
+            choices = ()
+        elif self._injection.token_ids and self._injection.logprobs and all(map(_is_empty_delta, choices)):
+            # While a parser holds text back, vLLM sends these only to those who asked for token ids or logprobs.
             return b""
         before = b"" if self._held is None else self.flush()
-        if self._injection.usage and _finishes(chunk):
+        if self._injection.usage and any(map(_finishes, choices)):
             self._held = raw, chunk, changed
             return before
         return before + (_encode(chunk) if changed else raw)
@@ -121,24 +123,13 @@ class StreamCleaner:
             chunk["system_fingerprint"], changed = fingerprint, True
         return _encode(chunk) if changed else raw
 
-    def _is_injected_usage(self, chunk: Json) -> bool:
-        return self._injection.usage and chunk.get("choices") == [] and "usage" in chunk
-
-    def _exists_for_token_ids_only(self, chunk: Json) -> bool:
-        """While a parser holds text back, vLLM sends empty deltas only to those who asked for token ids or logprobs."""
-        if not (self._injection.token_ids and self._injection.logprobs):
-            return False
-        choices = chunk.get("choices")
-        return isinstance(choices, list) and bool(choices) and all(_is_empty_delta(choice) for choice in choices)
-
 
 def _is_empty_delta(choice: Any) -> bool:
     return isinstance(choice, dict) and choice.get("delta") == {} and choice.get("finish_reason") is None
 
 
-def _finishes(chunk: Json) -> bool:
-    choices = chunk.get("choices")
-    return isinstance(choices, list) and any(isinstance(c, dict) and c.get("finish_reason") for c in choices)
+def _finishes(choice: Any) -> bool:
+    return isinstance(choice, dict) and bool(choice.get("finish_reason"))
 
 
 def _encode(chunk: Json) -> bytes:

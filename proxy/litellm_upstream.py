@@ -194,6 +194,9 @@ class LitellmAnswer:
                 yield data
             self._drop = None
 
+    async def read(self) -> bytes:
+        return b"".join([data async for data in self.chunks()])
+
     def release(self) -> None:
         if self._drop is not None:
             self._drop()

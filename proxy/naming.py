@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 from uuid import uuid4
 
 from lightning_proxy.proxy.errors import InvalidRequest
 from lightning_proxy.proxy.types import Mode, RolloutName, check_id
 
 
-@dataclass(frozen=True, slots=True)
-class DataPath:
+class DataPath(NamedTuple):
     """A path of the data API, percent-decoded: `rest` begins with /v1/; the ids are those of the URL, unchecked."""
 
     rest: str

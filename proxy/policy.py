@@ -9,7 +9,6 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +195,8 @@ class Policy:
             if not fallbacks:
                 raise
             log.warning("upstream %s: %s; %s gets the call", upstream.name, error, fallbacks[0].upstream.name)
-            return replace(fallbacks[0], fallbacks=fallbacks[1:])
-        return replace(route, fallbacks=fallbacks) if fallbacks else route
+            return fallbacks[0]._replace(fallbacks=fallbacks[1:])
+        return route._replace(fallbacks=fallbacks) if fallbacks else route
 
     async def _route_to_policy(
         self, swap: Swap, upstream: UpstreamConfig, rollout: RolloutName, model: str | None
@@ -362,7 +361,7 @@ class Policy:
 def _asking_for(model: str, route: Route) -> Route:
     """The route of a call that names another model."""
     fallbacks = tuple(_asking_for(model, fallback) for fallback in route.fallbacks)
-    return replace(route, model=route.model or model, fallbacks=fallbacks)
+    return route._replace(model=route.model or model, fallbacks=fallbacks)
 
 
 def models_by_upstream(upstreams: Sequence[UpstreamConfig]) -> dict[str, UpstreamConfig]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightning_proxy.proxy.asgi import Header
 from lightning_proxy.proxy.config import UpstreamConfig
@@ -13,8 +13,7 @@ from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 from lightning_proxy.proxy.upstream import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """Where a call goes, under which model name (None: the agent's), and the policy version (None: not one of ours).
 
     `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
@@ -63,6 +62,9 @@ class Answer(Protocol):
 
     def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
+
+    async def read(self) -> bytes:
+        """The whole body; raises as `chunks` does."""
 
     def release(self) -> Any:
         """Let go of it, whole or not."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -139,10 +138,10 @@ class _Vllm:
         return made | {"prompt_token_ids": prompt, "usage": counts | {"total_tokens": sum(counts.values())}}
 
     async def _ask(self, path: str, body: Json) -> Any:
-        asked = replace(self._request, path=path, query=b"", body=dumps(body).encode(), identity=True)
+        asked = self._request._replace(path=path, query=b"", body=dumps(body).encode(), identity=True)
         answer = await self._upstreams.open(self._upstream, asked)
         try:
-            raw = b"".join([data async for data in answer.chunks()])
+            raw = await answer.read()
         finally:
             answer.release()
         if answer.status in (403, 404, 405, 501) and path != CHAT:
@@ -169,6 +168,9 @@ class MadeAnswer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         yield self._body
+
+    async def read(self) -> bytes:
+        return self._body
 
     def release(self) -> None:
         """Nothing is held."""

@@ -188,9 +188,13 @@ class Recorder:
 
     async def _write(self, group: Sequence[Entry]) -> Exception | None:
         """Commit the group; the error, whatever it is, since those who wait must hear of it."""
-        statements = [statement for entry in group for statement in entry.statements]
+        runs: dict[str, list[dict[str, Any]]] = {}
+        for entry in group:
+            for statement, row in entry.statements:
+                runs.setdefault(statement, []).append(row)
         try:
-            await self._store.write(_in_groups(statements), sum(entry.size for entry in group))
+            in_order = sorted(runs.items(), key=lambda run: _ORDER[run[0]])
+            await self._store.write(in_order, sum(entry.size for entry in group))
         except Exception as error:
             return error
         return None
@@ -238,14 +242,14 @@ def _settle(group: Sequence[Entry], error: Exception | None) -> None:
 
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
-_ORDER = [
-    sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_LARGE_REQUEST, sql.CALL_SUPERSEDED, sql.CALL_END, sql.ROLLOUT_CALL_ENDED,
-    sql.TOOL_CALL, sql.TOOL_RESULT, sql.CONVERSATION_TIP, sql.CONVERSATION_POINT, sql.CONVERSATION_ORIGIN,
-]  # fmt: skip
-
-
-def _in_groups(statements: Statements) -> Statements:
-    return sorted(statements, key=lambda statement: _ORDER.index(statement[0]))
+_ORDER = {
+    statement: place
+    for place, statement in enumerate((
+        sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_LARGE_REQUEST, sql.CALL_SUPERSEDED, sql.CALL_END,
+        sql.ROLLOUT_CALL_ENDED, sql.TOOL_CALL, sql.TOOL_RESULT, sql.CONVERSATION_TIP, sql.CONVERSATION_POINT,
+        sql.CONVERSATION_ORIGIN,
+    ))
+}  # fmt: skip
 
 
 def _stored_request(start: CallStart, parent: Tail | None) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning_proxy.proxy.config import RedactConfig
@@ -68,7 +67,7 @@ class Redactor:
         That goes for all that the server remembers of an earlier response: the tokens would tell it, looked at or not.
         Never the agent's own words: of a name that stands there twice, they hold a value that was not looked at.
         """
-        start = replace(start, request_text=None)
+        start = start._replace(request_text=None)
         unseen = self._hides and start.request.get("previous_response_id") is not None
         request = self.value(start.request, "request")
         model = start.model and self.text(start.model)
@@ -77,17 +76,16 @@ class Redactor:
         request = request if isinstance(request, dict) else {}
         before = start.request
         shown = any(request.get(name) is not before[name] for name in before if name not in _NOT_SHOWN)
-        return replace(start, request=request, model=model), shown or unseen
+        return start._replace(request=request, model=model), shown or unseen
 
     def end(self, end: CallEnd, *, shown: bool) -> CallEnd:
         """The call's end. If it or its beginning (`shown`) was changed, the tokens, which would tell, go too."""
         response = self.value(end.response, "response")
-        end = replace(end, error=end.error and self.text(end.error), usage=self._texts(end.usage))
+        end = end._replace(error=end.error and self.text(end.error), usage=self._texts(end.usage))
         if not shown and response is end.response:
             return end
         response = _without_tokens(response)
-        return replace(
-            end,
+        return end._replace(
             response=response,
             tool_calls=tool_calls(response),
             prompt_token_ids=(),

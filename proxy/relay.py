@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from secrets import token_hex
 from typing import Any
 from urllib.parse import unquote
 
@@ -143,7 +142,7 @@ class Relay:
         conversations = self._conversations if recorder is not None and not rollout.named else None
         if conversations is not None:
             found = await conversations.find(scope, body, is_retry=is_retry)
-            rollout = rollout if found is None else replace(rollout, rollout_id=found)
+            rollout = rollout if found is None else rollout._replace(rollout_id=found)
         route = await self._policy.route(rollout, _model(body))
         attempts = self._attempts(agent, request, body, rollout, route, dialect)
         start = CallStart(
@@ -196,8 +195,7 @@ class Relay:
         dialect: Dialect | None = None,
     ) -> Attempts:
         """The ways to an answer; what an upstream is sent is made when its turn has come."""
-
-        request = replace(request, rollout_id=rollout.rollout_id)
+        request = request._replace(rollout_id=rollout.rollout_id)
 
         def routes() -> Iterator[Route]:
             yield route
@@ -220,7 +218,7 @@ class Relay:
         route = await self._policy.route(rollout, None)
         answer = await self._upstreams.open(route.upstream, request)
         try:
-            raw = b"".join([data async for data in answer.chunks()])
+            raw = await answer.read()
         finally:
             answer.release()
         if answer.status == 200:
@@ -253,7 +251,7 @@ class Relay:
         rollout_id, name = await self._conversations.giver(scope_of(headers), rollout, response_id) or (None, None)
         if rollout_id is None or name not in self._named:
             return None
-        return replace(rollout, rollout_id=rollout_id), Route(self._named[name], None, None)
+        return rollout._replace(rollout_id=rollout_id), Route(self._named[name], None, None)
 
     async def _stream_through(self, agent: Agent, attempts: Attempts) -> None:
         answer = await attempts.open()
@@ -359,4 +357,4 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
 
 def _new_call_id() -> str:
     """Ids of later calls sort later, to the millisecond."""
-    return f"{time.time_ns() // 1_000_000:012x}{token_hex(10)}"
+    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -40,11 +39,11 @@ class Renderer:
 
         `request`: a request of the agent's, for its credentials.
         """
-        asked = replace(request, path=RENDER, query=b"", body=body)
+        asked = request._replace(path=RENDER, query=b"", body=body)
         try:
             answer = await self._upstreams.open(upstream, asked)
             try:
-                raw = b"".join([data async for data in answer.chunks()])
+                raw = await answer.read()
             finally:
                 answer.release()
         except LightningError:

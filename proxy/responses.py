@@ -118,7 +118,7 @@ class ResponsesStream:
 def _as_chat(response: Json) -> Json:
     """A response's tokens, where `Tokens` looks for them."""
     prompt = [token for message in dicts(response.get("input_messages")) for token in _list(message.get("tokens"))]
-    messages = list(dicts(response.get("output_messages")))
+    messages = dicts(response.get("output_messages"))
     entries = [entry for part in _text_parts(response.get("output")) for entry in _list(part.get("logprobs"))]
     choice: Json = {"index": 0, "finish_reason": _finish_reason(response), "logprobs": {"content": entries}}
     if messages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 DONE = b"[DONE]"
 
@@ -14,8 +14,7 @@ _LARGE = 64 * 1024
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One event. `raw` is every byte of it, its blank line included; `data` is None for an event without data."""
 
     raw: bytes
@@ -46,7 +45,13 @@ class SSEDecoder:
         if len(self._buffer) < _LARGE and b"\r" not in (text := bytes(self._buffer) + data):
             *whole, rest = text.split(b"\n\n")
             self._buffer = bytearray(rest)
-            return [_frame(raw + b"\n\n") for raw in whole]
+            return [
+                # One line of data, as most frames are.
+                Frame(raw + b"\n\n", raw[6:])
+                if raw.startswith(b"data: ") and b"\n" not in raw
+                else _frame(raw + b"\n\n")
+                for raw in whole
+            ]
         search_from = max(0, len(self._buffer) - 3)
         buffer = self._buffer
         buffer += data
@@ -71,8 +76,6 @@ def encode(data: bytes) -> bytes:
 
 
 def _frame(raw: bytes) -> Frame:
-    if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
-        return Frame(raw, raw[6:-2])  # one line of data, as most frames are
     lines = (line for line in _LINE_END.split(raw) if line.startswith(b"data"))
     values = [value for value in map(_value, lines) if value is not None]
     return Frame(raw, b"\n".join(values) if values else None)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from typing import Any
 
 import orjson
 
 from lightning_proxy.proxy import rows, sql
-from lightning_proxy.proxy.database import Database
+from lightning_proxy.proxy.database import Database, Runs
 from lightning_proxy.proxy.errors import Conflict, NotFound
 from lightning_proxy.proxy.json_text import dumps, loads_or_none
 from lightning_proxy.proxy.types import CallStatus, ModelCall, Reward, Rollout, RolloutName, RolloutStatus
@@ -26,12 +26,9 @@ class Store:
 
     # Calls: the recorder hands over whole batches ------------------------------------------------------------------
 
-    async def write(self, batch: Iterable[tuple[str, dict[str, Any]]], size: int = 0) -> None:
-        """Run statements of `sql.py` in one transaction, in order; neighbours that are alike go in one call.
-
-        `size`: about how many bytes that writes.
-        """
-        await self._db.commit(_runs(batch), size)
+    async def write(self, runs: Runs, size: int = 0) -> None:
+        """Run statements of `sql.py`, each with all of its rows, in one transaction; about `size` bytes in all."""
+        await self._db.commit(runs, size)
 
     async def calls(self, rollout_id: str) -> list[ModelCall]:
         """The rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout."""
@@ -87,18 +84,11 @@ class Store:
 
         `policy_version`, `model`: what answers the alias in them, if not the live version.
         """
-        at = time.time()
-        batch: list[tuple[str, dict[str, Any]]] = []
-        for name, _ in names:
-            row = {"rollout_id": name.rollout_id, "task_id": name.task_id, "mode": name.mode, "at": at}
-            batch.append((sql.ROLLOUT_OPEN, row | {"metadata": dumps(metadata), "policy_version": policy_version}))
-        if model is not None:
-            batch += [(sql.ROLLOUT_CHOOSES, {"rollout_id": name.rollout_id, "model": model}) for name, _ in names]
-        batch += [
-            (sql.ROLLOUT_KEY, {"rollout_id": n.rollout_id, "key_hash": key_hash, "key_id": key_id})
-            for n, key_hash in names
-        ]
-        await self.write(batch)
+        same = {"metadata": dumps(metadata), "policy_version": policy_version, "model": model, "at": time.time()}
+        opened = [same | {"rollout_id": n.rollout_id, "task_id": n.task_id, "mode": n.mode} for n, _ in names]
+        chosen = [(sql.ROLLOUT_CHOOSES, opened)] if model is not None else []
+        named = [{"rollout_id": n.rollout_id, "key_hash": key_hash, "key_id": key_id} for n, key_hash in names]
+        await self.write([(sql.ROLLOUT_OPEN, opened), *chosen, (sql.ROLLOUT_KEY, named)])
 
     async def rollout(self, rollout_id: str) -> Rollout:
         row = await self._db.one(sql.ROLLOUT, {"rollout_id": rollout_id})
@@ -154,7 +144,7 @@ class Store:
         rollout = await self.rollout(rollout_id)
         if rollout.status == "running":
             raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
-        await self.write([(sql.ROLLOUT_DELETE, {"rollout_id": rollout_id})])
+        await self.write([(sql.ROLLOUT_DELETE, [{"rollout_id": rollout_id}])])
         with suppress(NotFound):
             await self.rollout(rollout_id)
             raise Conflict(f"rollout {rollout_id!r} is being trained on: try again after the step", param="status")
@@ -163,11 +153,9 @@ class Store:
 
     async def _forget_conversations(self, rollout_id: str) -> None:
         """Looked for among all, without an index: it would have to be kept up at every call."""
-        batch: list[tuple[str, dict[str, Any]]] = []
-        for found, delete in ((sql.TIPS_OF, sql.TIP_DELETE), (sql.POINTS_OF, sql.POINT_DELETE)):
-            batch += [(delete, dict(row)) for row in await self._db.all(found, {"rollout_id": rollout_id})]
-        if batch:
-            await self.write(batch)
+        for of_it, delete in ((sql.TIPS_OF, sql.TIP_DELETE), (sql.POINTS_OF, sql.POINT_DELETE)):
+            if found := await self._db.all(of_it, {"rollout_id": rollout_id}):
+                await self.write([(delete, [dict(row) for row in found])])
 
     # Rewards -------------------------------------------------------------------------------------------------------
 
@@ -228,14 +216,3 @@ def earlier_answer(db: sqlite3.Connection, key: str, body_hash: str) -> list[dic
 def remember_answer(db: sqlite3.Connection, key: str, body_hash: str, answer: list[dict[str, Any]]) -> None:
     row = {"key": key, "body_hash": body_hash, "answer": orjson.dumps(answer).decode(), "at": time.time()}
     db.execute(sql.IDEMPOTENT_SAVE, row)
-
-
-def _runs(batch: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Group neighbours with the same statement."""
-    runs: list[tuple[str, list[dict[str, Any]]]] = []
-    for statement, params in batch:
-        if runs and runs[-1][0] is statement:
-            runs[-1][1].append(params)
-        else:
-            runs.append((statement, [params]))
-    return runs

@@ -32,7 +32,8 @@ def tool_calls(response: Any) -> tuple[ToolCall, ...]:
     """The tool calls in an answer (a streamed one: assembled), in order, of all its choices."""
     if not isinstance(response, dict):
         return ()
-    return (*_of_chat(response), *_of_responses(response), *_of_messages(response))
+    where = (("choices", _of_chat), ("output", _of_responses), ("content", _of_messages))
+    return tuple(call for name, calls in where if name in response for call in calls(response))
 
 
 def tool_results(items: Sequence[Any]) -> list[ToolResult]:
@@ -40,8 +41,7 @@ def tool_results(items: Sequence[Any]) -> list[ToolResult]:
 
     Also those that smolagents writes into a text, where that is the result of one call only.
     """
-    found = [result for item in items if isinstance(item, dict) for result in _results(item)]
-    return [*found, *_written_results(items)]
+    return [*_results(items), *_written_results(items)]
 
 
 def _of_chat(response: Json) -> Iterator[ToolCall]:
@@ -91,15 +91,16 @@ def _of_messages(response: Json) -> Iterator[ToolCall]:
             yield ToolCall(_text(block.get("id")), _text(block.get("name")) or "", arguments)
 
 
-def _results(item: Json) -> Iterator[ToolResult]:
-    if item.get("role") == "tool" and isinstance(call_id := item.get("tool_call_id"), str):
-        yield ToolResult(call_id, item.get("content"))
-    elif str(item.get("type")).endswith("_call_output") and isinstance(call_id := answered_call(item), str):
-        yield ToolResult(call_id, item.get("output"))
-    elif item.get("role") == "user":
-        for block in dicts(item.get("content")):
-            if block.get("type") == "tool_result" and isinstance(call_id := block.get("tool_use_id"), str):
-                yield ToolResult(call_id, block.get("content"), block.get("is_error") is True)
+def _results(items: Sequence[Any]) -> Iterator[ToolResult]:
+    for item in dicts(items):
+        if (role := item.get("role")) == "tool" and isinstance(call_id := item.get("tool_call_id"), str):
+            yield ToolResult(call_id, item.get("content"))
+        elif str(item.get("type")).endswith("_call_output") and isinstance(call_id := answered_call(item), str):
+            yield ToolResult(call_id, item.get("output"))
+        elif role == "user" and isinstance(blocks := item.get("content"), list):
+            for block in dicts(blocks):
+                if block.get("type") == "tool_result" and isinstance(call_id := block.get("tool_use_id"), str):
+                    yield ToolResult(call_id, block.get("content"), block.get("is_error") is True)
 
 
 def _written_results(items: Sequence[Any]) -> Iterator[ToolResult]:
@@ -121,9 +122,9 @@ def _words(item: Any, role: str) -> str:
     return "\n".join(part for part in parts if isinstance(part, str))
 
 
-def dicts(value: Any) -> Iterator[Json]:
+def dicts(value: Any) -> list[Json]:
     """The objects in what should be a list of them."""
-    return (item for item in value if isinstance(item, dict)) if isinstance(value, list) else iter(())
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str | None:

@@ -1,10 +1,13 @@
-"""The records that the proxy writes and everything else reads: frozen, checked once, free of I/O."""
+"""The records that the proxy writes and everything else reads: frozen, checked once, free of I/O.
+
+Those that every call makes are named tuples, which are made four times as fast as frozen dataclasses.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning_proxy.proxy.errors import InvalidRequest
 
@@ -31,8 +34,7 @@ def check_id(value: str, what: str) -> str:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutName:
+class RolloutName(NamedTuple):
     """Which rollout a request belongs to, as its header, URL or key says; `named`: whether one of them did."""
 
     rollout_id: str
@@ -72,8 +74,7 @@ class Choice:
     finish_reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CallStart:
+class CallStart(NamedTuple):
     """What is known of a call when it is sent upstream. Stored at once, as `incomplete`.
 
     `request` is the body as the agent sent it, `request_text` its text if that is at hand.
@@ -95,8 +96,7 @@ class CallStart:
     pins: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnd:
+class CallEnd(NamedTuple):
     """How a call ended. `response` is the answer as the agent received it (a stream: assembled), or the error body.
 
     `fallback`: the upstream that got the call in the end, and the `model` that it was asked for, if it was not the

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from typing import NamedTuple
 from urllib.parse import quote
 
 import aiohttp
@@ -36,10 +36,18 @@ MAX_HEADERS = 1000
 # What aiohttp decodes.
 _DECODED = frozenset(b"gzip deflate br zstd".split())
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
+# By whether the agent's credentials stay here, and whether the answer is to come uncompressed.
+_NOT_PASSED_ON = {
+    (stay, identity): _HOP_BY_HOP.union(
+        _OUR_REQUEST_HEADERS, _CREDENTIALS if stay else (), (b"accept-encoding",) if identity else ()
+    )
+    for stay in (False, True)
+    for identity in (False, True)
+}
+_HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What goes upstream. `path`: percent-decoded, from /v1/ on; `headers`: the agent's; `identity`: uncompressed.
 
     `rollout_id`: requests with the same one go to the same replica.
@@ -55,7 +63,7 @@ class Request:
     rollout_id: str = ""
 
     def with_body(self, body: bytes) -> Request:
-        return replace(self, body=body)
+        return self._replace(body=body)
 
 
 class _Protocol(ResponseHandler):
@@ -99,19 +107,51 @@ class HttpUpstream:
         self._config = config
         self._session = session
         self._health = health
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
 
     async def open(self, request: Request) -> HttpAnswer:
         """Send the request; where there is no connection, to the rollout's next replica."""
         *others, last = self._health.order(self._config, request.rollout_id)
         for url in others:
             try:
-                return HttpAnswer(self._config, await _open(self._session, self._config, url, request))
+                return HttpAnswer(self._config, await self._open(url, request))
             except NoConnection as error:
                 log.warning("%s; the next replica is tried", error.message)
-        return HttpAnswer(self._config, await _open(self._session, self._config, last, request))
+        return HttpAnswer(self._config, await self._open(last, request))
 
     async def close(self) -> None:
         """The session is its opener's."""
+
+    async def _open(self, base_url: str, request: Request) -> aiohttp.ClientResponse:
+        upstream = self._config
+        try:
+            async with asyncio.timeout(upstream.first_byte_timeout_s):
+                response = await self._session.request(
+                    request.method,
+                    _url(base_url, request.path, request.query),
+                    headers=_request_headers(upstream, request),
+                    data=aiohttp.BytesPayload(request.body) if request.body else None,
+                    allow_redirects=False,
+                    auto_decompress=request.identity,
+                    timeout=self._timeout,
+                )
+        except aiohttp.ConnectionTimeoutError:
+            raise NoConnectionInTime(
+                f"upstream {upstream.name}: no connection within {upstream.connect_timeout_s} s"
+            ) from None
+        except TimeoutError:
+            raise UpstreamTimeout(
+                f"upstream {upstream.name}: no answer within {upstream.first_byte_timeout_s} s"
+            ) from None
+        except aiohttp.ClientConnectorError as error:
+            reason = error.os_error.strerror or type(error.os_error).__name__
+            raise NoConnection(f"upstream {upstream.name} cannot be reached: {reason}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _broken_off(upstream, error) from None
+        if response.connection is not None and (protocol := response.connection.protocol) is not None:
+            protocol.read_timeout = upstream.idle_timeout_s
+            protocol.start_timeout()
+        return response
 
 
 class HttpAnswer:
@@ -129,71 +169,51 @@ class HttpAnswer:
         return self._response.headers.get("Retry-After", "")
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        return response_headers(self._config, self._response, keep_length=keep_length)
+        return _response_headers(self._config, self._response, keep_length=keep_length)
 
     def chunks(self) -> AsyncIterator[bytes]:
-        return read_chunks(self._config, self._response)
+        return _chunks(self._config, self._response.content)
+
+    async def read(self) -> bytes:
+        if _key_mask(self._config) is not None:
+            return b"".join([data async for data in self.chunks()])
+        parts = []
+        while data := await _next(self._config, self._response.content):
+            parts.append(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def _open(
-    session: aiohttp.ClientSession, upstream: UpstreamConfig, base_url: str, request: Request
-) -> aiohttp.ClientResponse:
-    try:
-        async with asyncio.timeout(upstream.first_byte_timeout_s):
-            response = await session.request(
-                request.method,
-                _url(base_url, request),
-                headers=_request_headers(upstream, request),
-                data=request.body or None,
-                allow_redirects=False,
-                auto_decompress=request.identity,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=upstream.connect_timeout_s),
-            )
-    except aiohttp.ConnectionTimeoutError:
-        raise NoConnectionInTime(
-            f"upstream {upstream.name}: no connection within {upstream.connect_timeout_s} s"
-        ) from None
-    except TimeoutError:
-        raise UpstreamTimeout(f"upstream {upstream.name}: no answer within {upstream.first_byte_timeout_s} s") from None
-    except aiohttp.ClientConnectorError as error:
-        reason = error.os_error.strerror or type(error.os_error).__name__
-        raise NoConnection(f"upstream {upstream.name} cannot be reached: {reason}") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(upstream, error)}") from None
-    if response.connection is not None and (protocol := response.connection.protocol) is not None:
-        protocol.read_timeout = upstream.idle_timeout_s
-        protocol.start_timeout()
-    return response
-
-
-async def read_chunks(upstream: UpstreamConfig, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The answer's body as it arrives. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
+async def _chunks(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     mask = _key_mask(upstream)
-    while True:
-        try:
-            data = await response.content.readany()
-        except TimeoutError:
-            raise UpstreamTimeout(f"upstream {upstream.name}: nothing for {upstream.idle_timeout_s} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamUnreachable(f"upstream {upstream.name} broke off: {_describe(upstream, error)}") from None
-        if not data:
-            break
+    while data := await _next(upstream, content):
         yield data if mask is None else mask.feed(data)
     if mask is not None:
         yield mask.end()
 
 
-def response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse, *, keep_length: bool) -> list[Header]:
+async def _next(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> bytes:
+    """What has arrived of a body; nothing at its end."""
+    try:
+        return await content.readany()
+    except TimeoutError:
+        raise UpstreamTimeout(f"upstream {upstream.name}: nothing for {upstream.idle_timeout_s} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise _broken_off(upstream, error) from None
+
+
+def _response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse, *, keep_length: bool) -> list[Header]:
     """The upstream's headers without those of the connection.
 
     Without `keep_length` also without those of a body that may change: its length, and an encoding that was undone.
     """
-    dropped = _HOP_BY_HOP | _named_by_connection(response.raw_headers)
-    if not keep_length:
-        dropped |= {b"content-length"} | ({b"content-encoding"} if _is_decoded(response) else frozenset())
-    kept = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in dropped]
+    headers = [(name.lower(), value) for name, value in response.raw_headers]
+    dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
+    if not keep_length and _is_decoded(response):
+        dropped |= {b"content-encoding"}
+    if named := _named_by_connection(headers):
+        dropped |= named
     mask = _key_mask(upstream)
-    return kept if mask is None else [(name, mask.once(value)) for name, value in kept]
+    return [(name, value if mask is None else mask.once(value)) for name, value in headers if name not in dropped]
 
 
 def _is_decoded(response: aiohttp.ClientResponse) -> bool:
@@ -201,29 +221,29 @@ def _is_decoded(response: aiohttp.ClientResponse) -> bool:
 
 
 def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[str, str]]:
-    dropped = _HOP_BY_HOP | _OUR_REQUEST_HEADERS | _named_by_connection(request.headers)
-    if upstream.api_key or not request.forward_authorization:
-        dropped |= _CREDENTIALS
     identity = request.identity or upstream.api_key is not None  # compressed, the key could not be found
-    if identity:
-        dropped |= {b"accept-encoding"}
-    kept = [(_text(name), _text(value)) for name, value in request.headers if name.lower() not in dropped]
+    dropped = _NOT_PASSED_ON[upstream.api_key is not None or not request.forward_authorization, identity]
+    if named := _named_by_connection(request.headers):
+        dropped |= named
+    kept = [(name.decode("latin-1"), _text(value)) for name, value in request.headers if name not in dropped]
     kept += upstream.credentials.items()
     if identity:
         kept.append(("accept-encoding", "identity"))
     return kept
 
 
-def _named_by_connection(headers: Iterable[Header]) -> frozenset[bytes]:
-    values = (value for name, value in headers if name.lower() == b"connection")
-    return frozenset(token.strip().lower() for value in values for token in value.split(b","))
+def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:
+    """`headers`: with lower-case names."""
+    named = [value for name, value in headers if name == b"connection"]
+    return {token.strip().lower() for value in named for token in value.split(b",")}
 
 
-def _url(base_url: str, request: Request) -> URL:
+@lru_cache(1024)
+def _url(base_url: str, path: str, query: bytes) -> URL:
     """Quoted anew from the decoded path: what was checked is what is asked for."""
-    path = quote(request.path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~")
-    query = f"?{quote(request.query, safe=_QUERY_SAFE)}" if request.query else ""
-    return URL(base_url + path + query, encoded=True)
+    quoted = quote(path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~")
+    asked = f"?{quote(query, safe=_QUERY_SAFE)}" if query else ""
+    return URL(base_url + quoted + asked, encoded=True)
 
 
 def _text(value: bytes) -> str:
@@ -233,11 +253,11 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
-def _describe(upstream: UpstreamConfig, error: Exception) -> str:
+def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
     """aiohttp's errors may be empty, or quote what was received."""
     text, mask = str(error), _key_mask(upstream)
     text = text if mask is None else mask.once(text.encode()).decode()
-    return text[:200] or type(error).__name__
+    return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text[:200] or type(error).__name__}")
 
 
 def _key_mask(upstream: UpstreamConfig) -> KeyMask | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -43,14 +42,13 @@ class Upstreams:
             await upstream.close()
 
     def _make(self, config: UpstreamConfig) -> Upstream:
-        through_litellm = config.kind == "litellm"
-        made = LitellmUpstream(config) if through_litellm else HttpUpstream(config, self._session, self.health)
+        made: Upstream
+        made = LitellmUpstream(config) if config.kind == "litellm" else HttpUpstream(config, self._session, self.health)
         self._opened[config.name] = made
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """One way to have a call answered: by this route's upstream, asked in this way. `sent`: the request's body."""
 
     route: Route

@@ -128,7 +128,7 @@ def _action_transition(t: int, event: Event, state: Any) -> Transition:
 def message_of(call: ModelCall) -> Any:
     """The answer: the first choice's message (chat), its text (completions), or the whole response of another API."""
     response = call.response if isinstance(call.response, dict) else {}
-    first = next(dicts(response.get("choices")), {})
+    first = next(iter(dicts(response.get("choices"))), {})
     return first.get("message", first.get("text", call.response))
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -64,7 +63,7 @@ class Traffic:
                 choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
                 answer = {"choices": [{"message": {"role": "assistant", "content": f"answer {i} of {name}"}}]}
                 ended = CallEnd(call_id, name, "ok", answer, 200, (0, 5 + i), (choice,))
-                await recorder.end(replace(ended, **end))
+                await recorder.end(ended._replace(**end))
                 if value:
                     await self.post(Reward(name, value, call_id, final=False))
         if final is not None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +284,7 @@ async def test_the_rollouts_that_were_quiet_the_longest_are_forgotten(tmp_path: 
             await continuity.known(start)
             continuity.ended(start, end, "exact", (1,))
             assert len(await continuity.known(start)) == kept
-        assert [len(await continuity.known(replace(start, rollout=RolloutName(name)))) for name in "bac"] == [0, 2, 1]
+        assert [len(await continuity.known(start._replace(rollout=RolloutName(name)))) for name in "bac"] == [0, 2, 1]
     await database.close()
 
 

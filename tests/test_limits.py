@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,7 +102,7 @@ def test_a_usage_that_is_no_count_counts_as_nothing(clock: PlayedClock) -> None:
 
 def test_an_answer_without_usage_counts_by_its_bytes(clock: PlayedClock) -> None:
     limiter = Limiter(Limits(tokens_per_minute=60), clock)
-    limiter.spend(replace(ended(None), response={"content": "x" * 200}, http_status=200), 280)
+    limiter.spend(ended(None)._replace(response={"content": "x" * 200}, http_status=200), 280)
     assert enters(limiter) == 0
     clock.now += 70
     assert enters(limiter) == 1

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,7 +251,7 @@ async def _tool_user(recorder: Recorder, store: Store, name: str, good: bool) ->
         start = CallStart(f"{name}-{i}", RolloutName(name, "t"), "chat/completions", "policy", 3, request, time.time())
         await recorder.start(start)
         end = CallEnd(f"{name}-{i}", name, "ok", answer, 200, (0, i), (Choice(0, (4, 5), (-1.0, -1.0), finish),))
-        await recorder.end(replace(end, tool_calls=tool_calls(answer)))
+        await recorder.end(end._replace(tool_calls=tool_calls(answer)))
     style = Reward(name, 0.5 * good, f"{name}-1", name="style", final=False)
     score = Reward(name, 0.25 + 0.5 * good, f"{name}-0", name="judge", source="scripted", final=False)
     await store.post_rewards([style, score, Reward(name, 4.0 * good, name="style"), Reward(name, 1.0)], None, b"")

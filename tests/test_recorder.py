@@ -6,7 +6,6 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ async def test_a_request_of_any_size_is_read_back_and_deleted_with_its_rollout(
 async def test_every_choice_is_read_back_with_its_own_tokens(database: Database, recorder: Recorder) -> None:
     choices = (Choice(0, (7, 8), (-0.5, -0.25), "stop"), Choice(1, (9,), (-1.0,), "length"))
     await recorder.start(start("c", {"messages": [], "n": 2}))
-    await recorder.end(replace(end("c", (1, 2)), choices=choices))
+    await recorder.end(end("c", (1, 2))._replace(choices=choices))
     (call,) = await Store(database).calls("r")
     assert call.choices == choices
     assert [choice["token_ids"] for choice in call_view(call)["choices"]] == [(7, 8), (9,)]
@@ -96,7 +95,7 @@ async def test_every_choice_is_read_back_with_its_own_tokens(database: Database,
 
 async def test_a_request_as_deep_as_it_may_be_is_read_back(database: Database, recorder: Recorder) -> None:
     text = '{"messages":' + "[" * 1023 + "]" * 1023 + "}"
-    await recorder.start(replace(start("c", loads(text)), request_text=text))
+    await recorder.start(start("c", loads(text))._replace(request_text=text))
     (call,) = await Store(database).calls("r")
     depth, inner = 0, call.request["messages"]
     while inner:
@@ -195,8 +194,8 @@ async def test_a_retry_takes_the_place_of_what_failed(
     request = {"messages": [{"role": "user", "content": "same"}]}
     for i, status in enumerate(statuses):
         await recorder.start(start(f"c{i}", request))
-        await recorder.end(replace(end(f"c{i}"), status=status))
-    await recorder.start(replace(start("retry", request), is_retry=True))
+        await recorder.end(end(f"c{i}")._replace(status=status))
+    await recorder.start(start("retry", request)._replace(is_retry=True))
     calls = await Store(database).calls("r")
     assert [i for i, call in enumerate(calls) if call.superseded_by == "retry"] == [expected]
 
@@ -207,14 +206,14 @@ async def test_a_retry_after_another_request_takes_no_answered_calls_place(
     for i, text in enumerate(("same", "other")):
         await recorder.start(start(f"c{i}", {"messages": [text]}))
         await recorder.end(end(f"c{i}"))
-    await recorder.start(replace(start("retry", {"messages": ["same"]}), is_retry=True))
+    await recorder.start(start("retry", {"messages": ["same"]})._replace(is_retry=True))
     assert [call.superseded_by for call in await Store(database).calls("r")] == [None, None, None]
 
 
 async def test_once_an_evaluation_always_one(database: Database, recorder: Recorder) -> None:
     for i, mode in enumerate(("train", "eval", "train")):
         call = start(f"c{i}", {})
-        await recorder.start(replace(call, rollout=replace(call.rollout, mode=mode)))
+        await recorder.start(call._replace(rollout=call.rollout._replace(mode=mode)))
     assert (await Store(database).rollout("r")).mode == "eval"
 
 

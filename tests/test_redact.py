@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +256,7 @@ def test_the_tokens_of_a_redacted_call_are_not_kept() -> None:
     assert (end.prompt_token_ids, end.choices) == ((), (Choice(0, (), (), "stop"),))
     assert end.untrainable_reason == "redacted"
     assert end.response == {"choices": [{"logprobs": None, "token_ids": None, "message": {"content": MASK}}]}
-    untouched = replace(END, response=None)
+    untouched = END._replace(response=None)
     assert redactor.end(untouched, shown=False).prompt_token_ids == (1, 2)
     assert redactor.end(untouched, shown=True).prompt_token_ids == ()
 

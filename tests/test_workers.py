@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +165,8 @@ async def test_calls_after_a_deletion_by_another_worker_are_readable(tmp_path: P
         await Store(theirs).end_rollout("r", "failed", None)
         await Store(theirs).delete_rollout("r")
         messages = [*messages, {"role": "assistant", "content": "x"}, {"role": "user", "content": "second"}]
-        others = [replace(start, call_id=f"o{i}", rollout=RolloutName(f"o{i}")) for i in range(3)]
-        again = replace(start, call_id="c1", request={"messages": messages})
+        others = [start._replace(call_id=f"o{i}", rollout=RolloutName(f"o{i}")) for i in range(3)]
+        again = start._replace(call_id="c1", request={"messages": messages})
         await asyncio.gather(*(recorder.start(one) for one in (*others, again)))
         await recorder.end(CallEnd("c1", "r", "ok", {}, 200, (1, 2, 3, 4), (Choice(0, (5,), (-0.5,)),)))
         (call,) = await Store(theirs).calls("r")
