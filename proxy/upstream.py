@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
 from functools import lru_cache, partial
+from posixpath import relpath
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -212,8 +213,30 @@ def _response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse
         dropped |= {b"content-encoding"}
     if named := _named_by_connection(headers):
         dropped |= named
+    if "Location" in response.headers:
+        url = response.url
+        headers = [(name, _location(upstream, url, value) if name == b"location" else value) for name, value in headers]
     mask = _key_mask(upstream)
     return [(name, value if mask is None else mask.once(value)) for name, value in headers if name not in dropped]
+
+
+def _location(upstream: UpstreamConfig, asked: URL, value: bytes) -> bytes:
+    """Where a redirect leads, relative to the request if that is at the upstream: an agent does not leave us for it.
+
+    Servers name themselves as we call them, in whatever scheme they believe to be called by.
+    """
+    if not value.startswith((b"/", b"http://", b"https://")):
+        return value
+    try:
+        to = asked.join(URL(_text(value), encoded=True))
+    except ValueError:
+        return value
+    base = next(path for url in upstream.urls if asked.raw_path.startswith(path := URL(url).raw_path + "/"))
+    if to.host_port_subcomponent != asked.host_port_subcomponent or not to.raw_path.startswith(base):
+        return value
+    directory, _, name = to.raw_path.rpartition("/")
+    query = f"?{to.raw_query_string}" if to.raw_query_string else ""
+    return f"{relpath(directory, asked.raw_path.rpartition('/')[0])}/{name}{query}".encode()
 
 
 def _is_decoded(response: aiohttp.ClientResponse) -> bool:

@@ -281,6 +281,44 @@ async def test_any_method_and_body_passes_through(method):
     assert (seen["method"], seen["path"], seen["body"]) == (method, "/v1/files/a%20b?x=/", "\x00bytes")
 
 
+@pytest.mark.parametrize("scheme", ["", "http", "https"])  # the last: whoever ends TLS did not tell the server
+async def test_a_redirect_to_the_upstream_itself_does_not_lead_past_the_proxy(scheme):
+    """As vLLM's server answers to a slash too many, with its own address."""
+
+    async def without_slash(request: web.Request) -> web.Response:
+        to = request.url.with_path(request.path.rstrip("/"), keep_query=True)
+        return web.Response(status=307, headers={"Location": str(to.with_scheme(scheme) if scheme else to.relative())})
+
+    app = web.Application()
+    app.router.add_route("*", "/v1/{path:.*}/", without_slash)
+    fake, recorder = FakeVllm(), MemoryRecorder()
+    app.add_routes([web.post("/v1/chat/completions", fake.chat), web.get("/v1/{rest:.*}", fake.echo)])
+    async with serving(app) as direct, relaying(direct, recorder) as proxied:
+        root = f"{proxied}/rollouts/r"
+        status, headers, _ = await post(root, CHAT, "/v1/chat/completions/")
+        assert (status, headers["X-Rollout-Id"], len(recorder.ends)) == (200, "r", 1)
+        async with aiohttp.ClientSession() as http, http.get(f"{root}/v1/files/a%20b/?x=%2F&y") as response:
+            assert str(response.url).startswith(f"{root}/v1/files/a%20b?x=")
+
+
+@pytest.mark.parametrize(
+    "to", ["http://elsewhere/v1/x", "https://elsewhere/", "//elsewhere/v1/x", "y", "../y", "http://["]
+)
+async def test_a_redirect_to_anywhere_else_stays_as_it_is(to):
+    async def moved(request: web.Request) -> web.Response:
+        return web.Response(status=302, headers={"Location": to})
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/x", moved)])
+    async with (
+        serving(app) as direct,
+        relaying(direct, MemoryRecorder()) as proxied,
+        aiohttp.ClientSession() as http,
+        http.get(f"{proxied}/v1/x", allow_redirects=False) as response,
+    ):
+        assert (response.status, response.headers["Location"]) == (302, to)
+
+
 async def test_the_alias_can_be_looked_up():
     async with (
         vllm_and_proxy() as (_, _, proxied, _),
