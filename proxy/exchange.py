@@ -9,13 +9,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import orjson
-
 from lightning_proxy.proxy.asgi import Agent
 from lightning_proxy.proxy.capture import NOT_THE_POLICY, Tokens
 from lightning_proxy.proxy.dialects import Dialect
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.json_text import encode_as_vllm
+from lightning_proxy.proxy.json_text import encode_as_vllm, loads
 from lightning_proxy.proxy.ports import Answer, Recorder
 from lightning_proxy.proxy.tools import tool_calls
 from lightning_proxy.proxy.transcript import Transcript
@@ -203,6 +201,6 @@ class Exchange:
 def _parse(raw: bytes) -> Any:
     """JSON, or else the text as it came; None for nothing."""
     try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError:
+        return loads(raw)
+    except ValueError:
         return raw.decode(errors="replace") or None

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-import orjson
-
 from lightning_proxy.proxy import sse
+from lightning_proxy.proxy.json_text import dumps
 
 Endpoint = Literal["chat", "completions"]
 Json = dict[str, Any]
@@ -133,4 +132,4 @@ def _finishes(choice: Any) -> bool:
 
 
 def _encode(chunk: Json) -> bytes:
-    return sse.encode(orjson.dumps(chunk))
+    return sse.encode(dumps(chunk).encode())

@@ -14,7 +14,10 @@ _FLOAT = re.compile(rb"[:,\[]-?\d+[.eE]")
 
 def encode_as_vllm(body: Any) -> bytes:
     """JSON as vLLM's own server encodes it, down to the digits of a float, where orjson differs."""
-    fast = orjson.dumps(body)
+    try:
+        fast = orjson.dumps(body)
+    except orjson.JSONEncodeError:
+        return json.dumps(body, separators=(",", ":")).encode()
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() if _FLOAT.search(fast) else fast
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.chat import message_of_error
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.inject import Injection
+from lightning_proxy.proxy.json_text import loads
 
 Json = dict[str, Any]
 
@@ -106,8 +105,8 @@ class MessagesStream:
         if not text:
             return self._blocks[index]
         try:
-            return self._blocks[index] | {"input": orjson.loads(text)}
-        except orjson.JSONDecodeError:
+            return self._blocks[index] | {"input": loads(text)}
+        except ValueError:
             return self._blocks[index] | {"input": text}
 
 

@@ -19,7 +19,7 @@ from lightning_proxy.proxy import sse
 from lightning_proxy.proxy.asgi import Header
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.errors import InvalidRequest, Unsupported, UpstreamUnreachable
-from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.ports import Answer as HttpAnswer
 from lightning_proxy.proxy.power import Answer, PowerSampler
 from lightning_proxy.proxy.renderer import RENDER
@@ -64,7 +64,7 @@ class PowerCall:
         """Raises InvalidRequest and Unsupported for what cannot be sampled like that; vLLM's refusals are answers."""
         if request.path != CHAT:
             raise Unsupported(f"power:{self._alpha:g} answers {CHAT} only, not {request.path}")
-        body = orjson.loads(request.body)
+        body = loads(request.body)
         _check(body)
         try:
             return _as_asked(body, await self._answer(_Vllm(self._upstreams, self._upstream, request), body))

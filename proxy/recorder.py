@@ -25,6 +25,7 @@ from lightning_proxy.proxy.tools import conversation, tool_results
 from lightning_proxy.proxy.types import CallEnd, CallStart
 
 Statements = list[Statement]
+Rows = list[dict[str, Any]]
 GROUP = 512  # records in one commit, at most
 LARGE_REQUEST = 4_000  # characters of a request that is stored apart from its call
 
@@ -188,13 +189,17 @@ class Recorder:
 
     async def _write(self, group: Sequence[Entry]) -> Exception | None:
         """Commit the group; the error, whatever it is, since those who wait must hear of it."""
-        runs: dict[str, list[dict[str, Any]]] = {}
+        by_statement: dict[str, Rows] = {}
         for entry in group:
             for statement, row in entry.statements:
-                runs.setdefault(statement, []).append(row)
+                by_statement.setdefault(statement, []).append(row)
+        runs = sorted(by_statement.items(), key=lambda run: _ORDER[run[0]])
+        size = sum(entry.size for entry in group)
         try:
-            in_order = sorted(runs.items(), key=lambda run: _ORDER[run[0]])
-            await self._store.write(in_order, sum(entry.size for entry in group))
+            try:
+                await self._store.write(runs, size)
+            except UnicodeEncodeError:
+                await self._store.write([(statement, _readable(rows)) for statement, rows in runs], size)
         except Exception as error:
             return error
         return None
@@ -229,6 +234,14 @@ class Recorder:
         self._kept += size
         while self._kept > self._memory and self._tails:
             self._kept -= self._tails.popitem(last=False)[1].size
+
+
+def _readable(rows: Rows) -> Rows:
+    """Of a name or an id that UTF-8 cannot hold, what it can; JSON has such text escaped."""
+    return [
+        {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
+        for row in rows
+    ]
 
 
 def _settle(group: Sequence[Entry], error: Exception | None) -> None:

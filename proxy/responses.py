@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
-
 from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.chat import message_of_error
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.inject import Injection
+from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.tools import dicts, is_call
 
 Json = dict[str, Any]
@@ -148,4 +147,4 @@ def _list(value: Any) -> list[Any]:
 
 
 def _encode(kind: str, event: Json) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+    return b"event: " + kind.encode() + b"\ndata: " + dumps(event).encode() + b"\n\n"

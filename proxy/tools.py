@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-import orjson
-
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.types import ToolCall, ToolResult
 
@@ -87,7 +85,7 @@ def call_arguments(item: Json) -> str:
 def _of_messages(response: Json) -> Iterator[ToolCall]:
     for block in dicts(response.get("content")):
         if block.get("type") == "tool_use":
-            arguments = orjson.dumps(block.get("input")).decode()
+            arguments = dumps(block.get("input"))
             yield ToolCall(_text(block.get("id")), _text(block.get("name")) or "", arguments)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.dialects import Stream
 from lightning_proxy.proxy.errors import UpstreamUnreachable
+from lightning_proxy.proxy.json_text import loads
 from lightning_proxy.proxy.sse import Frame, SSEDecoder
 
 # One event may hold a whole response with its log-probabilities; what is larger is not kept in memory.
@@ -88,6 +87,6 @@ class Transcript:
 
 def _parse(data: bytes) -> Any:
     try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
+        return loads(data)
+    except ValueError:
         return None

@@ -168,6 +168,19 @@ async def test_lone_surrogates_and_huge_numbers_are_kept(database: Database, rec
     assert (await Store(database).calls("r"))[0].request == request
 
 
+async def test_names_and_ids_that_utf8_cannot_hold_do_not_keep_a_call_from_its_record(
+    database: Database, recorder: Recorder
+) -> None:
+    odd = "a\ud800"
+    await recorder.start(replace(start("c0", {"messages": []}), model=odd))
+    await recorder.end(end("c0", tool_calls=(ToolCall(odd, odd, f'{{"a": "{odd}"}}'),), error=odd))
+    told = {"messages": [{"role": "tool", "tool_call_id": odd, "content": odd}]}
+    await asyncio.gather(recorder.start(start("c1", told)), recorder.start(start("c2", {}, "other")))
+    (first, second) = await Store(database).calls("r")
+    assert (first.model, first.error, first.tool_calls[0].id, first.tool_calls[0].result) == ("a?", "a?", "a?", odd)
+    assert second.request == told
+
+
 async def test_a_repeated_id_brings_its_newest_result_to_the_newest_call(
     database: Database, recorder: Recorder
 ) -> None:

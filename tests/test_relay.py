@@ -250,6 +250,41 @@ async def test_text_that_utf8_cannot_hold_reaches_the_upstream_as_it_was():
     assert recorder.starts[0].request["messages"] == fake.requests[0][0]["messages"]
 
 
+HALVES = [b'"a\\ud83d"', b'"\\ude00b"']  # as servers send a character that they cut in two
+
+
+@pytest.mark.parametrize("kind", ["openai", "vllm"])
+async def test_an_answer_that_utf8_cannot_hold_is_recorded_as_it_was(kind):
+    def tokens(body: Any, i: int) -> bytes:
+        return (
+            b'"token_ids":[%d],"logprobs":{"content":[{"logprob":-1}]}' % i
+            if body.get("return_token_ids")
+            else b'"x":1'
+        )
+
+    async def chat(request: web.Request) -> web.Response:
+        body = await request.json()
+        if not body.get("stream"):
+            choice = b'{"index":0,"message":{"role":"assistant","content":%s},%s}' % (HALVES[0], tokens(body, 7))
+            return web.Response(body=b'{"choices":[%s]}' % choice, content_type="application/json")
+        deltas = [b'{"index":0,"delta":{"content":%s},%s}' % (half, tokens(body, i)) for i, half in enumerate(HALVES)]
+        events = [b'data: {"choices":[%s]}\n\n' % delta for delta in deltas] + [b"data: [DONE]\n\n"]
+        return web.Response(body=b"".join(events), content_type="text/event-stream")
+
+    app, recorder = web.Application(), MemoryRecorder()
+    app.add_routes([web.post("/v1/chat/completions", chat)])
+    async with serving(app) as direct, relaying(direct, recorder, kind=kind) as proxied:
+        _, _, whole = await post(proxied, CHAT)
+        _, _, stream = await post(proxied, CHAT | {"stream": True})
+    assert HALVES[0] in whole and all(half in stream for half in HALVES)
+    assert b'token_ids":[' not in whole + stream
+    assert [(end.status, end.error) for end in recorder.ends] == [("ok", None)] * 2
+    said = [end.response["choices"][0]["message"]["content"] for end in recorder.ends]
+    assert said == ["a\ud83d", "a\ud83d\ude00b"]
+    if kind == "vllm":
+        assert [end.choices[0].token_ids for end in recorder.ends] == [(7,), (0, 1)]
+
+
 async def test_a_key_given_out_for_a_rollout_names_it():
     async with vllm_and_proxy() as (_, _, proxied, recorder):
         await post(proxied, CHAT, Authorization="Bearer rollout-key")
