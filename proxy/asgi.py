@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from typing import Any
 
 import orjson
 
-from lightning_proxy.proxy.errors import InvalidRequest, LightningError, TooLarge
+from lightning_proxy.proxy.errors import InvalidRequest, LightningError, TooLarge, UnsupportedMediaType
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -46,6 +47,26 @@ def read_headers(scope: Scope) -> dict[str, str]:
     if encoding is not None and (encoding.lower() != "chunked" or scope["http_version"] == "1.0"):
         raise InvalidRequest("the only Transfer-Encoding that is understood is chunked, in HTTP/1.1")
     return headers
+
+
+def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
+    """The body without its compression; TooLarge for more than `limit` bytes, InvalidRequest if it is damaged."""
+    if content_encoding.lower() in ("", "identity"):
+        return body
+    if content_encoding.lower() not in ("gzip", "deflate"):
+        raise UnsupportedMediaType(f"Content-Encoding is gzip, deflate or none, got {content_encoding[:60]!r}")
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either kind
+    try:
+        raw = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not valid {content_encoding}: {error}") from None
+    if len(raw) > limit:
+        raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")
+    if not unpacker.eof:
+        raise InvalidRequest(f"the body is not valid {content_encoding}: it is cut off")
+    if unpacker.unused_data:
+        raise InvalidRequest(f"the body is {content_encoding} and more: what follows it would be lost")
+    return raw
 
 
 class Agent:

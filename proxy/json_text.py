@@ -21,6 +21,15 @@ def encode_as_vllm(body: Any) -> bytes:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() if _FLOAT.search(fast) else fast
 
 
+def as_utf8(text: bytes) -> bytes:
+    """JSON without a byte order mark, and not in UTF-16 or 32: servers in Python, vLLM's too, read them all."""
+    encoding = json.detect_encoding(text)
+    try:
+        return text if encoding == "utf-8" else text.decode(encoding).encode()
+    except UnicodeError:
+        return text
+
+
 def dumps(value: Any) -> str:
     """JSON text. Lone surrogates and integers over 64 bits, which orjson refuses, go through the standard library."""
     try:

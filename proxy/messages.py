@@ -15,8 +15,8 @@ Json = dict[str, Any]
 # https://docs.anthropic.com/en/api/errors
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 422: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error",
-    529: "overloaded_error",
+    413: "request_too_large", 415: "invalid_request_error", 422: "invalid_request_error",
+    429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error",
 }  # fmt: skip
 
 

@@ -6,11 +6,10 @@ https://opentelemetry.io/docs/specs/otlp/#otlphttp. `opentelemetry-proto` is imp
 from __future__ import annotations
 
 import base64
-import zlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_proxy.proxy.errors import InvalidRequest, LightningError, TooLarge, Unsupported, UnsupportedMediaType
+from lightning_proxy.proxy.errors import InvalidRequest, LightningError, Unsupported, UnsupportedMediaType
 from lightning_proxy.proxy.json_text import dumps
 
 Encoding = Literal["protobuf", "json"]
@@ -46,26 +45,6 @@ def encoding_of(content_type: str) -> Encoding:
         if media == name:
             return encoding  # type: ignore[return-value]
     raise UnsupportedMediaType(f"OTLP is sent as {' or '.join(MEDIA.values())}, got {media[:60]!r}")
-
-
-def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
-    """The body without its compression; TooLarge for more than `limit` bytes, InvalidRequest if it is damaged."""
-    if content_encoding.lower() in ("", "identity"):
-        return body
-    if content_encoding.lower() not in ("gzip", "deflate"):
-        raise UnsupportedMediaType(f"Content-Encoding is gzip, deflate or none, got {content_encoding[:60]!r}")
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either kind
-    try:
-        raw = unpacker.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise InvalidRequest(f"the body is not valid {content_encoding}: {error}") from None
-    if len(raw) > limit:
-        raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")
-    if not unpacker.eof:
-        raise InvalidRequest(f"the body is not valid {content_encoding}: it is cut off")
-    if unpacker.unused_data:
-        raise InvalidRequest(f"the body is {content_encoding} and more: spans in what follows it would be lost")
-    return raw
 
 
 def read_spans(body: bytes, encoding: Encoding) -> list[Span]:

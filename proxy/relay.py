@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import orjson
 
-from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send, read_headers
+from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send, read_headers, unpack
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.continuation import scope_of
 from lightning_proxy.proxy.continuity import Continuity
@@ -22,7 +22,7 @@ from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningErr
 from lightning_proxy.proxy.exchange import Exchange
 from lightning_proxy.proxy.forms import form_model, is_form, with_form_model
 from lightning_proxy.proxy.inject import Injection
-from lightning_proxy.proxy.json_text import dumps, loads
+from lightning_proxy.proxy.json_text import as_utf8, dumps, loads
 from lightning_proxy.proxy.limits import Limiter
 from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path, wants_recording
 from lightning_proxy.proxy.ports import NO_RECORDER, Caller, Keys, Policy, Recorder, Route
@@ -117,6 +117,10 @@ class Relay:
         body = await agent.read(headers, self._max_body_bytes)
         dialect = DIALECTS.get(path.rest) if scope["method"] == "POST" else None
         if dialect is not None:
+            if "content-encoding" in headers and not body.startswith(b"{"):  # some say it of what is no such thing
+                body = unpack(body, headers["content-encoding"], self._max_body_bytes)
+                scope = {**scope, "headers": [h for h in scope["headers"] if h[0] != b"content-encoding"]}
+            body = as_utf8(body)
             request = _request(scope, path.rest, body, caller, identity=True)
             recorder = self._recorder if wants_recording(headers) and caller.recorded else None
             await self._call(agent, request, dialect, rollout, headers, caller.limiter, recorder)
@@ -318,6 +322,7 @@ def _parse_object(body: bytes) -> dict[str, Any]:
 
 def _try_object(body: bytes) -> dict[str, Any]:
     try:
+        body = as_utf8(body)
         return _parse_object(body) if body.lstrip().startswith(b"{") else {}
     except InvalidRequest:
         return {}

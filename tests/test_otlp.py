@@ -24,11 +24,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.trace import Status, StatusCode
 
+from lightning_proxy.proxy.asgi import unpack
 from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.database import opened
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
 from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.otlp import read_spans, unpack
+from lightning_proxy.proxy.otlp import read_spans
 from lightning_proxy.proxy.spans_in import read_all
 from lightning_proxy.proxy.store import Store
 from lightning_proxy.trainer.collect import Collector

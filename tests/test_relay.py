@@ -1,6 +1,7 @@
 """The relay under a real uvicorn, between a real client and upstreams that speak vLLM's dialect or misbehave."""
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -239,6 +240,33 @@ async def test_fields_of_a_wrong_type_are_left_for_the_upstream_to_judge(odd):
     async with vllm_and_proxy() as (_, direct, proxied, recorder):
         assert (await post(direct, {"model": "base"} | odd))[::2] == (await post(proxied, CHAT | odd))[::2]
     assert recorder.ends[0].error.startswith("the upstream answered 40")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
+async def test_json_in_another_encoding_is_read_as_vllm_reads_it(encoding):
+    async with vllm_and_proxy() as (fake, _, proxied, recorder):
+        said = CHAT | {"messages": [{"role": "user", "content": "é😀"}]}
+        status, _, _ = await post(proxied, json.dumps(said, ensure_ascii=False).encode(encoding))
+        assert (status, recorder.ends[0].trainable) == (200, True)
+        _, _, raw = await post(proxied, '{"model":"policy"}'.encode(encoding), "/v1/embeddings")
+    assert recorder.starts[0].request == said and fake.requests[0][0]["messages"] == said["messages"]
+    assert orjson.loads(orjson.loads(raw)["body"]) == {"model": "base"}
+
+
+async def test_a_compressed_request_is_unpacked_where_it_is_recorded_and_left_as_it_is_elsewhere():
+    packed = {"Content-Encoding": "gzip"}
+    async with vllm_and_proxy() as (fake, _, proxied, recorder):
+        status, _, _ = await post(proxied, gzip.compress(orjson.dumps(CHAT)), **packed)
+        assert (status, recorder.starts[0].request, recorder.ends[0].trainable) == (200, CHAT, True)
+        assert "content-encoding" not in fake.requests[0][1]
+        large = gzip.compress(orjson.dumps(CHAT | {"pad": "x" * 10_000}))
+        for body, encoding, expected in ((large, "gzip", 413), (b"no gzip", "gzip", 400), (b"(\xb5/\xfd", "zstd", 415)):
+            status, _, raw = await post(proxied, body, **{"Content-Encoding": encoding})
+            assert status == expected and encoding in orjson.loads(raw)["error"]["message"] + "gzip"
+        assert len(recorder.starts) == 1
+        assert (await post(proxied, CHAT, **{"Content-Encoding": "utf-8"}))[0] == 200, "servers do not look at it"
+        _, _, raw = await post(proxied, b"packed", "/v1/files", **{"Content-Encoding": "own"})
+        assert orjson.loads(raw)["headers"]["Content-Encoding"] == "own"
 
 
 async def test_text_that_utf8_cannot_hold_reaches_the_upstream_as_it_was():
