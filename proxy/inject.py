@@ -59,7 +59,9 @@ def _wants_logprobs(body: Json, endpoint: Endpoint) -> bool:
 
 def _wants_usage(body: Json, options: Any) -> bool:
     """Not for several answers: all but the last would have to be held back to the end (see StreamCleaner)."""
-    several = body.get("n") not in (None, 1) or isinstance(body.get("prompt"), list)
+    prompt = body.get("prompt")
+    prompts = prompt if isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int) else [prompt]
+    several = body.get("n") not in (None, 1) or len(prompts) > 1  # a list of tokens is one prompt
     if body.get("stream") is not True or several or not isinstance(options, dict | None):
         return False
     return (options or {}).get("include_usage") in (None, False)

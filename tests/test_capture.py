@@ -153,6 +153,14 @@ def test_injection_asks_only_for_what_the_agent_did_not_ask_for():
     assert injection == ALL
 
 
+@pytest.mark.parametrize(
+    ("prompt", "usage"), [("a", True), ([1, 2], True), (["a"], True), ([[1, 2]], True), (["a", "b"], False)]
+)
+def test_the_usage_of_a_stream_is_asked_for_where_one_prompt_is_answered(prompt: object, usage: bool):
+    """Without it nothing tells whether all of its tokens came, and the call is not trained on."""
+    assert inject({"stream": True, "prompt": prompt}, "completions")[1] == Injection(True, True, usage)
+
+
 def test_injection_leaves_what_it_would_change_the_meaning_of():
     assert inject({"echo": True}, "completions") == ({"echo": True}, Injection())
     assert inject({"top_logprobs": 2}, "chat")[1] == Injection(True, False, False)
