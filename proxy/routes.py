@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -23,6 +24,7 @@ from lightning_proxy.proxy.answers import (
     Versions,
     answers,
 )
+from lightning_proxy.proxy.continuation import scope_of
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
 from lightning_proxy.proxy.events import redacted
 from lightning_proxy.proxy.health import replica_name
@@ -64,9 +66,17 @@ async def post_reward(
     p = parts(request)
     await p.keys.require_agent(request.headers, {b.rollout_id for b in bodies})
     rewards = [_reward(p, b) for b in bodies]
-    answer = await p.store.post_rewards(rewards, idempotency_key, await request.body())
+    answer = await p.store.post_rewards(rewards, _own(request, idempotency_key), await request.body())
     p.metrics.rewards.inc(len(answer))
     return _json(answer if isinstance(body, list) else answer[0])  # FastAPI takes long to look through a long list
+
+
+def _own(request: Request, idempotency_key: str | None) -> str | None:
+    """The key as that of whoever sent it: the same one from another API key is another one."""
+    scope = scope_of(request.headers)
+    if idempotency_key is None or not scope.strip():
+        return idempotency_key
+    return f"{blake2b(scope.encode(), digest_size=16).hexdigest()} {idempotency_key}"
 
 
 def _reward(p: Parts, body: RewardBody) -> Reward:
@@ -165,7 +175,7 @@ async def post_events(
     name = name_rollout(DataPath("", rollout_id), headers)
     bodies = body if isinstance(body, list) else [body]
     events = [redacted(Event(**b.model_dump()), p.redactor) for b in bodies]
-    answer = await p.events.post(name, events, idempotency_key, await request.body())
+    answer = await p.events.post(name, events, _own(request, idempotency_key), await request.body())
     return answer if isinstance(body, list) else answer[0]
 
 

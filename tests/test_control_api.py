@@ -95,6 +95,22 @@ async def test_an_idempotency_key_makes_a_repeated_post_harmless(running: Runnin
         assert len(rollout["rewards"]) == 1
 
 
+async def test_an_idempotency_key_is_its_senders_own(running: Running, tmp_path: Path) -> None:
+    """Agents that count their posts all begin with the same key."""
+    async with running(tmp_path) as system:
+        _, siblings = await system.call("POST", "/rollouts", {"task_id": "t", "n": 2})
+        for one in siblings:
+            own = {"Authorization": f"Bearer {one['api_key']}", "Idempotency_Key": "1"}
+            body = {"rollout_id": one["rollout_id"], "reward": 1}
+            answers = [await system.call("POST", "/reward", body, **own) for _ in range(2)]
+            assert [status for status, _ in answers] == [200, 200] and answers[0] == answers[1]
+            own["Idempotency_Key"] = "2"
+            events = f"/rollouts/{one['rollout_id']}/events"
+            assert (await system.call("POST", events, {"kind": "note", "value": 1}, **own))[0] == 200
+        rewards = [(await system.call("GET", f"/rollouts/{one['rollout_id']}"))[1]["rewards"] for one in siblings]
+        assert [len(posted) for posted in rewards] == [1, 1]
+
+
 async def test_siblings_are_opened_with_urls_and_keys_of_their_own(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         status, opened = await system.call("POST", "/rollouts", {"task_id": "t", "mode": "eval", "n": 2})
