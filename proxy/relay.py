@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 _VERSION = b"x-policy-version"
 # Not TRACE: its answer is the request, with what we add to it.
 _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+_NOBODY = Caller(None, forward_authorization=False)
 _RESPONSES = "/v1/responses/"
 _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
@@ -98,7 +99,7 @@ class Relay:
         if scope["method"] not in _METHODS:
             raise MethodNotAllowed(f"{scope['method']} is not passed on")
         headers = read_headers(scope)
-        caller = await self._keys.authenticate(headers)
+        caller = _NOBODY if _is_preflight(scope, headers) else await self._keys.authenticate(headers)
         rollout = name_rollout(path, headers, caller.rollout_id)
         if caller.rollout_id not in (None, rollout.rollout_id):
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
@@ -303,6 +304,11 @@ def _request(scope: Scope, path: str, body: bytes, caller: Caller, *, identity: 
         forward_authorization=caller.forward_authorization,
         identity=identity,
     )
+
+
+def _is_preflight(scope: Scope, headers: dict[str, str]) -> bool:
+    """What a browser asks before it sends a key: the upstream says whom it lets ask. https://fetch.spec.whatwg.org"""
+    return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
 def _is_retry(headers: dict[str, str]) -> bool:

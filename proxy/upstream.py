@@ -249,7 +249,8 @@ def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[s
     if named := _named_by_connection(request.headers):
         dropped |= named
     kept = [(name.decode("latin-1"), _text(value)) for name, value in request.headers if name not in dropped]
-    kept += upstream.credentials.items()
+    if request.method != "OPTIONS":  # perhaps a browser's, of whom no key was asked
+        kept += upstream.credentials.items()
     if identity:
         kept.append(("accept-encoding", "identity"))
     return kept

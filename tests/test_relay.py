@@ -382,6 +382,22 @@ async def test_a_redirect_to_anywhere_else_stays_as_it_is(to):
         assert (response.status, response.headers["Location"]) == (302, to)
 
 
+async def test_a_browser_may_ask_beforehand_without_a_key_and_spends_none():
+    asks = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST", "Authorization": "Bearer wrong"}
+    async with vllm_and_proxy(api_key="sk-of-the-upstream") as (_, _, proxied, _), aiohttp.ClientSession() as http:
+        async with http.options(f"{proxied}/rollouts/r/v1/chat/completions", headers=asks) as response:
+            seen = await response.json()
+            assert (response.status, seen["headers"]["Origin"]) == (207, "https://app.example")
+            assert "Authorization" not in seen["headers"]
+        del asks["Access-Control-Request-Method"]
+        for method, path in (("OPTIONS", "/v1/chat/completions"), ("POST", "/v1/embeddings")):
+            async with http.request(method, proxied + path, headers=asks) as response:
+                assert response.status == 401
+        asks |= {"Access-Control-Request-Method": "POST"}
+        async with http.options(f"{proxied}/v1/load_lora_adapter", headers=asks) as response:
+            assert response.status == 404
+
+
 async def test_the_alias_can_be_looked_up():
     async with (
         vllm_and_proxy() as (_, _, proxied, _),
