@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.tools import answered_call, call_arguments, is_call
+from lightning_proxy.proxy.tools import answered_call, call_arguments, dicts, is_call
 
 Json = dict[str, Any]
 
@@ -31,7 +31,7 @@ _TRIMMED = " ,'*_#()-\\"
 
 
 class Atom(NamedTuple):
-    """One thing in a conversation. `kind`: text, call or result; `who`: a role, or the id of a tool call.
+    """One thing in a conversation. `kind`: text, call or result; `who`: a role, or a tool call's id, if it has one.
 
     `what`: the text, the call's arguments as JSON, or the text of the result.
     """
@@ -81,18 +81,18 @@ def _item(item: Json) -> list[Atom]:
     role = str(item.get("role"))
     if role == "tool":
         return [Atom("result", str(item.get("tool_call_id")), _text(item.get("content")))]
-    calls = item.get("tool_calls")
+    if role == "function":
+        return [Atom("result", "", _text(item.get("content")))]
+    called = item.get("function_call")  # of OpenAI's API before there were tools
     return [
         *_content("system" if role == "developer" else role, item.get("content")),
-        *(_tool_call(call) for call in (calls if isinstance(calls, list) else ()) if isinstance(call, dict)),
+        *(_tool_call(str(call.get("id")), call.get("function")) for call in dicts(item.get("tool_calls"))),
+        *([_tool_call("", called)] if isinstance(called, dict) else []),
     ]
 
 
-def _tool_call(call: Json) -> Atom:
-    function = call.get("function")
-    return Atom(
-        "call", str(call.get("id")), _arguments(function.get("arguments") if isinstance(function, dict) else "")
-    )
+def _tool_call(call_id: str, function: Any) -> Atom:
+    return Atom("call", call_id, _arguments(function.get("arguments") if isinstance(function, dict) else ""))
 
 
 def _content(role: str, content: Any) -> list[Atom]:
@@ -146,7 +146,7 @@ def _new_origins(scope: str, asked: Iterable[Atom], answer: Iterable[Atom]) -> s
             found.add(_digest(scope, name, raw))
 
     for kind, who, what in answer:
-        if kind == "call":
+        if kind == "call" and who:
             found.add(_digest(scope, b"id", _bytes(who)))
         orders = list(_strings(_parsed(what))) if kind == "call" else []
         for order in orders:
@@ -170,7 +170,8 @@ def _quotes(scope: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
         if who == "system":
             continue
         if kind != "text":
-            yield _digest(scope, b"id", _bytes(who))
+            if who:
+                yield _digest(scope, b"id", _bytes(who))
             continue
         if who == "user":  # it may be what a tool call told a sub-agent to do
             yield _digest(scope, b"order", _bytes(what))

@@ -45,12 +45,16 @@ def tool_results(items: Sequence[Any]) -> list[ToolResult]:
 def _of_chat(response: Json) -> Iterator[ToolCall]:
     for choice in dicts(response.get("choices")):
         message = choice.get("message")
-        for call in dicts(message.get("tool_calls")) if isinstance(message, dict) else ():
-            function = call.get("function")
-            function = function if isinstance(function, dict) else {}
-            yield ToolCall(
-                _text(call.get("id")), _text(function.get("name")) or "", _text(function.get("arguments")) or ""
-            )
+        message = message if isinstance(message, dict) else {}
+        for call in dicts(message.get("tool_calls")):
+            yield _function_call(call.get("id"), call.get("function"))
+        if isinstance(called := message.get("function_call"), dict):  # of OpenAI's API before there were tools
+            yield _function_call(None, called)
+
+
+def _function_call(call_id: Any, function: Any) -> ToolCall:
+    function = function if isinstance(function, dict) else {}
+    return ToolCall(_text(call_id), _text(function.get("name")) or "", _text(function.get("arguments")) or "")
 
 
 def _of_responses(response: Json) -> Iterator[ToolCall]:

@@ -143,6 +143,17 @@ def test_calls_of_tools_that_the_agent_has_from_openai_are_found(item, name, arg
     assert tool_results([result | named]) == [ToolResult("call_1", "done")]
 
 
+def test_a_function_call_of_before_there_were_tools_is_a_tool_call():
+    transcript, _ = transcript_of(
+        chunk({"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": ""}}),
+        chunk({"function_call": {"arguments": '{"a"'}}),
+        chunk({"function_call": {"arguments": ": 1}"}}, finish_reason="function_call"),
+    )
+    assert tool_calls(transcript.response()) == (ToolCall(None, "add", '{"a": 1}'),)
+    vllms = {"choices": [{"message": {"content": "hi", "function_call": None, "tool_calls": []}}]}
+    assert tool_calls(vllms) == ()
+
+
 def test_injection_asks_only_for_what_the_agent_did_not_ask_for():
     assert inject({}, "chat") == ({"return_token_ids": True, "logprobs": True}, Injection(True, True, False))
     assert inject({}, "completions")[0] == {"return_token_ids": True, "logprobs": 0}

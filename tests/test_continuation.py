@@ -250,6 +250,18 @@ async def test_responses_and_messages_are_gone_on_with_too(conversations: Rememb
     assert await conversations.find("k", asked) == "r2"
 
 
+async def test_functions_of_before_there_were_tools_are_gone_on_with_too(conversations: Remembered) -> None:
+    def called(x: int) -> dict[str, Any]:
+        return {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": f'{{"x":{x}}}'}}
+
+    for x in (1, 2):
+        await conversations.answered("k", f"r{x}", {"messages": [user("go")]}, {"choices": [{"message": called(x)}]})
+    told = {"role": "function", "name": "add", "content": "3"}
+    for x in (1, 2):
+        assert await conversations.find("k", {"messages": [user("go"), called(x), told]}) == f"r{x}"
+    assert await conversations.find("k", {"messages": [user("other"), called(3), told]}) is None
+
+
 async def test_a_prompt_that_holds_an_earlier_completion_goes_on_with_it(conversations: Remembered) -> None:
     asked = "Answer with the tools: search.\nQuestion: {}\nThought:".format
     said = " I should look up where the lighthouse stands.\nAction: search[lighthouse]"
