@@ -38,18 +38,18 @@ class Conversations:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    async def find(self, scope: str, request: Json, *, is_retry: bool = False) -> str | None:
+    async def find(self, scope: str, request: Json, name: RolloutName, *, is_retry: bool = False) -> str | None:
         """The rollout that a request goes on with, or, for a client's retry, that it was sent in before.
 
         What it goes on with is taken: the next request like it goes on with another. Raises StoreUnavailable.
         """
-        atoms = request_atoms(request)
-        if is_retry and (again := await self._take(_asked(scope, atoms))):
+        atoms, said = request_atoms(request), _said_in(scope, name)
+        if is_retry and (again := await self._take(_asked(said, atoms))):
             return again
         for previous in (request.get("previous_response_id"), _kept(request)):
             if isinstance(previous, str) and (origin := self._leads_to(_digest(scope, b"response", _bytes(previous)))):
                 return origin
-        return await self._extended(scope, atoms) or self._quoted(scope, atoms)
+        return await self._extended(said, atoms) or self._quoted(said, atoms)
 
     async def _extended(self, scope: str, atoms: list[Atom]) -> str | None:
         """By the longest beginning that was an answered conversation; rather one that nothing has gone on with yet."""
@@ -115,7 +115,8 @@ class Remembering:
 def asked(scope: str, start: CallStart) -> list[Statement]:
     """What to remember of a call that begins."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
-    return [(sql.CONVERSATION_TIP, row | {"digest": _asked(scope, request_atoms(start.request))})]
+    said = _said_in(scope, start.rollout)
+    return [(sql.CONVERSATION_TIP, row | {"digest": _asked(said, request_atoms(start.request))})]
 
 
 def answered(scope: str, start: CallStart, end: CallEnd) -> Iterator[Statement]:
@@ -124,16 +125,21 @@ def answered(scope: str, start: CallStart, end: CallEnd) -> Iterator[Statement]:
         return
     at = start.started_at + end.latency_ms / 1000
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
-    atoms = request_atoms(start.request)
+    atoms, said = request_atoms(start.request), _said_in(scope, start.rollout)
     for answer in answers(end.response):
-        state = {"digest": _digest(scope, *_chain([*atoms, *answer])[-1:])}
+        state = {"digest": _digest(said, *_chain([*atoms, *answer])[-1:])}
         yield sql.CONVERSATION_TIP, row | state
         yield sql.CONVERSATION_POINT, row | state
-        for origin in _new_origins(scope, atoms, answer):
+        for origin in _new_origins(said, atoms, answer):
             yield sql.CONVERSATION_ORIGIN, row | {"digest": origin}
     for name in (end.response.get("id"), _kept(end.response)):
         if isinstance(name, str):
             yield sql.CONVERSATION_POINT, row | {"digest": _digest(scope, b"response", _bytes(name))}
+
+
+def _said_in(scope: str, name: RolloutName) -> str:
+    """Where a conversation was: in tasks that are named, and in evaluations, the same may be said."""
+    return f"{scope}\n{name.task_id or ''}\n{name.mode}"
 
 
 def _kept(body: Json) -> Any:

@@ -146,7 +146,7 @@ class Relay:
         body, scope, is_retry = _parse_object(request.body), scope_of(headers), _is_retry(headers)
         conversations = self._conversations if recorder is not None and not rollout.named else None
         if conversations is not None:
-            found = await conversations.find(scope, body, is_retry=is_retry)
+            found = await conversations.find(scope, body, rollout, is_retry=is_retry)
             rollout = rollout if found is None else rollout._replace(rollout_id=found)
         route = await self._policy.route(rollout, _model(body))
         attempts = self._attempts(agent, request, body, rollout, route, dialect)

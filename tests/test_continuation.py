@@ -119,7 +119,7 @@ class Remembered:
         self.database, self.conversations, self.calls = database, Conversations(database), 0
 
     async def find(self, scope: str, request: dict[str, Any], *, is_retry: bool = False) -> str | None:
-        return await self.conversations.find(scope, request, is_retry=is_retry)
+        return await self.conversations.find(scope, request, RolloutName(""), is_retry=is_retry)
 
     async def asked(self, scope: str, rollout_id: str, request: dict[str, Any]) -> None:
         await self._write(asked(scope, self._start(rollout_id, request)))
@@ -198,6 +198,26 @@ async def test_nothing_is_shared_between_keys(conversations: Remembered) -> None
     await conversations.answered("one", "r", {"messages": [user("hi")]}, answer_of("hello"))
     follow = {"messages": [user("hi"), {"role": "assistant", "content": "hello"}, user("more")]}
     assert (await conversations.find("one", follow), await conversations.find("two", follow)) == ("r", None)
+
+
+@pytest.mark.parametrize("other", [{"X_Task_Id": "other"}, {"X_Rollout_Mode": "eval"}])
+async def test_tasks_and_evaluations_that_say_the_same_do_not_mix(
+    running: Running, tmp_path: Path, other: dict[str, str]
+) -> None:
+    async with running(tmp_path) as system:
+        system.vllm.answer = lambda _: {"role": "assistant", "content": "7"}
+        messages: Messages = [user("What is 3+4?")]
+        for _ in range(2):
+            body = {"model": "policy", "messages": messages}
+            for names in ({"X_Agent_Name": "a"}, {"X_Agent_Name": "b"} | other):
+                given = {"X_Task_Id": "t"} | names
+                assert (await system.call("POST", "/v1/chat/completions", body, **given))[0] == 200
+            messages = [*messages, {"role": "assistant", "content": "7"}, user("Sure?")]
+        _, page = await system.call("GET", "/rollouts")
+        rollouts = [(await system.call("GET", f"/rollouts/{one['rollout_id']}"))[1] for one in page["data"]]
+    found = {(r["mode"], r["task_id"], *(call["agent"] for call in r["calls"])) for r in rollouts}
+    apart = (other.get("X_Rollout_Mode", "train"), other.get("X_Task_Id", "t"))
+    assert found == {("train", "t", "a", "a"), (*apart, "b", "b")}
 
 
 async def test_the_same_first_question_is_a_new_rollout_each_time(conversations: Remembered) -> None:
