@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from lightning_proxy.proxy.config import UpstreamConfig
-from lightning_proxy.proxy.errors import UpstreamTimeout, UpstreamUnreachable
+from lightning_proxy.proxy.errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
 from lightning_proxy.proxy.health import Health
 from lightning_proxy.proxy.inject import Injection
 from lightning_proxy.proxy.litellm_upstream import LitellmUpstream
@@ -92,7 +92,7 @@ class Attempts:
                 continue
             try:
                 answer = await self._open()
-            except (UpstreamUnreachable, UpstreamTimeout) as error:
+            except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
                 if not self._has_next(error.message):
                     raise
             else:

@@ -182,6 +182,17 @@ async def test_unrecorded_requests_fall_back_too_and_fallbacks_have_fallbacks(tm
     assert (status, b"by third" in raw) == (200, True)
 
 
+@pytest.mark.parametrize("first", ["gone", "litellm"])
+async def test_a_fallback_that_has_no_such_api_is_passed_over(tmp_path: Path, first: str) -> None:
+    async with Server("last").running() as last:
+        gone = upstream("gone", Server("gone", free_port()), fallbacks=["litellm"])
+        litellm = UpstreamConfig(name="litellm", kind="litellm", model_map={"m": "gemini/m"}, fallbacks=["last"])
+        upstreams = [gone, litellm] if first == "gone" else [litellm, gone]
+        async with proxying(tmp_path, *upstreams, upstream("last", last)) as proxy:
+            status, _, raw = await proxy.ask(path="moderations")
+    assert (status, b"by last" in raw) == (200, True)
+
+
 async def test_what_a_fallback_of_the_policy_answers_is_no_policy_version(tmp_path: Path) -> None:
     async with Server("second").running() as second:
         vllm = upstream("policy", Server("gone", free_port()), kind="vllm", fallbacks=["two"])
