@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_proxy.proxy.config import RedactConfig
+from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.secret_shapes import SHAPES, Shape
 from lightning_proxy.proxy.tools import tool_calls
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice
@@ -57,7 +58,7 @@ class Redactor:
             for path in self._fields:
                 if path[0] == root:
                     value = _mask_field(value, path[1:])
-            return self._texts(value)
+            return self._texts(value, numbers=root == "event")
         except RecursionError:  # nested deeper than can be looked through
             return MASK
 
@@ -93,15 +94,21 @@ class Redactor:
             untrainable_reason=REASON,  # whatever else speaks against it: nothing is learned from it in any way
         )
 
-    def _texts(self, value: Any) -> Any:
+    def _texts(self, value: Any, *, numbers: bool = False) -> Any:
+        """`numbers`: also those that patterns match: what a model wrote as text is a value in some APIs."""
         match value:
             case str():
                 return self.text(value)
+            case bool():
+                return value
+            case int() | float() if numbers:
+                return None if any(pattern.search(dumps(value)) for pattern in self._patterns) else value
             case list():
-                new = [self._texts(item) for item in value]
+                new = [self._texts(item, numbers=numbers) for item in value]
                 return value if all(a is b for a, b in zip(new, value, strict=True)) else new
             case dict():
-                pairs = [(self.text(name), self._texts(item)) for name, item in value.items()]
+                numbers = numbers or value.get("type") == "tool_use"
+                pairs = [(self.text(name), self._texts(item, numbers=numbers)) for name, item in value.items()]
                 same = all(a is c and b is d for (a, b), (c, d) in zip(pairs, value.items(), strict=True))
                 return value if same else dict(pairs)
         return value

@@ -261,6 +261,19 @@ def test_the_tokens_of_a_redacted_call_are_not_kept() -> None:
     assert redactor.end(untouched, shown=True).prompt_token_ids == ()
 
 
+def test_a_number_that_a_model_wrote_for_a_tool_is_looked_at_as_its_text_would_be() -> None:
+    """Chat's arguments are text, Anthropic's input a value."""
+    redactor = Redactor(RedactConfig(patterns=[r"\b\d{16}\b"]))
+    used = {"type": "tool_use", "id": "t", "name": "pay", "input": {"card": 4111111111111111, "n": [2.5, True]}}
+    hidden = used | {"input": {"card": None, "n": [2.5, True]}}
+    end = redactor.end(replace(END, response={"content": [used], "created": 4111111111111111}), shown=False)
+    assert end.response == {"content": [hidden], "created": 4111111111111111}, "what servers count is no text"
+    assert (end.tool_calls[0].arguments, end.prompt_token_ids) == ('{"card":null,"n":[2.5,true]}', ())
+    start, shown = redactor.start(start_of({"messages": [{"role": "assistant", "content": [used]}]}))
+    assert (start.request["messages"][0]["content"], shown) == ([hidden], True)
+    assert redactor.value({"card": 4111111111111111}, "event") == {"card": None}
+
+
 def test_a_call_stays_trainable_if_only_what_no_model_is_shown_was_redacted() -> None:
     redactor = Redactor(RedactConfig(patterns=["zzz"], fields=["request.user", "request.metadata.*"]))
     start, shown = redactor.start(start_of({"user": "ada", "metadata": {"a": "b"}, "messages": []}))
