@@ -172,7 +172,7 @@ async def test_names_and_ids_that_utf8_cannot_hold_do_not_keep_a_call_from_its_r
     database: Database, recorder: Recorder
 ) -> None:
     odd = "a\ud800"
-    await recorder.start(replace(start("c0", {"messages": []}), model=odd))
+    await recorder.start(start("c0", {"messages": []})._replace(model=odd))
     await recorder.end(end("c0", tool_calls=(ToolCall(odd, odd, f'{{"a": "{odd}"}}'),), error=odd))
     told = {"messages": [{"role": "tool", "tool_call_id": odd, "content": odd}]}
     await asyncio.gather(recorder.start(start("c1", told)), recorder.start(start("c2", {}, "other")))

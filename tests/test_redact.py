@@ -266,7 +266,7 @@ def test_a_number_that_a_model_wrote_for_a_tool_is_looked_at_as_its_text_would_b
     redactor = Redactor(RedactConfig(patterns=[r"\b\d{16}\b"]))
     used = {"type": "tool_use", "id": "t", "name": "pay", "input": {"card": 4111111111111111, "n": [2.5, True]}}
     hidden = used | {"input": {"card": None, "n": [2.5, True]}}
-    end = redactor.end(replace(END, response={"content": [used], "created": 4111111111111111}), shown=False)
+    end = redactor.end(END._replace(response={"content": [used], "created": 4111111111111111}), shown=False)
     assert end.response == {"content": [hidden], "created": 4111111111111111}, "what servers count is no text"
     assert (end.tool_calls[0].arguments, end.prompt_token_ids) == ('{"card":null,"n":[2.5,true]}', ())
     start, shown = redactor.start(start_of({"messages": [{"role": "assistant", "content": [used]}]}))
