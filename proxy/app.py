@@ -98,14 +98,23 @@ async def _internal_error(request: Request, _: Exception) -> JSONResponse:
     return await _lightning_error(request, LightningError("internal error of the proxy; its log says more"))
 
 
-async def _invalid(_: Request, error: Exception) -> JSONResponse:
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
     """FastAPI's validation errors in OpenAI's shape: 400 where the body is no JSON at all, else 422."""
     assert isinstance(error, RequestValidationError)
     first = max(error.errors(), key=lambda e: len(e["loc"]))  # the branch of a union that fits best
     where = ".".join(str(part) for part in first["loc"] if part != "body" and "Body" not in str(part))
     if first["type"] == "json_invalid":
-        return await _lightning_error(_, InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}"))
-    return await _lightning_error(_, Unprocessable(f"{where}: {first['msg']}", param=where or None))
+        return await _lightning_error(request, InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}"))
+    problem = f"{where}: {first['msg']}" if where else _wrong_body(request, error) or first["msg"]
+    return await _lightning_error(request, Unprocessable(problem, param=where or None))
+
+
+def _wrong_body(request: Request, error: RequestValidationError) -> str | None:
+    """Of a body that is not read as JSON: FastAPI leaves one as bytes that does not call itself so, as curl's."""
+    if isinstance(error.body, bytes):
+        called = request.headers.get("content-type", "nothing")
+        return f"the body needs the header Content-Type: application/json; this one is called {called}"
+    return "a JSON body is needed" if error.body is None else None
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -64,6 +64,23 @@ async def test_a_bad_reward_is_refused_by_name_and_leaves_nothing(
         assert (rollout["rewards"], rollout["status"]) == ([], "running")
 
 
+async def test_a_body_that_does_not_say_that_it_is_json_is_told_so(running: Running, tmp_path: Path) -> None:
+    """As `curl -d` sends it without a header."""
+    async with running(tmp_path) as system:
+        body, form = b'{"rollout_id": "r1", "reward": 1}', "application/x-www-form-urlencoded"
+        for path in ("/reward", "/rollouts", "/rollouts/r1/end", "/rollouts/r1/events", "/policy/promote"):
+            status, answer = await system.call("POST", path, body, Content_Type=form)
+            assert status == 422
+            assert answer["error"]["message"] == (
+                f"the body needs the header Content-Type: application/json; this one is called {form}"
+            )
+            status, answer = await system.call("POST", path)
+            assert (status, answer["error"]["message"]) == (422, "a JSON body is needed")
+        for path, body in (("/reward", b"5"), ("/rollouts/r1/events", b'{"kind": "song"}')):
+            status, answer = await system.call("POST", path, body)
+            assert (status, answer["error"]["message"][:6]) == (422, "Input ")
+
+
 async def test_the_newest_reward_counts_and_the_history_stays(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.chat("r1")
