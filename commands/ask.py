@@ -6,28 +6,22 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from lightning_proxy.commands.control import ControlClient, ControlError
+from lightning_proxy.commands.control import ControlClient
 from lightning_proxy.commands.signals import run_until_signal
 from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import LightningError
 
 T = TypeVar("T")
 
 
 def ask(config: Config, work: Callable[[ControlClient], Awaitable[T]]) -> T:
-    """Do `work` with a client of this configuration's proxy; one line says what to start if it is not there."""
+    """Do `work` with a client of this configuration's proxy; ControlError if that is not there, or refuses."""
     api = ControlClient.of(config)
 
     async def run() -> T:
         async with api:
             return await work(api)
 
-    try:
-        return run_until_signal(run())
-    except ControlError as error:
-        if error.status_code is not None:
-            raise
-        raise LightningError(f"no proxy answers at {api.url}; start it with `lightning-proxy serve`") from None
+    return run_until_signal(run())
 
 
 def print_json(value: Any) -> None:

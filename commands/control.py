@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.types import Mode
 
-NO_CONTENT = 204
 UNAUTHORIZED = 401
 AWAY = (None, 502, 503, 504)
 RETRY_S = 1.0
@@ -27,6 +27,13 @@ class ControlError(LightningError):
     def __init__(self, message: str, status_code: int | None = None) -> None:
         super().__init__(message)
         self.status_code = status_code
+
+
+class ProxyNotThere(ControlError):
+    """Nothing listens where the proxy should be."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"no proxy answers at {url}; start it with `lightning-proxy serve`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,8 @@ class ControlClient:
         proxy = config.proxy
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(proxy.host, proxy.host)
         configured = [key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys]
-        key = os.environ.get("LIGHTNING_API_KEY") or next(iter(configured), None)
+        # From a file, with the end of its line perhaps.
+        key = os.environ.get("LIGHTNING_API_KEY", "").strip() or next(iter(configured), None)
         return cls(f"http://{host}:{proxy.port}", key, patience_s=patience_s)
 
     async def __aenter__(self) -> ControlClient:
@@ -111,11 +119,16 @@ class ControlClient:
         assert self._session is not None, "use `async with`"
         try:
             async with self._session.request(method, self.url + path, json=body, params=params) as answer:
-                data = await answer.json(content_type=None) if answer.status != NO_CONTENT else None
-                status = answer.status
+                text, status = await answer.read(), answer.status
+        except aiohttp.ClientConnectorError:
+            raise ProxyNotThere(self.url) from None
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             reason = str(error) or type(error).__name__
             raise ControlError(f"no usable answer from the proxy at {self.url}: {reason}") from None
+        try:
+            data = json.loads(text) if text else None
+        except ValueError:
+            raise ControlError(f"what answers at {self.url} is no lightning-proxy (HTTP {status})", status) from None
         if status >= 400:
             error_body = data.get("error") if isinstance(data, dict) else None
             message = error_body.get("message") if isinstance(error_body, dict) else str(data)[:300]

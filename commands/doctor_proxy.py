@@ -9,7 +9,7 @@ from uuid import uuid4
 import aiohttp
 
 from lightning_proxy.commands.checks import Check, failed, ok, warning
-from lightning_proxy.commands.control import ControlClient, ControlError
+from lightning_proxy.commands.control import ControlClient, ControlError, ProxyNotThere
 from lightning_proxy.proxy.config import Config, StoreConfig
 from lightning_proxy.proxy.database import Database
 from lightning_proxy.proxy.errors import StoreUnavailable
@@ -41,9 +41,9 @@ async def check_proxy(api: ControlClient) -> Check:
     """Answers, and lets this configuration's key in."""
     try:
         policy = await api.policy()
+    except ProxyNotThere:
+        return failed("proxy", f"nothing answers at {api.url}", "start it with `lightning-proxy serve`")
     except ControlError as error:
-        if error.status_code is None:
-            return failed("proxy", f"nothing answers at {api.url}", "start it with `lightning-proxy serve`")
         return failed("proxy", error.message, "use the configuration that the proxy was started with")
     return ok("proxy", f"{api.url}, policy version {policy['live_version']} live")
 

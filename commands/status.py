@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_proxy.commands.ask import ask, print_json
-from lightning_proxy.commands.control import ControlClient, ControlError
+from lightning_proxy.commands.control import ControlClient, ControlError, ProxyNotThere
 from lightning_proxy.commands.formats import count, duration, number, plain, sparkline
 from lightning_proxy.commands.step_view import steps_table
 from lightning_proxy.proxy.config import Config, TrainerConfig
@@ -106,6 +106,8 @@ async def _get(api: ControlClient, path: str) -> str:
     try:
         async with aiohttp.ClientSession() as session, session.get(api.url + path) as answer:
             return await answer.text()
+    except aiohttp.ClientConnectorError:
+        raise ProxyNotThere(api.url) from None
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ControlError(f"no usable answer from the proxy at {api.url}: {error}") from None
 

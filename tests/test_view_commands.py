@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lightning_proxy.commands.control import ControlClient
 from lightning_proxy.commands.conversation import additions
 from lightning_proxy.commands.formats import cut, duration, sparkline
 from lightning_proxy.commands.rollout_view import rollout_detail
@@ -25,7 +26,7 @@ from lightning_proxy.commands.rollouts import changed
 from lightning_proxy.commands.status import next_step
 from lightning_proxy.commands.step_view import step_line
 from lightning_proxy.commands.steps import tell_steps, teller
-from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.config import Config, TrainerConfig
 from lightning_proxy.proxy.ledger import Collapse
 from support.relaying import speaking
 
@@ -307,16 +308,23 @@ def test_without_a_proxy_one_line_says_what_to_start(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, line)
 
 
-@pytest.mark.parametrize("answer", ["<html>", '{"hello": "world"}'])
-async def test_another_server_on_the_port_is_one_line(tmp_path: Path, answer: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "answer"), [("status", "<html>"), ("status", '{"hello": "world"}'), ("policy list", "<html>")]
+)
+async def test_another_server_on_the_port_is_one_line_that_says_so(tmp_path: Path, command: str, answer: str) -> None:
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n{answer}".encode())
         await writer.drain()
 
     async with speaking(greet) as url:
         (tmp_path / "config.yaml").write_text(f"proxy: {{port: {url.rpartition(':')[2]}}}\n")
-        command = [sys.executable, "-m", "lightning_proxy.cli", "status"]
-        done = await asyncio.to_thread(
-            subprocess.run, command, cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
+        argv = [sys.executable, "-m", "lightning_proxy.cli", *command.split()]
+        done = await asyncio.to_thread(subprocess.run, argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert f"what answers at {url} is no lightning-proxy" in done.stderr
+
+
+def test_a_key_in_the_environment_may_end_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that is read from a file; a header cannot carry it."""
+    monkeypatch.setenv("LIGHTNING_API_KEY", "lpk-agent-1\n")
+    assert ControlClient.of(Config()).headers == {"Authorization": "Bearer lpk-agent-1"}
