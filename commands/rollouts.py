@@ -20,6 +20,8 @@ Json = Annotated[bool, typer.Option("--json", help="for programs")]
 TAIL_POLL_S = 1.0
 TAIL_PAGE = 200
 NEWEST = 1000
+REFUSED = (400, 404, 405, 409)  # for what is special to one rollout
+_NO_PATH = ("", ".", "..")  # a path with one of these is that of another route
 
 
 @app.command("list")
@@ -52,15 +54,28 @@ def delete(
     context: typer.Context,
     rollout_ids: Annotated[list[str], typer.Argument(help="ended rollouts")],
 ) -> None:
-    """Delete rollouts with all that was recorded of them, for good."""
+    """Delete rollouts with all that was recorded of them, for good; exit code 1 when one could not be."""
     from lightning_proxy.commands.ask import ask
+    from lightning_proxy.commands.control import ControlError
+
+    refused: list[ControlError] = []
 
     async def delete_all(api: ControlClient) -> None:
         for rollout_id in rollout_ids:
-            await api.delete_rollout(quote(rollout_id, safe=""))
+            try:
+                await api.delete_rollout(quote(rollout_id, safe=""))
+            except ControlError as error:
+                if error.status_code not in REFUSED:
+                    raise
+                refused.append(error)
 
     ask(load_config(context.obj), delete_all)
-    print(f"deleted {len(rollout_ids)} rollout{'s' * (len(rollout_ids) != 1)}")
+    if deleted := len(rollout_ids) - len(refused):
+        typer.echo(f"deleted {deleted} rollout{'s' * (deleted != 1)}")
+    for error in refused:
+        typer.echo(f"lightning-proxy: {error.message}", err=True)
+    if refused:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -114,11 +129,12 @@ async def find(api: ControlClient, rollout_id: str) -> dict[str, Any]:
     from lightning_proxy.commands.control import ControlError
     from lightning_proxy.proxy.errors import NotFound
 
-    try:
-        return await api.rollout(quote(rollout_id, safe=""))
-    except ControlError as error:
-        if error.status_code not in (400, 404):
-            raise
+    if rollout_id not in _NO_PATH:
+        try:
+            return await api.rollout(quote(rollout_id, safe=""))
+        except ControlError as error:
+            if error.status_code not in (400, 404):
+                raise
     start = rollout_id.removesuffix("…")
     known = [rollout["rollout_id"] for rollout in (await api.rollouts(limit=NEWEST))["data"]]
     found = [name for name in known if start and name.startswith(start)]

@@ -180,11 +180,13 @@ async def test_an_ended_rollout_can_be_deleted_with_all_that_is_known_of_it(runn
             assert (await system.call("GET", path, **agent))[0] == 404
         assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 404
     async with running(tmp_path) as system:
-        await system.chat("r2")
-        await system.call("POST", "/rollouts/r2/end", {"status": "discarded"})
+        for name in ("r2", "r3"):
+            await system.chat(name)
+            await system.call("POST", f"/rollouts/{name}/end", {"status": "discarded"})
         assert (await system.lightning("rollouts", "delete", "r2"))[:2] == (0, "deleted 1 rollout\n")
-        code, _, err = await system.lightning("rollouts", "delete", "r2")
-        assert (code, "no rollout 'r2'" in err) == (1, True)
+        code, out, err = await system.lightning("rollouts", "delete", "r2", "r3", "r4")
+        assert (code, out) == (1, "deleted 1 rollout\n")  # what cannot be does not keep the others
+        assert ["no rollout 'r2'" in line for line in err.splitlines()] == [True, False]
     with sqlite3.connect(tmp_path / "store.db") as db:
         left = [db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in ("calls", "rewards", "rollouts")]
     assert left == [0, 0, 0]

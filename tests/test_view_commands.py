@@ -125,11 +125,12 @@ async def test_rollouts_are_listed_and_shown_at_80_columns(running: Running, tmp
         assert json.loads(out)["calls"][0]["prompt_token_ids"] == [1, 2, 3]
 
 
-async def test_an_unknown_rollout_is_one_line(running: Running, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["nobody", "", ".", ".."])
+async def test_an_unknown_rollout_is_one_line(running: Running, tmp_path: Path, name: str) -> None:
     async with running(tmp_path) as system:
-        code, out, err = await system.lightning("rollouts", "show", "nobody")
+        code, out, err = await system.lightning("rollouts", "show", name)
         assert (code, out, err.count("\n")) == (1, "", 1)
-        assert "no rollout 'nobody'" in err
+        assert f"no rollout {name!r}" in err
 
 
 async def test_a_negative_reward_is_posted_and_a_wrong_one_refused(running: Running, tmp_path: Path) -> None:
