@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightning_proxy.commands.processes import free_port
+from lightning_proxy.commands.processes import free_port, make_directory
 from lightning_proxy.commands.tasks import Task, read_tasks
 from lightning_proxy.proxy.errors import ConfigError
 
@@ -37,12 +37,23 @@ class DemoOptions:
 
 def empty_directory(directory: Path) -> Path:
     """Make `directory`, or empty it if an earlier demo worked there; never anyone else's."""
-    if directory.exists() and any(directory.iterdir()):
-        if not (directory / CONFIG).is_file() or not (directory / "tasks").is_dir():
+    directory = make_directory(directory, "--dir")
+    if any(directory.iterdir()):
+        if not _is_a_demos(directory):
             raise ConfigError(f"{directory} is not empty and no earlier demo's: choose another --dir")
         shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory.absolute()
+        directory.mkdir()
+    return directory
+
+
+def _is_a_demos(directory: Path) -> bool:
+    """Whether its configuration is one that `write_config` wrote there; a checkout has a config.yaml, too."""
+    config = directory / CONFIG
+    return config.is_file() and _store_url(directory) in config.read_text(errors="replace")
+
+
+def _store_url(directory: Path) -> str:
+    return f"sqlite:///{directory / 'lightning.db'}"
 
 
 def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
@@ -50,7 +61,7 @@ def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
     proxy_port, vllm_port = free_port(), free_port()
     data: dict[str, Any] = {
         "proxy": {"port": proxy_port},
-        "store": {"url": f"sqlite:///{directory / 'lightning.db'}"},
+        "store": {"url": _store_url(directory)},
         "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
         "policy": {"model": str(model), "publish": "merged", "directory": str(directory / "policy")},
         "vllm": {"port": vllm_port, "max_model_len": 512, "kv_cache_gib": 1.0},

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.proxy.errors import ConfigError, LightningError
 
 T = TypeVar("T")
 GUARD = Path(__file__).with_name("guard.py")
@@ -112,7 +112,7 @@ class Supervisor:
         self._children: list[Child] = []
 
     async def __aenter__(self) -> Supervisor:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self._directory, "--logs")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -226,6 +226,15 @@ def tail(log: Path, lines: int = 15) -> str:
     """The last lines of a log, indented."""
     text = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join("    " + line[:300] for line in text[-lines:] if line.strip())
+
+
+def make_directory(path: Path, option: str) -> Path:
+    """The directory, made if need be, as an absolute path; ConfigError naming the option if it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot make the directory {path}: {error.strerror}") from None
+    return path.absolute()
 
 
 def require_free_port(host: str, port: int, key: str) -> None:

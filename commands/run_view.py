@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_proxy.commands.backlog import Backlog
 from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.processes import make_directory
 from lightning_proxy.commands.programs import Runner, make_runner
 from lightning_proxy.commands.run import Gate, RolloutResult, RunOptions, run_tasks
 from lightning_proxy.commands.signals import run_until_signal
@@ -79,7 +80,7 @@ def repeated(tasks: list[Task], repeat: int) -> list[Task]:
 
 def logs_directory(path: Path | None) -> Path | None:
     """Where the programs' output is kept, made absolute: a program may change its directory."""
-    return path.absolute() if path is not None else None
+    return make_directory(path, "--logs") if path is not None else None
 
 
 def run_command(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_proxy.commands.processes import free_port
 from lightning_proxy.commands.system import Launch
 from lightning_proxy.commands.vllm import served_model, vllm_program
 from lightning_proxy.proxy.config import Config
@@ -123,3 +124,23 @@ def test_run_names_the_bad_line_of_a_task_file(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("lightning-proxy: tasks.jsonl:3: not JSON: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["run --tasks t.jsonl --logs", "eval --tasks t.jsonl --logs", "demo --dir"])
+def test_a_file_where_a_directory_is_to_be_is_one_line_and_code_2(tmp_path: Path, command: str) -> None:
+    (tmp_path / "t.jsonl").write_text("{}\n")
+    done = lightning(*command.split(), "t.jsonl", *(["--", "true"] if "--tasks" in command else []), cwd=tmp_path)
+    option = command.split()[-1]
+    assert (done.returncode, done.stderr) == (
+        2, f"lightning-proxy: {option}: cannot make the directory t.jsonl: File exists\n"
+    )  # fmt: skip
+
+
+def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Path, model: Path) -> None:
+    port, vllm = free_port(), free_port()
+    upstream = {"name": "policy", "base_url": f"http://127.0.0.1:{vllm}/v1"}
+    settings = {"proxy": {"port": port}, "vllm": {"port": vllm}, "upstreams": [upstream]}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    done = lightning("up", "--model", model, "--logs", "config.yaml", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "--logs: cannot make the directory config.yaml" in done.stderr
