@@ -40,7 +40,7 @@ async def run_checks(path: Path | None) -> list[Check]:
     try:
         config = load_config(path)
     except ConfigError as error:
-        return [failed("configuration", error.message, "correct this key")]
+        return [failed("configuration", error.message, "correct it, then look again")]
     checks = [ok("configuration", where), await check_store(config.store)]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S)
     async with aiohttp.ClientSession(timeout=timeout) as session, ControlClient.of(config) as api:

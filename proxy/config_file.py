@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ ENV_NOT_CONFIG = {"LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK",
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
     """Read `path` (all keys optional), then the environment, then `overrides` ({"proxy.port": 1}); the last one wins.
 
-    Raises ConfigError with one line that names the wrong key or value.
+    Raises ConfigError with one line that names the wrong key or value, and where it comes from.
     """
     data = _read_yaml(path) if path is not None else {}
+    origins: dict[str, str] = {}  # of keys that are not the file's
     for name, value in sorted(os.environ.items()):
         section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("_")
         if (
@@ -32,14 +34,17 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
             and name not in ENV_NOT_CONFIG
             and (section in Config.model_fields or "__" in name)
         ):
-            _put(data, [section, *key.lstrip("_").split("__")] if key else [section], _parse(value, name), name)
+            keys = [section, *key.lstrip("_").split("__")] if key else [section]
+            _put(data, keys, _parse(value, name), name)
+            origins[".".join(keys)] = name
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(data, key.split("."), value, key)
+            origins[key] = "command line"
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, path)) from None
+        raise ConfigError(_one_line(error, path, origins)) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -100,8 +105,9 @@ def _put(data: dict[str, Any], keys: list[str], value: Any, origin: str) -> None
     data[keys[-1]] = value
 
 
-def _one_line(error: ValidationError, path: Path | None) -> str:
+def _one_line(error: ValidationError, path: Path | None, origins: Mapping[str, str]) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     message = "unknown key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    return ": ".join(part for part in (str(path) if path else "configuration", where, message) if part)
+    origin = next((name for key, name in origins.items() if f"{where}.".startswith(f"{key}.")), None)
+    return ": ".join(filter(None, (origin or str(path or "configuration"), where, message)))

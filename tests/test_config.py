@@ -113,6 +113,16 @@ def test_a_variable_may_have_one_underscore_or_two(monkeypatch: pytest.MonkeyPat
     assert (config.proxy.port, config.trainer.learning_rate) == (9001, 0.5)
 
 
+def test_what_the_file_does_not_say_is_not_put_down_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("proxy: {port: 9000}\n")
+    with pytest.raises(ConfigError, match=r"^command line: proxy\.port: Input should be less"):
+        load_config(path, {"proxy.port": 70000})
+    monkeypatch.setenv("LIGHTNING_PROXY__LIMITS__CONCURENT", "3")
+    with pytest.raises(ConfigError, match=r"^LIGHTNING_PROXY__LIMITS__CONCURENT: proxy\.limits\.concurent: unknown"):
+        load_config(path)
+
+
 @pytest.mark.parametrize(("name", "value"), [("LIGHTNING_PROXY_API_KEYS", "[a"), ("LIGHTNING_PROXY_PROT", "1")])
 def test_a_wrong_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
