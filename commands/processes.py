@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -245,6 +246,9 @@ def require_free_port(host: str, port: int, key: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            # The host is no name, or not this machine's: no port of it would do.
+            wrong = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            key = key.replace("port", "host") if wrong else key
             raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}): choose another {key}") from None
 
 

@@ -69,6 +69,13 @@ def test_a_port_in_use_ends_with_one_line_before_anything_starts(tmp_path: Path,
     assert not (tmp_path / "lightning-logs" / "vllm.log").exists()
 
 
+def test_a_host_that_is_not_this_machine_is_named_in_place_of_the_port(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("proxy: {host: 192.0.2.1, api_keys: [k]}\n")
+    done = lightning("serve", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.endswith("choose another proxy.host\n")
+
+
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     heavy = ("torch", "vllm", "fastapi", "aiohttp")
     look = f"import sys, lightning_proxy.cli; print([m for m in {heavy} if m in sys.modules])"
