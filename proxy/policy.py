@@ -343,19 +343,22 @@ class Policy:
             problems = await self._swap.restore(set(self._pins.values()) | await self._ledger.pinned(since))
             self._in_line, self._in_line_for, self._problem = True, live, None
         except (UpstreamUnreachable, UpstreamTimeout) as error:
-            self._in_line, self._problem = False, error
-            log.warning("the policy is not served yet: %s", error)
+            self._fall_out_of_line(error, f"the policy is not served yet: {error}")
         except NotServed as error:
-            self._in_line, self._problem = False, error
-            log.warning("%s", error)
+            self._fall_out_of_line(error, str(error))
         except Exception as error:  # whatever vLLM answered; the next look may find it mended
-            self._in_line = False
-            self._problem = NotServed(f"vLLM does not serve the live policy version: {error}")
-            log.exception("the live policy version cannot be served")
+            unknown = NotServed(f"vLLM does not serve the live policy version: {error}")
+            self._fall_out_of_line(unknown, "the live policy version cannot be served", exc_info=error)
         assert self._upstream is not None
         for url in self._upstream.urls:
             problem = problems.get(url, self._problem)
             self._health.report(self._upstream.name, url, None if problem is None else str(problem))
+
+    def _fall_out_of_line(self, problem: LightningError, story: str, exc_info: Exception | None = None) -> None:
+        """Told once, not at every look for as long as it stays the same: vLLM may be away for days."""
+        if str(problem) != str(self._problem):
+            log.warning("%s", story, exc_info=exc_info)
+        self._in_line, self._problem = False, problem
 
 
 def _asking_for(model: str, route: Route) -> Route:

@@ -405,6 +405,25 @@ async def test_readiness_metrics_and_unknown_routes(running: Running, tmp_path: 
         assert (await system.call("GET", "/openapi.json"))[0] == 200
 
 
+async def test_a_vllm_that_stays_away_is_told_of_once(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(dict[str, str]):
+        asked = 0
+
+        def items(self) -> Any:
+            Broken.asked += 1
+            raise OSError("broken")
+
+    monkeypatch.setattr("lightning_proxy.proxy.policy.WATCH_S", 0.01)
+    async with running(tmp_path) as system:
+        system.vllm.adapters = Broken()
+        while Broken.asked < 5:
+            await asyncio.sleep(0.01)
+        told = [record.getMessage() for record in caplog.records if record.name == "lightning_proxy.proxy.policy"]
+    assert len(told) == 1, told
+
+
 async def test_a_damaged_store_is_a_503_at_every_door(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         for i in range(30):
