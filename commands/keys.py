@@ -106,7 +106,8 @@ def _table(keys: list[StoredKey]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("name", "role", "requests/min", "tokens/min", "at once", "recorded", "made", "revoked"):
+    table.add_column("name", overflow="fold", min_width=10)  # what `revoke` takes: never cut
+    for name in ("role", "requests\n/min", "tokens\n/min", "at\nonce", "recorded", "made", "revoked"):
         table.add_column(name, no_wrap=True)
     for key in keys:
         limits = (key.limits.requests_per_minute, key.limits.tokens_per_minute, key.limits.concurrent)
@@ -117,4 +118,4 @@ def _table(keys: list[StoredKey]) -> Table:
 
 
 def _when(at: float | None) -> str:
-    return "-" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    return "-" if at is None else time.strftime("%Y-%m-%d", time.localtime(at))

@@ -69,6 +69,12 @@ async def test_a_key_is_printed_once_and_kept_as_a_hash(running: Running, tmp_pa
         assert (listed["name"], listed["role"], listed["requests_per_minute"]) == ("ci", "agent", 5)
         assert await becomes(system, 401)
         assert await noticed(system, key)
+        await create(system, name := "k" * 40, tokens_per_minute=2**31 - 1)
+        await revoke(system, name)
+        _, out, _ = await system.lightning("keys", "list")
+        assert max(map(len, out.splitlines())) <= 80
+        assert sum(line.count("k") for line in out.splitlines()[2:]) == len(name)
+        assert ("2147483647" in out, "…" in out) == (True, False)
     files = b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
     assert key.encode() not in files and b"ci" in files
 
