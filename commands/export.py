@@ -79,8 +79,9 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
         raise LightningError(f"there is no store at {store.path.expanduser().absolute()} (store.url)")
     in_place = str(target) == "-" or (target.exists() and not target.is_file())  # a pipe, a device
     writing = target if in_place else target.with_name(f".{target.name}.{os.getpid()}.part")
-    writer = open_writer(writing, format, kind)
+    writer: RowWriter | None = None
     try:
+        writer = open_writer(writing, format, kind)
         written = await _write_all(store, writer, kind, selection)
         writer.close()
         if not in_place:
@@ -91,9 +92,11 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
         raise LightningError(f"cannot write {target}: {error.strerror or error}") from None
     finally:
         with suppress(OSError):
-            writer.close()
+            if writer is not None:
+                writer.close()
         if not in_place:
-            writing.unlink(missing_ok=True)
+            with suppress(OSError):
+                writing.unlink()
     return written
 
 

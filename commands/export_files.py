@@ -36,13 +36,10 @@ def file_format(path: Path, wanted: str | None) -> str:
 
 
 def open_writer(path: Path, format: str, kind: str) -> RowWriter:
-    """A writer to a new file, or to standard output for `-`; LightningError if it cannot be written."""
+    """A writer to a new file, or to standard output for `-`; OSError if it cannot be written."""
     if format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise LightningError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'")
-    try:
-        return ParquetRows(path, kind) if format == "parquet" else JsonLines(path)
-    except OSError as error:
-        raise LightningError(f"cannot write {path}: {error.strerror}") from None
+    return ParquetRows(path, kind) if format == "parquet" else JsonLines(path)
 
 
 class JsonLines:

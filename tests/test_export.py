@@ -97,8 +97,9 @@ async def test_a_failed_export_leaves_the_old_file_and_nothing_else(running: Run
         code, _, err = await system.lightning("export", out / "t.jsonl", "--format", "csv")
         assert (code, err.count("\n")) == (2, 1)
         assert [(p.name, p.read_text()) for p in out.iterdir()] == [("t.jsonl", "old")]
-        code, _, err = await system.lightning("export", tmp_path / "nowhere" / "t.jsonl")
-        assert (code, "cannot write" in err) == (1, True)
+        for wrong, why in (("nowhere", "No such file or directory"), ("out/t.jsonl", "Not a directory")):
+            code, _, err = await system.lightning("export", target := tmp_path / wrong / "u.jsonl")
+            assert (code, err) == (1, f"lightning-proxy: cannot write {target}: {why}\n")
 
 
 async def test_a_rollout_that_is_deleted_meanwhile_is_left_out(running: Running, tmp_path: Path) -> None:
