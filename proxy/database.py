@@ -299,20 +299,22 @@ def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
 
 
 async def _migrate(connection: aiosqlite.Connection) -> None:
-    """Run the numbered scripts of `migrations/` that this file has not seen.
+    """Run the numbered scripts of `migrations/` that this file has not seen; NotSupportedError for one that saw more.
 
     In one transaction: several processes may start at once.
     """
-    scripts = sorted(resources.files("lightning_proxy.proxy").joinpath("migrations").iterdir(), key=lambda f: f.name)
+    files = resources.files("lightning_proxy.proxy").joinpath("migrations").iterdir()
+    scripts = {int(match[1]): file for file in files if (match := re.match(r"(\d{4})_.*\.sql", file.name))}
     await connection.execute("BEGIN IMMEDIATE")
     row = await (await connection.execute("PRAGMA user_version")).fetchone()
     version = row[0] if row else 0
-    for script in scripts:
-        match = re.match(r"(\d{4})_.*\.sql", script.name)
-        if match and int(match[1]) > version:
-            for statement in _statements(script.read_text()):
+    if version > max(scripts):
+        raise sqlite3.NotSupportedError("a newer lightning-proxy has worked on it; update this one, or set store.url")
+    for number in sorted(scripts):
+        if number > version:
+            for statement in _statements(scripts[number].read_text()):
                 await connection.execute(statement)
-            await connection.execute(f"PRAGMA user_version = {int(match[1])}")
+            await connection.execute(f"PRAGMA user_version = {number}")
     await connection.commit()
 
 

@@ -271,6 +271,16 @@ def store_before(migration: int, path: Path) -> sqlite3.Connection:
     return old
 
 
+async def test_a_store_that_a_newer_release_has_changed_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    newer = store_before(9999, path)
+    newer.execute("PRAGMA user_version = 9999")
+    newer.close()
+    with pytest.raises(StoreUnavailable, match=r"store\.db cannot be opened: a newer lightning-proxy has worked on it"):
+        async with opened(StoreConfig(url=f"sqlite:///{path}")):
+            pass
+
+
 async def test_a_store_of_before_knows_which_rollouts_other_models_answered(tmp_path: Path) -> None:
     old = store_before(13, tmp_path / "store.db")
     answered = {"own": [0, 1], "both": [None, 0], "taught": [None, None], "silent": []}
