@@ -49,12 +49,23 @@ Logs = Annotated[Path, typer.Option(help="where the parts' logs go")]
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"lightning-proxy {version('lightning-proxy')}")
+        raise typer.Exit
+
+
 @app.callback()
 def main(
     context: typer.Context,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="a YAML file; ./config.yaml if there is one")
     ] = None,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and end")
+    ] = False,
 ) -> None:
     # Taken where it lies, if it is there: `lightning-proxy up` in a checkout does what config.yaml says.
     here = Path("config.yaml")

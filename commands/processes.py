@@ -238,6 +238,12 @@ def make_directory(path: Path, option: str) -> Path:
     return path.absolute()
 
 
+def address(host: str, port: int) -> str:
+    """Where a server that listens on this host is reached from here, for a URL."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def require_free_port(host: str, port: int, key: str) -> None:
     """LightningError naming the configuration's key if something listens there already."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

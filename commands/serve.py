@@ -9,12 +9,15 @@ import os
 import signal
 import tempfile
 import threading
+from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from lightning_proxy.commands.processes import require_free_port
+import typer
+
+from lightning_proxy.commands.processes import address, require_free_port
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.edge import EdgeProtocol
 from lightning_proxy.proxy.errors import LightningError
@@ -56,9 +59,21 @@ def serve(config: Config) -> None:
 
 
 def _serve_here(config: Config) -> None:
-    import uvicorn
+    from uvicorn import Config as Settings
+    from uvicorn import Server
+    from uvicorn.config import STARTUP_FAILURE
 
-    uvicorn.run(_app(config), host=config.proxy.host, port=config.proxy.port, **UVICORN)
+    class Telling(Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                _tell(config, self.servers[0].sockets[0].getsockname()[1])
+
+    server = Telling(Settings(_app(config), host=config.proxy.host, port=config.proxy.port, **UVICORN))
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        raise typer.Exit(STARTUP_FAILURE)
 
 
 def _serve_in_workers(config: Config, shared: str) -> None:
@@ -74,10 +89,18 @@ def _serve_in_workers(config: Config, shared: str) -> None:
     server = Server(
         partial(_worker, config), factory=True, host=proxy.host, port=proxy.port, workers=proxy.workers, **UVICORN
     )
-    supervisor = Multiprocess(server, sockets=[server.bind_socket()])
+    listener = server.bind_socket()
+    listener.listen(server.backlog)  # who comes before the workers are there waits for them
+    supervisor = Multiprocess(server, sockets=[listener])
+    _tell(config, listener.getsockname()[1])
     supervisor.run()
     if any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes):
         raise LightningError("a worker of the proxy could not start; what it wrote above says why")
+
+
+def _tell(config: Config, port: int) -> None:
+    url = f"http://{address(config.proxy.host, port)}/v1"
+    typer.echo(f"serving: OPENAI_BASE_URL={url}; records in {config.store.path}; Ctrl-C stops", err=True)
 
 
 def _worker(config: Config) -> ASGIApp:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from lightning_proxy.commands.processes import Child, ChildSpec, Supervisor, require_free_port
+from lightning_proxy.commands.processes import Child, ChildSpec, Supervisor, address, require_free_port
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import ConfigError
@@ -62,11 +62,11 @@ class System:
                 "vllm",
                 program.argv,
                 program.env,
-                f"http://{_address(self._config.vllm.host, self._config.vllm.port)}/health",
+                f"http://{address(self._config.vllm.host, self._config.vllm.port)}/health",
                 self._config.vllm.start_timeout_s,
                 restarts=RESTARTS,
             )
-            proxy_url = f"http://{_address(self._config.proxy.host, self._config.proxy.port)}/readyz"
+            proxy_url = f"http://{address(self._config.proxy.host, self._config.proxy.port)}/readyz"
             serve = ChildSpec("proxy", self._launch.argv("serve"), self._launch.env(), proxy_url, 60, restarts=RESTARTS)
             for spec in (vllm, serve):
                 await self._supervisor.wait_healthy(await self._supervisor.start(spec))
@@ -96,8 +96,3 @@ def check_addresses(config: Config) -> None:
         )
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     require_free_port(config.vllm.host, config.vllm.port, "vllm.port")
-
-
-def _address(host: str, port: int) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lightning_proxy.commands.processes import address
 from lightning_proxy.commands.steps import tell_steps
 from lightning_proxy.commands.system import Launch, System
 from lightning_proxy.proxy.config import Config
@@ -18,6 +19,6 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console) -> No
         console.print(f"[dim]{what}[/]")
 
     async with System(config, launch, logs, say, needs_trainer=False) as system:
-        url = f"http://{config.proxy.host}:{config.proxy.port}"
-        console.print(f"ready: OPENAI_BASE_URL={url}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops")
+        url = f"http://{address(config.proxy.host, config.proxy.port)}/v1"
+        console.print(f"ready: OPENAI_BASE_URL={url}, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops")
         await system.guard(tell_steps(config.store, console))

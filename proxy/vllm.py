@@ -126,5 +126,8 @@ class Vllm:
                 return await answer.json() if "json" in answer.content_type else text
         except TimeoutError as error:
             raise UpstreamTimeout(f"vLLM at {self._root} did not answer {method} {path} in time") from error
+        except aiohttp.ClientConnectorError as error:
+            reason = error.os_error.strerror or type(error.os_error).__name__
+            raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {reason}") from error
         except aiohttp.ClientError as error:
             raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {error}") from error

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import socket
 import subprocess
 import sys
+import urllib.request
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -151,3 +155,27 @@ def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Pat
     done = lightning("up", "--model", model, "--logs", "config.yaml", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "--logs: cannot make the directory config.yaml" in done.stderr
+
+
+def test_the_version_is_told(tmp_path: Path) -> None:
+    done = lightning("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"lightning-proxy {version('lightning-proxy')}\n")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_serve_says_where_it_listens_also_on_a_port_of_the_systems_choice(tmp_path: Path, workers: int) -> None:
+    settings = {"proxy": {"port": 0, "workers": workers}, "store": {"url": "sqlite:///records.db"}}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "lightning_proxy.cli", "serve"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as serve:
+        assert serve.stderr is not None
+        said = serve.stderr.readline()
+        url = re.fullmatch(r"serving: OPENAI_BASE_URL=(\S+)/v1; records in records.db; Ctrl-C stops\n", said)
+        try:
+            assert url is not None, said
+            with urllib.request.urlopen(f"{url[1]}/healthz", timeout=30) as answer:
+                assert answer.status == 200
+        finally:
+            serve.send_signal(signal.SIGINT)
+            serve.stderr.read()
+    assert serve.returncode == 0
