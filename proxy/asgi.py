@@ -114,8 +114,11 @@ class Agent:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
-            body += message.get("body", b"")
-            if not message.get("more_body") and len(body) <= limit:
+            part, more = message.get("body", b""), message.get("more_body")
+            if not (body or more) and len(part) <= limit:
+                return bytes(part)  # all at once, as most come: it is not copied
+            body += part
+            if not more and len(body) <= limit:
                 return bytes(body)
         raise TooLarge(f"the request body is larger than {limit} bytes (proxy.max_body_mb)")
 

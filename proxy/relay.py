@@ -363,7 +363,8 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
         return request.with_body(with_form_model(request.body, sent["model"]))
     if not body or any(name in body for name in changed):
         return request.with_body(dumps(sent).encode())
-    return request.with_body(request.body.rstrip()[:-1] + b"," + orjson.dumps(changed)[1:])
+    text = memoryview(request.body.rstrip())  # a large one is copied once
+    return request.with_body(b"".join((text[:-1], b",", orjson.dumps(changed)[1:])))
 
 
 def _new_call_id() -> str:
