@@ -18,7 +18,7 @@ import orjson
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.delta import common_prefix
 from lightning_proxy.proxy.errors import NotFound
-from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.json_text import encode
 from lightning_proxy.proxy.ports import Answer
 from lightning_proxy.proxy.renderer import Renderer
 from lightning_proxy.proxy.store import Store
@@ -123,7 +123,7 @@ class Continuity:
         prompt = undrifted_prompt(turn, whole, end)
         if prompt is None:
             told = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
-            history = await self._renderer.tokens(upstream, request, dumps(told).encode())
+            history = await self._renderer.tokens(upstream, request, encode(told))
             prompt = exact_prompt(turn, history, whole, end)
         return prompt, whole
 

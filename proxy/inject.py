@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from lightning_proxy.proxy import sse
-from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.json_text import encode
 
 Endpoint = Literal["chat", "completions"]
 Json = dict[str, Any]
@@ -134,4 +134,4 @@ def _finishes(choice: Any) -> bool:
 
 
 def _encode(chunk: Json) -> bytes:
-    return sse.encode(dumps(chunk).encode())
+    return sse.encode(encode(chunk))

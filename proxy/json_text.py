@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from typing import Any
@@ -10,6 +11,8 @@ import orjson
 
 # A number that is no integer; now and then something in a string that looks like one.
 _FLOAT = re.compile(rb"[:,\[]-?\d+[.eE]")
+_NAMED_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
+_ESCAPED_LETTER = re.compile(rb"\\u00[67]")
 
 
 def encode_as_vllm(body: Any) -> bytes:
@@ -30,12 +33,30 @@ def as_utf8(text: bytes) -> bytes:
         return text
 
 
-def dumps(value: Any) -> str:
-    """JSON text. Lone surrogates and integers over 64 bits, which orjson refuses, go through the standard library."""
+def with_model(text: bytes, model: str) -> bytes | None:
+    """The text of an object that names a model, with another one's name and nothing else changed.
+
+    None where it is not seen at once which name that is: `"model"` stands there twice, or perhaps in escapes; and for a
+    text with a byte order mark, which not all servers read.
+    """
+    found = _NAMED_MODEL.search(text)
+    plain = text.count(b'"model"') == 1 and not _ESCAPED_LETTER.search(text) and not text.startswith(codecs.BOM_UTF8)
+    if found is None or not plain:
+        return None
+    return b"".join((text[: found.start(1)], orjson.dumps(model), text[found.end(1) :]))
+
+
+def encode(value: Any) -> bytes:
+    """JSON. Lone surrogates and integers over 64 bits, which orjson refuses, go through the standard library."""
     try:
-        return orjson.dumps(value).decode()
+        return orjson.dumps(value)
     except orjson.JSONEncodeError:
-        return json.dumps(value)
+        return json.dumps(value).encode()
+
+
+def dumps(value: Any) -> str:
+    """The same as text."""
+    return encode(value).decode()
 
 
 def loads(text: str | bytes) -> Any:

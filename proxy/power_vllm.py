@@ -19,7 +19,7 @@ from lightning_proxy.proxy import sse
 from lightning_proxy.proxy.asgi import Header
 from lightning_proxy.proxy.config import UpstreamConfig
 from lightning_proxy.proxy.errors import InvalidRequest, Unsupported, UpstreamUnreachable
-from lightning_proxy.proxy.json_text import dumps, loads
+from lightning_proxy.proxy.json_text import encode, loads
 from lightning_proxy.proxy.ports import Answer as HttpAnswer
 from lightning_proxy.proxy.power import Answer, PowerSampler
 from lightning_proxy.proxy.renderer import RENDER
@@ -138,7 +138,7 @@ class _Vllm:
         return made | {"prompt_token_ids": prompt, "usage": counts | {"total_tokens": sum(counts.values())}}
 
     async def _ask(self, path: str, body: Json) -> Any:
-        asked = self._request._replace(path=path, query=b"", body=dumps(body).encode(), identity=True)
+        asked = self._request._replace(path=path, query=b"", body=encode(body), identity=True)
         answer = await self._upstreams.open(self._upstream, asked)
         try:
             raw = await answer.read()

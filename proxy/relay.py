@@ -22,7 +22,7 @@ from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningErr
 from lightning_proxy.proxy.exchange import Exchange
 from lightning_proxy.proxy.forms import form_model, is_form, with_form_model
 from lightning_proxy.proxy.inject import Injection
-from lightning_proxy.proxy.json_text import as_utf8, dumps, loads
+from lightning_proxy.proxy.json_text import as_utf8, encode, loads, with_model
 from lightning_proxy.proxy.limits import Limiter
 from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path, wants_recording
 from lightning_proxy.proxy.ports import NO_RECORDER, Caller, Keys, Policy, Recorder, Route
@@ -355,16 +355,24 @@ def _with_model(body: dict[str, Any], route: Route) -> dict[str, Any]:
 
 
 def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
-    """The request with `sent` for its body: the agent's own bytes where it can be, what was added at their end."""
+    """The request with `sent` for its body: the agent's own bytes where it can be, what was added at their end.
+
+    So numbers keep their digits, and what a parser would lose is not lost.
+    """
     changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
     if not changed:
         return request
     if is_form(request.body):
         return request.with_body(with_form_model(request.body, sent["model"]))
-    if not body or any(name in body for name in changed):
-        return request.with_body(dumps(sent).encode())
-    text = memoryview(request.body.rstrip())  # a large one is copied once
-    return request.with_body(b"".join((text[:-1], b",", orjson.dumps(changed)[1:])))
+    text: bytes | None = request.body
+    if "model" in changed and "model" in body:
+        text = with_model(request.body, changed.pop("model"))
+    if text is None or not body or any(name in body for name in changed):
+        return request.with_body(encode(sent))
+    if not changed:
+        return request.with_body(text)
+    begun = memoryview(text.rstrip())[:-1]  # a large one is copied once
+    return request.with_body(b"".join((begun, b",", orjson.dumps(changed)[1:])))
 
 
 def _new_call_id() -> str:

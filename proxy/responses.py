@@ -9,7 +9,7 @@ from lightning_proxy.proxy.capture import Tokens
 from lightning_proxy.proxy.chat import message_of_error
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.inject import Injection
-from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.json_text import encode
 from lightning_proxy.proxy.tools import dicts, is_call
 
 Json = dict[str, Any]
@@ -147,4 +147,4 @@ def _list(value: Any) -> list[Any]:
 
 
 def _encode(kind: str, event: Json) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + dumps(event).encode() + b"\n\n"
+    return b"event: " + kind.encode() + b"\ndata: " + encode(event) + b"\n\n"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_proxy.proxy.conversations import answered, asked
 from lightning_proxy.proxy.delta import grow_request, shrink_request
 from lightning_proxy.proxy.dialects import DIALECTS
-from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.json_text import dumps, with_model
 from lightning_proxy.proxy.sse import encode
 from lightning_proxy.proxy.tools import conversation, tool_calls, tool_results
 from lightning_proxy.proxy.transcript import Transcript
@@ -114,3 +116,33 @@ def test_conversations_and_what_is_stored_of_them(
         assert len(asked("k", start)) == 1
         list(answered("k", start, CallEnd("c", "r", "ok", answer, 200)))
     assert grow_request(orjson.loads(dumps(shrink_request(request, before))), before) == request
+
+
+@pytest.mark.parametrize(
+    ("text", "renamed"),
+    [
+        (b'{ "model" : "policy",  "n": 123456789012345678901234567890, "t":1.0e0 }',
+         b'{ "model" : "base",  "n": 123456789012345678901234567890, "t":1.0e0 }'),
+        (b'{"messages":[{"content":"\\"model\\": \\"policy\\""}],"model":"a\\"b"}',
+         b'{"messages":[{"content":"\\"model\\": \\"policy\\""}],"model":"base"}'),
+        (b'{"model":"policy","metadata":{"model":"policy"}}', None),
+        (b'{"m\\u006fdel":"policy","metadata":{"model":"policy"}}', None),
+        (b'{"model":null}', None),
+        (b'{"m":1,"metadata":["model"]}', None),
+    ],
+)  # fmt: skip
+def test_a_model_is_renamed_and_nothing_else_touched(text: bytes, renamed: bytes | None) -> None:
+    assert with_model(text, "base") == renamed
+
+
+@settings(max_examples=300, deadline=None)
+@given(rest=OBJECTS, old=st.text(), new=st.text(), ascii_only=st.booleans(), space=st.booleans())
+def test_a_text_whose_model_is_renamed_says_what_its_object_would(
+    rest: Any, old: str, new: str, ascii_only: bool, space: bool
+) -> None:
+    body = rest | {"model": old}
+    text = json.dumps(body, ensure_ascii=ascii_only, indent=1 if space else None).encode()
+    if (renamed := with_model(text, new)) is not None:
+        assert json.loads(renamed) == body | {"model": new}
+    else:
+        assert b"\\u00" in text or text.count(b'"model"') > 1
