@@ -11,7 +11,8 @@ import orjson
 
 # A number that is no integer; now and then something in a string that looks like one.
 _FLOAT = re.compile(rb"[:,\[]-?\d+[.eE]")
-_NAMED_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
+# Nothing to come back to: the name may be megabytes long.
+_NAMED_MODEL = re.compile(rb'"model"\s*+:\s*+("(?:[^"\\]++|\\.)*+")')
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
 
 
