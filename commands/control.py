@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from lightning_proxy.commands.processes import address
 from lightning_proxy.proxy.config import Config
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.types import Mode
@@ -62,11 +63,10 @@ class ControlClient:
     def of(cls, config: Config, *, patience_s: float = 0.0) -> ControlClient:
         """For the proxy of this configuration, with the key in LIGHTNING_API_KEY, else one of the configuration."""
         proxy = config.proxy
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(proxy.host, proxy.host)
         configured = [key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys]
         # From a file, with the end of its line perhaps.
         key = os.environ.get("LIGHTNING_API_KEY", "").strip() or next(iter(configured), None)
-        return cls(f"http://{host}:{proxy.port}", key, patience_s=patience_s)
+        return cls(f"http://{address(proxy.host, proxy.port)}", key, patience_s=patience_s)
 
     async def __aenter__(self) -> ControlClient:
         timeout = aiohttp.ClientTimeout(total=60)

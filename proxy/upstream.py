@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Iterable
 from functools import lru_cache, partial
 from posixpath import relpath
@@ -145,8 +146,7 @@ class HttpUpstream:
                 f"upstream {upstream.name}: no answer within {upstream.first_byte_timeout_s} s"
             ) from None
         except aiohttp.ClientConnectorError as error:
-            reason = error.os_error.strerror or type(error.os_error).__name__
-            raise NoConnection(f"upstream {upstream.name} cannot be reached: {reason}") from None
+            raise NoConnection(f"upstream {upstream.name} cannot be reached: {why_not_connected(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise _broken_off(upstream, error) from None
         if response.connection is not None and (protocol := response.connection.protocol) is not None:
@@ -275,6 +275,12 @@ def _text(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
+
+
+def why_not_connected(error: aiohttp.ClientConnectorError) -> str:
+    """In the system's words; asyncio puts an address in their place."""
+    cause = error.os_error
+    return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or type(cause).__name__
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:

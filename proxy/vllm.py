@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 
 from lightning_proxy.proxy.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
+from lightning_proxy.proxy.upstream import why_not_connected
 
 
 class VllmError(LightningError):
@@ -127,7 +128,6 @@ class Vllm:
         except TimeoutError as error:
             raise UpstreamTimeout(f"vLLM at {self._root} did not answer {method} {path} in time") from error
         except aiohttp.ClientConnectorError as error:
-            reason = error.os_error.strerror or type(error.os_error).__name__
-            raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {reason}") from error
+            raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {why_not_connected(error)}") from error
         except aiohttp.ClientError as error:
             raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {error}") from error

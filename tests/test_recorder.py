@@ -258,6 +258,7 @@ async def test_two_processes_may_open_a_new_store_at_once(tmp_path: Path) -> Non
 async def test_a_store_is_opened_while_another_writes_to_it(database: Database) -> None:
     async with database.transaction():
         connection = _connect_here(database.path, StoreConfig(), wait=False)  # would wait for the very thread it is in
+        assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
         connection.close()
 
 
