@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lightning_proxy.commands import keys, policy, rollouts, store
+from .commands import keys, policy, rollouts, store
 
 if TYPE_CHECKING:
-    from lightning_proxy.commands.system import Launch
-    from lightning_proxy.proxy.config import Config
+    from .commands.system import Launch
+    from .proxy.config import Config
 
 
 class _Group(TyperGroup):
     """Shows our own errors as one line, with their exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        from lightning_proxy.proxy.errors import LightningError
+        from .proxy.errors import LightningError
 
         try:
             return super().invoke(ctx)
@@ -77,8 +77,8 @@ def up(context: typer.Context, model: Model = None, port: Port = None, logs: Log
     """Run the whole system: policy server (vLLM), proxy, trainer. Ctrl-C stops all of it."""
     from rich.console import Console
 
-    from lightning_proxy.commands.signals import run_until_signal
-    from lightning_proxy.commands.up import up as run
+    from .commands.signals import run_until_signal
+    from .commands.up import up as run
 
     config, launch = _load(context, {"policy.model": model, "proxy.port": port})
     run_until_signal(run(config, launch, logs, Console()))
@@ -87,7 +87,7 @@ def up(context: typer.Context, model: Model = None, port: Port = None, logs: Log
 @app.command()
 def serve(context: typer.Context, port: Port = None) -> None:
     """Run the proxy alone."""
-    from lightning_proxy.commands.serve import serve as run
+    from .commands.serve import serve as run
 
     run(_load(context, {"proxy.port": port})[0])
 
@@ -117,9 +117,9 @@ def train(
     """Run the trainer alone."""
     from typing import cast, get_args
 
-    from lightning_proxy.commands.train import Method, Offline
-    from lightning_proxy.commands.train import train as run
-    from lightning_proxy.proxy.errors import ConfigError
+    from .commands.train import Method, Offline
+    from .commands.train import train as run
+    from .proxy.errors import ConfigError
 
     if method not in get_args(Method):
         raise ConfigError(f"--method is rl or sft, got {method!r}")
@@ -137,7 +137,7 @@ def train(
 @app.command()
 def vllm(context: typer.Context, model: Model = None) -> None:
     """Run the policy server alone: vLLM, with the options that the proxy and the trainer need."""
-    from lightning_proxy.commands.vllm import exec_vllm
+    from .commands.vllm import exec_vllm
 
     exec_vllm(_load(context, {"policy.model": model})[0])
 
@@ -162,7 +162,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Run an agent program once per task and sibling, each in a rollout of its own."""
-    from lightning_proxy.commands.run_view import run_command
+    from .commands.run_view import run_command
 
     config, _ = _load(context, {})
     request = {"group_size": group_size, "concurrency": concurrency, "mode": mode, "logs": logs}
@@ -190,8 +190,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks: mean reward, pass@k, intervals."""
-    from lightning_proxy.commands.eval_report import Scoring
-    from lightning_proxy.commands.eval_view import EvalRequest, eval_command
+    from .commands.eval_report import Scoring
+    from .commands.eval_view import EvalRequest, eval_command
 
     modules = preload.split(",") if preload else []
     config, scoring = _load(context, {})[0], Scoring(pass_at, seed)
@@ -210,8 +210,8 @@ def demo(
     ahead: Annotated[float, typer.Option(min=0, help="steps that rollouts may be ahead of the live version")] = 0.0,
 ) -> None:
     """Show the whole loop on a small real model on this machine."""
-    from lightning_proxy.commands.demo import demo as run
-    from lightning_proxy.commands.demo_config import DemoOptions
+    from .commands.demo import demo as run
+    from .commands.demo_config import DemoOptions
 
     run(DemoOptions(steps, seed, directory, model, repeat, ahead))
 
@@ -219,7 +219,7 @@ def demo(
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
     """Show how the running system is; exit code 1 when it is not ready."""
-    from lightning_proxy.commands.status import show_status
+    from .commands.status import show_status
 
     if not show_status(_load(context, {})[0], as_json=as_json):
         raise typer.Exit(1)
@@ -240,7 +240,7 @@ def export(
     ] = None,
 ) -> None:
     """Write what was recorded as JSON Lines or Parquet; reads the store, so the proxy need not run."""
-    from lightning_proxy.commands.export import export_command
+    from .commands.export import export_command
 
     filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
     export_command(_load(context, {})[0], file, format, kind, filters)
@@ -249,15 +249,15 @@ def export(
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
     """Check the whole chain and say what to fix; exit code 1 if a check failed."""
-    from lightning_proxy.commands.doctor import doctor as run
+    from .commands.doctor import doctor as run
 
     if not run(context.obj, as_json=as_json):
         raise typer.Exit(1)
 
 
 def _load(context: typer.Context, overrides: dict[str, Any]) -> tuple[Config, Launch]:
-    from lightning_proxy.commands.system import Launch
-    from lightning_proxy.proxy.config_file import load_config
+    from .commands.system import Launch
+    from .proxy.config_file import load_config
 
     return load_config(context.obj, overrides), Launch(context.obj, overrides)
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from lightning_proxy.client import scope
-from lightning_proxy.client.agl_operation import operation, plain
-from lightning_proxy.client.emit import emit_note
-from lightning_proxy.client.scope import Rollout, current
+from . import scope
+from .agl_operation import operation, plain
+from .emit import emit_note
+from .scope import Rollout, current
 
 __all__ = [
     "LLM",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from lightning_proxy.client.emit import emit_action
+from .emit import emit_action
 
 Function = Callable[..., Any]
 Attributes = Mapping[str, Any]

@@ -14,7 +14,7 @@ from uuid import uuid4
 from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, stop_after_delay
 from tenacity.wait import wait_random_exponential
 
-from lightning_proxy.client.errors import ClientError, ProxyUnreachable, Refused
+from .errors import ClientError, ProxyUnreachable, Refused
 
 ANSWER_S = 30.0  # for one try
 AGAIN = frozenset({408, 429, 502, 503, 504})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_proxy.client.scope import current
+from .scope import current
 
 
 def emit_reward(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_proxy.client.scope import scoped
+from .scope import scoped
 
 
 def event_hooks(*, asynchronous: bool = False) -> dict[str, list[Any]]:

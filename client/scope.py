@@ -14,8 +14,8 @@ from typing import Any, Literal
 from urllib.parse import quote
 from uuid import uuid4
 
-from lightning_proxy.client.control import Control
-from lightning_proxy.client.errors import ClientError, NoRollout, Refused
+from .control import Control
+from .errors import ClientError, NoRollout, Refused
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 CONFLICT = 409

@@ -6,9 +6,9 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from lightning_proxy.commands.control import ControlClient
-from lightning_proxy.commands.signals import run_until_signal
-from lightning_proxy.proxy.config import Config
+from ..proxy.config import Config
+from .control import ControlClient
+from .signals import run_until_signal
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
-from lightning_proxy.commands.control import ControlClient
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.ledger import Collapse
+from ..proxy.errors import LightningError
+from ..proxy.ledger import Collapse
+from .control import ControlClient
 
 POLL_S = 0.25
 PATIENCE_S = 30.0  # until it says what it waits for

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rich.table import Table
 
-from lightning_proxy.commands.formats import plain
+from .formats import plain
 
 Outcome = Literal["ok", "warning", "failed"]
 STYLE = {"ok": "green", "warning": "yellow", "failed": "bold red"}

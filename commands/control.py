@@ -12,10 +12,10 @@ from typing import Any
 
 import aiohttp
 
-from lightning_proxy.commands.processes import address
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.types import Mode
+from ..proxy.config import Config
+from ..proxy.errors import LightningError
+from ..proxy.types import Mode
+from .processes import address
 
 UNAUTHORIZED = 401
 AWAY = (None, 502, 503, 504)

@@ -15,9 +15,11 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_proxy.commands.backlog import POLL_S, Backlog, PolicyCollapsed
-from lightning_proxy.commands.control import ControlClient, ControlError
-from lightning_proxy.commands.demo_config import (
+from ..proxy.config_file import load_config
+from ..proxy.errors import LightningError
+from .backlog import POLL_S, Backlog, PolicyCollapsed
+from .control import ControlClient, ControlError
+from .demo_config import (
     EXAMPLE,
     GROUP_SIZE,
     TASKS_PER_STEP,
@@ -27,17 +29,15 @@ from lightning_proxy.commands.demo_config import (
     read_split,
     write_config,
 )
-from lightning_proxy.commands.demo_model import cache_directory, require_packages
-from lightning_proxy.commands.demo_report import DemoResult, curve, save_png, show
-from lightning_proxy.commands.demo_view import DemoState, DemoView
-from lightning_proxy.commands.programs import PreloadRunner, Runner
-from lightning_proxy.commands.run import RunOptions, run_tasks
-from lightning_proxy.commands.signals import run_until_signal
-from lightning_proxy.commands.summary import Totals, totals
-from lightning_proxy.commands.system import Launch, System
-from lightning_proxy.commands.tasks import Task
-from lightning_proxy.proxy.config_file import load_config
-from lightning_proxy.proxy.errors import LightningError
+from .demo_model import cache_directory, require_packages
+from .demo_report import DemoResult, curve, save_png, show
+from .demo_view import DemoState, DemoView
+from .programs import PreloadRunner, Runner
+from .run import RunOptions, run_tasks
+from .signals import run_until_signal
+from .summary import Totals, totals
+from .system import Launch, System
+from .tasks import Task
 
 CONCURRENCY = 64
 # `import openai` leaves most of itself to the first call: 0.6 s of CPU in every run, 0.03 s with these imported.

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from lightning_proxy.commands.processes import free_port, make_directory
-from lightning_proxy.commands.tasks import Task, read_tasks
-from lightning_proxy.proxy.errors import ConfigError
+from ..proxy.errors import ConfigError
+from .processes import free_port, make_directory
+from .tasks import Task, read_tasks
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "addition"
 CONFIG = "config.yaml"

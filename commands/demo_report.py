@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_proxy.commands.summary import Totals
+from .summary import Totals
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from lightning_proxy.commands.run import RolloutResult
+from .run import RolloutResult
 
 NEWEST = 64
 

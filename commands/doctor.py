@@ -9,16 +9,16 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from lightning_proxy.commands.ask import print_json
-from lightning_proxy.commands.checks import Check, checks_table, failed, ok
-from lightning_proxy.commands.control import ControlClient
-from lightning_proxy.commands.doctor_proxy import check_alias, check_proxy, check_rewards, check_store
-from lightning_proxy.commands.doctor_vllm import VllmChecks
-from lightning_proxy.commands.signals import run_until_signal
-from lightning_proxy.proxy.config import Config, UpstreamConfig
-from lightning_proxy.proxy.config_file import load_config
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.publish_mode import publish_mode
+from ..proxy.config import Config, UpstreamConfig
+from ..proxy.config_file import load_config
+from ..proxy.errors import ConfigError
+from ..proxy.publish_mode import publish_mode
+from .ask import print_json
+from .checks import Check, checks_table, failed, ok
+from .control import ControlClient
+from .doctor_proxy import check_alias, check_proxy, check_rewards, check_store
+from .doctor_vllm import VllmChecks
+from .signals import run_until_signal
 
 TIMEOUT_S = 120.0  # the first answer of a vLLM that has just started takes long
 REACH_S = 5.0

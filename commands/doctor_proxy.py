@@ -8,11 +8,11 @@ from uuid import uuid4
 
 import aiohttp
 
-from lightning_proxy.commands.checks import Check, failed, ok, warning
-from lightning_proxy.commands.control import ControlClient, ControlError, ProxyNotThere
-from lightning_proxy.proxy.config import Config, StoreConfig
-from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.errors import StoreUnavailable
+from ..proxy.config import Config, StoreConfig
+from ..proxy.database import Database
+from ..proxy.errors import StoreUnavailable
+from .checks import Check, failed, ok, warning
+from .control import ControlClient, ControlError, ProxyNotThere
 
 LOW_DISK_GIB = 1.0
 NEWEST = 200

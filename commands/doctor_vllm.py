@@ -7,10 +7,10 @@ from typing import Any
 
 import aiohttp
 
-from lightning_proxy.commands.checks import Check, failed, ok, warning
-from lightning_proxy.proxy.config import Config, UpstreamConfig
-from lightning_proxy.proxy.renderer import RENDER
-from lightning_proxy.proxy.types import PublishMode
+from ..proxy.config import Config, UpstreamConfig
+from ..proxy.renderer import RENDER
+from ..proxy.types import PublishMode
+from .checks import Check, failed, ok, warning
 
 RESTART = "start the server with `lightning-proxy vllm`"
 QUESTION = [{"role": "user", "content": "What is two plus two?"}]

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_proxy.commands.control import ControlClient, ControlError
-from lightning_proxy.commands.programs import Runner
-from lightning_proxy.commands.run import RolloutResult, RunOptions, run_tasks
-from lightning_proxy.commands.tasks import Task
-from lightning_proxy.proxy.errors import ConfigError, InvalidRequest, LightningError
-from lightning_proxy.proxy.power_vllm import power_of
+from ..proxy.errors import ConfigError, InvalidRequest, LightningError
+from ..proxy.power_vllm import power_of
+from .control import ControlClient, ControlError
+from .programs import Runner
+from .run import RolloutResult, RunOptions, run_tasks
+from .tasks import Task
 
 LIVE = "live"
 

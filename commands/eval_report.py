@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_proxy.commands.eval import LIVE, Row
-from lightning_proxy.commands.eval_stats import bootstrap_mean, compare, ks, pass_at_k
-from lightning_proxy.commands.run import RolloutResult
-from lightning_proxy.proxy.errors import ConfigError, LightningError
+from ..proxy.errors import ConfigError, LightningError
+from .eval import LIVE, Row
+from .eval_stats import bootstrap_mean, compare, ks, pass_at_k
+from .run import RolloutResult
 
 Json = dict[str, Any]
 

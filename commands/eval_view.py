@@ -10,16 +10,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_proxy.commands.control import ControlClient
-from lightning_proxy.commands.eval import Evaluation, Row, parse_models
-from lightning_proxy.commands.eval_report import Scoring, check_writable, print_tables, report, save
-from lightning_proxy.commands.programs import Runner, make_runner
-from lightning_proxy.commands.run import RolloutResult, RunOptions
-from lightning_proxy.commands.run_view import RunProgress, logs_directory, progress_bars
-from lightning_proxy.commands.signals import run_until_signal
-from lightning_proxy.commands.tasks import Task, read_tasks
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import LightningError
+from ..proxy.config import Config
+from ..proxy.errors import LightningError
+from .control import ControlClient
+from .eval import Evaluation, Row, parse_models
+from .eval_report import Scoring, check_writable, print_tables, report, save
+from .programs import Runner, make_runner
+from .run import RolloutResult, RunOptions
+from .run_view import RunProgress, logs_directory, progress_bars
+from .signals import run_until_signal
+from .tasks import Task, read_tasks
 
 
 @dataclass(frozen=True, slots=True)

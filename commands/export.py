@@ -15,16 +15,16 @@ from typing import Any, Literal, cast, get_args
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_proxy.commands.conversation import longest, whole
-from lightning_proxy.commands.export_files import RowWriter, file_format, open_writer
-from lightning_proxy.commands.signals import run_until_signal
-from lightning_proxy.proxy import views
-from lightning_proxy.proxy.config import Config, StoreConfig
-from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.errors import ConfigError, LightningError, NotFound
-from lightning_proxy.proxy.events import Events
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
+from ..proxy import views
+from ..proxy.config import Config, StoreConfig
+from ..proxy.database import Database
+from ..proxy.errors import ConfigError, LightningError, NotFound
+from ..proxy.events import Events
+from ..proxy.store import Store
+from ..proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
+from .conversation import longest, whole
+from .export_files import RowWriter, file_format, open_writer
+from .signals import run_until_signal
 
 Kind = Literal["transitions", "sft"]
 PAGE = 100

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_proxy.proxy.errors import ConfigError, LightningError
-from lightning_proxy.proxy.json_text import dumps
+from ..proxy.errors import ConfigError, LightningError
+from ..proxy.json_text import dumps
 
 ROW_GROUP = 256
 TEXTS = ("rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id", "untrainable_reason")

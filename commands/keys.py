@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from lightning_proxy.proxy.config_file import load_config
+from ..proxy.config_file import load_config
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lightning_proxy.proxy.keyring import Keyring, Role, StoredKey
+    from ..proxy.keyring import Keyring, Role, StoredKey
 
 app = typer.Typer(no_args_is_help=True, help="Make and revoke the keys that agents and admins call the proxy with.")
 
@@ -37,8 +37,8 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Make a key and print it, once: the store keeps only its hash."""
-    from lightning_proxy.commands.ask import print_json
-    from lightning_proxy.proxy.limits import Limits
+    from ..proxy.limits import Limits
+    from .ask import print_json
 
     limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
     role: Role = "admin" if admin else "agent"
@@ -55,7 +55,7 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
     """List the keys, oldest first, the revoked ones too."""
     from rich.console import Console
 
-    from lightning_proxy.commands.ask import print_json
+    from .ask import print_json
 
     keys = _with_keyring(context, lambda ring: ring.keys())
     if as_json:
@@ -86,8 +86,8 @@ def purge(context: typer.Context) -> None:
 
 
 def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]]) -> T:
-    from lightning_proxy.proxy.database import opened
-    from lightning_proxy.proxy.keyring import Keyring
+    from ..proxy.database import opened
+    from ..proxy.keyring import Keyring
 
     async def run() -> T:
         async with opened(load_config(context.obj).store) as database:

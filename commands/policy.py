@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_proxy.proxy.config_file import load_config
+from ..proxy.config_file import load_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,7 +22,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     """List the policy versions, oldest first."""
     from rich.console import Console
 
-    from lightning_proxy.commands.ask import ask, print_json
+    from .ask import ask, print_json
 
     answer = ask(load_config(context.obj), lambda api: api.request("GET", "/policy/versions"))
     if as_json:
@@ -63,7 +63,7 @@ def versions_table(versions: list[dict[str, Any]]) -> Table:
 
 
 def _change(context: typer.Context, path: str, body: dict[str, int] | None, as_json: bool) -> None:
-    from lightning_proxy.commands.ask import ask, print_json
+    from .ask import ask, print_json
 
     version = ask(load_config(context.obj), lambda api: api.request("POST", path, body))
     if as_json:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from lightning_proxy.proxy.errors import ConfigError, LightningError
+from ..proxy.errors import ConfigError, LightningError
 
 T = TypeVar("T")
 GUARD = Path(__file__).with_name("guard.py")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_proxy.proxy.errors import ConfigError, LightningError
+from ..proxy.errors import ConfigError, LightningError
 
 CANNOT_START = 126  # what a shell answers
 PRELOAD = Path(__file__).with_name("preload.py")

@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_proxy.commands.conversation import additions, answer, text
-from lightning_proxy.commands.formats import cut, duration, number, plain
-from lightning_proxy.proxy.json_text import dumps
+from ..proxy.json_text import dumps
+from .conversation import additions, answer, text
+from .formats import cut, duration, number, plain
 
 CUT_AT = 600
 NUMBERS_WIDTH = 55  # of the other columns of the table

@@ -9,10 +9,10 @@ from urllib.parse import quote
 
 import typer
 
-from lightning_proxy.proxy.config_file import load_config
+from ..proxy.config_file import load_config
 
 if TYPE_CHECKING:
-    from lightning_proxy.commands.control import ControlClient
+    from .control import ControlClient
 
 app = typer.Typer(no_args_is_help=True, help="Look at rollouts, and delete them.")
 
@@ -37,8 +37,8 @@ def list_rollouts(
     """List rollouts, newest first."""
     from rich.console import Console
 
-    from lightning_proxy.commands.ask import ask, print_json
-    from lightning_proxy.commands.rollout_view import rollouts_table
+    from .ask import ask, print_json
+    from .rollout_view import rollouts_table
 
     filters = {"status": status, "task_id": task, "agent": agent, "mode": mode, "limit": limit}
     page = ask(load_config(context.obj), lambda api: api.rollouts(**filters))
@@ -55,8 +55,8 @@ def delete(
     rollout_ids: Annotated[list[str], typer.Argument(help="ended rollouts")],
 ) -> None:
     """Delete rollouts with all that was recorded of them, for good; exit code 1 when one could not be."""
-    from lightning_proxy.commands.ask import ask
-    from lightning_proxy.commands.control import ControlError
+    from .ask import ask
+    from .control import ControlError
 
     refused: list[ControlError] = []
 
@@ -88,8 +88,8 @@ def show(
     """Show one rollout: its conversation, calls and rewards."""
     from rich.console import Console
 
-    from lightning_proxy.commands.ask import ask, print_json
-    from lightning_proxy.commands.rollout_view import rollout_detail
+    from .ask import ask, print_json
+    from .rollout_view import rollout_detail
 
     rollout = ask(load_config(context.obj), lambda api: find(api, rollout_id))
     if as_json:
@@ -103,9 +103,9 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
     """Follow rollouts as they change, until Ctrl-C."""
     from rich.console import Console
 
-    from lightning_proxy.commands.ask import ask, print_json
-    from lightning_proxy.commands.rollout_view import rollout_line
-    from lightning_proxy.commands.signals import Interrupted
+    from .ask import ask, print_json
+    from .rollout_view import rollout_line
+    from .signals import Interrupted
 
     console = Console(highlight=False)
 
@@ -126,8 +126,8 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
 
 async def find(api: ControlClient, rollout_id: str) -> dict[str, Any]:
     """The rollout of this id, else the only one among the newest whose id begins so."""
-    from lightning_proxy.commands.control import ControlError
-    from lightning_proxy.proxy.errors import NotFound
+    from ..proxy.errors import NotFound
+    from .control import ControlError
 
     if rollout_id not in _NO_PATH:
         try:
@@ -165,8 +165,8 @@ def reward(
     """Post a reward for a rollout, or for one of its calls."""
     import math
 
-    from lightning_proxy.commands.ask import ask, print_json
-    from lightning_proxy.proxy.errors import ConfigError
+    from ..proxy.errors import ConfigError
+    from .ask import ask, print_json
 
     if not math.isfinite(value):
         raise ConfigError(f"the reward must be a finite number, got {value}")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_proxy.commands.control import ControlClient, ControlError, OpenRollout
-from lightning_proxy.commands.programs import Runner
-from lightning_proxy.commands.tasks import Task
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.types import Mode
+from ..proxy.errors import LightningError
+from ..proxy.types import Mode
+from .control import ControlClient, ControlError, OpenRollout
+from .programs import Runner
+from .tasks import Task
 
 CONFLICT = 409
 

@@ -11,16 +11,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lightning_proxy.commands.backlog import Backlog
-from lightning_proxy.commands.control import ControlClient
-from lightning_proxy.commands.processes import make_directory
-from lightning_proxy.commands.programs import Runner, make_runner
-from lightning_proxy.commands.run import Gate, RolloutResult, RunOptions, run_tasks
-from lightning_proxy.commands.signals import run_until_signal
-from lightning_proxy.commands.summary import sentence, summarize
-from lightning_proxy.commands.tasks import Task, read_tasks
-from lightning_proxy.proxy.config import Config, TrainerConfig
-from lightning_proxy.proxy.errors import ConfigError, LightningError
+from ..proxy.config import Config, TrainerConfig
+from ..proxy.errors import ConfigError, LightningError
+from .backlog import Backlog
+from .control import ControlClient
+from .processes import make_directory
+from .programs import Runner, make_runner
+from .run import Gate, RolloutResult, RunOptions, run_tasks
+from .signals import run_until_signal
+from .summary import sentence, summarize
+from .tasks import Task, read_tasks
 
 
 @dataclass

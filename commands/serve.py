@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lightning_proxy.commands.processes import address, require_free_port
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.edge import EdgeProtocol
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.publish_mode import publish_mode
+from ..proxy.config import Config
+from ..proxy.edge import EdgeProtocol
+from ..proxy.errors import LightningError
+from ..proxy.publish_mode import publish_mode
+from .processes import address, require_free_port
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -46,7 +46,7 @@ def serve(config: Config) -> None:
 
     LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
     """
-    from lightning_proxy.proxy.keyring import require_keys
+    from ..proxy.keyring import require_keys
 
     publish_mode(config)  # its ConfigError is to be seen before anything starts
     asyncio.run(require_keys(config))
@@ -82,7 +82,7 @@ def _serve_in_workers(config: Config, shared: str) -> None:
     from uvicorn.config import STARTUP_FAILURE
     from uvicorn.supervisors import Multiprocess
 
-    from lightning_proxy.proxy.metrics import SHARED
+    from ..proxy.metrics import SHARED
 
     os.environ[SHARED] = shared  # for the workers: they are started anew, not forked
     proxy = config.proxy
@@ -109,7 +109,7 @@ def _worker(config: Config) -> ASGIApp:
 
 
 def _app(config: Config) -> ASGIApp:
-    from lightning_proxy.proxy.app import create_app
+    from ..proxy.app import create_app
 
     logging.getLogger("uvicorn.error").addFilter(_is_fault)
     gc.freeze()  # what was imported stays; looking through it again and again cost a tenth of the throughput

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from lightning_proxy.proxy.errors import LightningError
+from ..proxy.errors import LightningError
 
 T = TypeVar("T")
 

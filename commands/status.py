@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_proxy.commands.ask import ask, print_json
-from lightning_proxy.commands.control import ControlClient, ControlError, ProxyNotThere
-from lightning_proxy.commands.formats import count, duration, number, plain, sparkline
-from lightning_proxy.commands.step_view import steps_table
-from lightning_proxy.proxy.config import Config, TrainerConfig
-from lightning_proxy.proxy.cron import next_time
-from lightning_proxy.proxy.ledger import Collapse
+from ..proxy.config import Config, TrainerConfig
+from ..proxy.cron import next_time
+from ..proxy.ledger import Collapse
+from .ask import ask, print_json
+from .control import ControlClient, ControlError, ProxyNotThere
+from .formats import count, duration, number, plain, sparkline
+from .step_view import steps_table
 
 NEWEST_STEPS = 40
 NEWEST_ROLLOUTS = 200

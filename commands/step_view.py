@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from lightning_proxy.commands.formats import count, duration, number
+from .formats import count, duration, number
 
 Metrics = Mapping[str, Any]
 GAP = "  "

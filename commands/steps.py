@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_proxy.commands.step_view import step_line
-from lightning_proxy.proxy.config import StoreConfig
-from lightning_proxy.proxy.database import opened
-from lightning_proxy.proxy.errors import StoreUnavailable
-from lightning_proxy.proxy.ledger import Ledger
+from ..proxy.config import StoreConfig
+from ..proxy.database import opened
+from ..proxy.errors import StoreUnavailable
+from ..proxy.ledger import Ledger
+from .step_view import step_line
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_proxy.proxy.config_file import load_config
+from ..proxy.config_file import load_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_proxy.proxy.config import StoreConfig
-    from lightning_proxy.proxy.keeper import Pages
+    from ..proxy.config import StoreConfig
+    from ..proxy.keeper import Pages
 
 app = typer.Typer(no_args_is_help=True, help="Look at the store's file, and make it smaller.")
 
@@ -25,8 +25,8 @@ Json = Annotated[bool, typer.Option("--json", help="for programs")]
 @app.command()
 def info(context: typer.Context, as_json: Json = False) -> None:
     """Show how much is in the store and how large it is; the proxy need not run."""
-    from lightning_proxy.commands.ask import print_json
-    from lightning_proxy.commands.signals import run_until_signal
+    from .ask import print_json
+    from .signals import run_until_signal
 
     found = run_until_signal(read_info(_store_of(context)))
     if as_json:
@@ -38,8 +38,8 @@ def info(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def compact(context: typer.Context) -> None:
     """Give the space of deleted rollouts back to the disk, in small steps; the proxy may go on serving."""
-    from lightning_proxy.commands.formats import size
-    from lightning_proxy.commands.signals import run_until_signal
+    from .formats import size
+    from .signals import run_until_signal
 
     before, after = run_until_signal(shorten(_store_of(context)))
     typer.echo(f"{size(before.bytes)} before, {size(after.bytes)} now")
@@ -47,9 +47,9 @@ def compact(context: typer.Context) -> None:
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:
     """What `store info` shows, as plain data; sizes in bytes."""
-    from lightning_proxy.proxy.database import opened
-    from lightning_proxy.proxy.keeper import read_pages
-    from lightning_proxy.proxy.store import Store
+    from ..proxy.database import opened
+    from ..proxy.keeper import read_pages
+    from ..proxy.store import Store
 
     async with opened(config) as database:
         store, pages = Store(database), await read_pages(database)
@@ -67,7 +67,7 @@ async def read_info(config: StoreConfig) -> dict[str, Any]:
 
 
 def info_text(found: dict[str, Any], now: float) -> str:
-    from lightning_proxy.commands.formats import count, duration, size
+    from .formats import count, duration, size
 
     rollouts = sum(found["rollouts"].values())
     of_kinds = ", ".join(f"{count(n)} {kind}" for kind, n in sorted(found["rollouts"].items()))
@@ -96,8 +96,8 @@ async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
     from rich.console import Console
     from rich.progress import Progress
 
-    from lightning_proxy.proxy.database import opened
-    from lightning_proxy.proxy.keeper import give_back, keeping, read_pages, rewrite
+    from ..proxy.database import opened
+    from ..proxy.keeper import give_back, keeping, read_pages, rewrite
 
     async with opened(config) as database:
         before = await read_pages(database)
@@ -117,8 +117,8 @@ async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
 
 
 def _require_room(path: Path, pages: Pages, *, alone: bool) -> None:
-    from lightning_proxy.commands.formats import size
-    from lightning_proxy.proxy.errors import LightningError
+    from ..proxy.errors import LightningError
+    from .formats import size
 
     if not alone:
         raise LightningError(
@@ -132,7 +132,7 @@ def _require_room(path: Path, pages: Pages, *, alone: bool) -> None:
 
 
 def _store_of(context: typer.Context) -> StoreConfig:
-    from lightning_proxy.proxy.errors import LightningError
+    from ..proxy.errors import LightningError
 
     config = load_config(context.obj).store
     if not config.path.expanduser().is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from lightning_proxy.commands.run import RolloutResult
+from .run import RolloutResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from lightning_proxy.commands.processes import Child, ChildSpec, Supervisor, address, require_free_port
-from lightning_proxy.commands.vllm import vllm_program
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.keyring import require_keys
+from ..proxy.config import Config
+from ..proxy.errors import ConfigError
+from ..proxy.keyring import require_keys
+from .processes import Child, ChildSpec, Supervisor, address, require_free_port
+from .vllm import vllm_program
 
 T = TypeVar("T")
 # Every part goes on where it was when it is started again; one that keeps dying ends the system, or only itself.

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_proxy.proxy.errors import ConfigError, InvalidRequest
-from lightning_proxy.proxy.types import check_id
+from ..proxy.errors import ConfigError, InvalidRequest
+from ..proxy.types import check_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from lightning_proxy.commands.vllm import require_model
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import ConfigError, LightningError
+from ..proxy.config import Config
+from ..proxy.errors import ConfigError, LightningError
+from .vllm import require_model
 
 LAUNCHER_POLL_S = 1.0
 # rl: LightningRL, as `trainer` says; sft: supervised fine-tuning on the best rollouts, as `trainer.sft` says.
@@ -51,8 +51,8 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from transformers.utils.logging import disable_progress_bar
 
-    from lightning_proxy.trainer.loop import follow
-    from lightning_proxy.trainer.ranks import leads
+    from ..trainer.loop import follow
+    from ..trainer.ranks import leads
 
     disable_progress_bar()  # of every file that is written, between the lines of the steps
     if leads():
@@ -65,11 +65,11 @@ async def _train(config: Config, once: bool, offline: Offline | None, method: Me
     from datasets import disable_progress_bars
     from rich.console import Console
 
-    from lightning_proxy.commands.steps import teller
-    from lightning_proxy.trainer.loop import TrainingLoop
-    from lightning_proxy.trainer.loop import train as run
-    from lightning_proxy.trainer.offline import OfflineRun, train_offline
-    from lightning_proxy.trainer.sft import SftRun
+    from ..trainer.loop import TrainingLoop
+    from ..trainer.loop import train as run
+    from ..trainer.offline import OfflineRun, train_offline
+    from ..trainer.sft import SftRun
+    from .steps import teller
 
     disable_progress_bars()
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

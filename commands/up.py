@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_proxy.commands.processes import address
-from lightning_proxy.commands.steps import tell_steps
-from lightning_proxy.commands.system import Launch, System
-from lightning_proxy.proxy.config import Config
+from ..proxy.config import Config
+from .processes import address
+from .steps import tell_steps
+from .system import Launch, System
 
 
 async def up(config: Config, launch: Launch, logs: Path, console: Console) -> None:

@@ -6,17 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from lightning_proxy.proxy.ledger import Collapse, Step
-from lightning_proxy.proxy.types import (
-    CallStatus,
-    Choice,
-    Event,
-    PolicyVersion,
-    PublishMode,
-    Rollout,
-    ToolCall,
-    Transition,
-)
+from .ledger import Collapse, Step
+from .types import CallStatus, Choice, Event, PolicyVersion, PublishMode, Rollout, ToolCall, Transition
 
 
 class ErrorDetail(BaseModel):

@@ -14,15 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning_proxy.proxy import spans_in
-from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, read_headers
-from lightning_proxy.proxy.auth import require_local
-from lightning_proxy.proxy.config import Config, ProxyConfig
-from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
-from lightning_proxy.proxy.parts import open_parts
-from lightning_proxy.proxy.relay import is_data_path
-from lightning_proxy.proxy.routes import router
-from lightning_proxy.proxy.telemetry import require_sdk
+from . import spans_in
+from .asgi import Agent, ClientDisconnected, read_headers
+from .auth import require_local
+from .config import Config, ProxyConfig
+from .errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
+from .parts import open_parts
+from .relay import is_data_path
+from .routes import router
+from .telemetry import require_sdk
 
 
 def create_app(config: Config) -> ASGIApp:

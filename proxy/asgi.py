@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from lightning_proxy.proxy.errors import InvalidRequest, LightningError, TooLarge, UnsupportedMediaType
+from .errors import InvalidRequest, LightningError, TooLarge, UnsupportedMediaType
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from lightning_proxy.proxy.config import LimitsConfig, ProxyConfig
-from lightning_proxy.proxy.errors import Forbidden, StoreUnavailable, Unauthorized
-from lightning_proxy.proxy.keyring import ROLLOUT_KEY_PREFIX, Keyring, StoredKey, hash_key
-from lightning_proxy.proxy.limits import Limiter, Limits
-from lightning_proxy.proxy.ports import Caller
-from lightning_proxy.proxy.store import Store
+from .config import LimitsConfig, ProxyConfig
+from .errors import Forbidden, StoreUnavailable, Unauthorized
+from .keyring import ROLLOUT_KEY_PREFIX, Keyring, StoredKey, hash_key
+from .limits import Limiter, Limits
+from .ports import Caller
+from .store import Store
 
 log = logging.getLogger(__name__)
 

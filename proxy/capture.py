@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_proxy.proxy.types import CallStatus, Choice
+from .types import CallStatus, Choice
 
 Json = dict[str, Any]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_proxy.proxy.assemble import Assembler
-from lightning_proxy.proxy.capture import Tokens
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.inject import Endpoint, Injection, StreamCleaner, clean, inject
+from .assemble import Assembler
+from .capture import Tokens
+from .errors import LightningError
+from .inject import Endpoint, Injection, StreamCleaner, clean, inject
 
 Json = dict[str, Any]
 

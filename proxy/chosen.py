@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import Conflict, NotFound
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.policy import Swap, models_by_upstream
-from lightning_proxy.proxy.power_vllm import power_of
-from lightning_proxy.proxy.types import PolicyVersion
+from .config import Config
+from .errors import Conflict, NotFound
+from .ledger import Ledger
+from .policy import Swap, models_by_upstream
+from .power_vllm import power_of
+from .types import PolicyVersion
 
 
 class Chosen:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from lightning_proxy.proxy import cron
+from . import cron
 
 # The adapter of every agent that has none of its own; PEFT's name for it.
 DEFAULT_ADAPTER = "default"

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import ConfigError
+from .config import Config
+from .errors import ConfigError
 
 # What reading YAML may raise: ValueError for the 13th month.
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)

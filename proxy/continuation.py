@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.tools import answered_call, call_arguments, dicts, is_call
+from .json_text import dumps
+from .tools import answered_call, call_arguments, dicts, is_call
 
 Json = dict[str, Any]
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import orjson
 
-from lightning_proxy.proxy.config import UpstreamConfig
-from lightning_proxy.proxy.delta import common_prefix
-from lightning_proxy.proxy.errors import NotFound
-from lightning_proxy.proxy.json_text import encode
-from lightning_proxy.proxy.ports import Answer
-from lightning_proxy.proxy.renderer import Renderer
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.turns import (
+from .config import UpstreamConfig
+from .delta import common_prefix
+from .errors import NotFound
+from .json_text import encode
+from .ports import Answer
+from .renderer import Renderer
+from .store import Store
+from .turns import (
     AsText,
     Outcome,
     Turn,
@@ -34,9 +34,9 @@ from lightning_proxy.proxy.turns import (
     turns,
     undrifted_prompt,
 )
-from lightning_proxy.proxy.types import CallEnd, CallStart
-from lightning_proxy.proxy.upstream import Request
-from lightning_proxy.proxy.upstreams import Upstreams
+from .types import CallEnd, CallStart
+from .upstream import Request
+from .upstreams import Upstreams
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]

@@ -10,22 +10,12 @@ from collections.abc import Awaitable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.continuation import (
-    QUOTATIONS,
-    Atom,
-    _bytes,
-    _chain,
-    _digest,
-    _new_origins,
-    _quotes,
-    answers,
-    request_atoms,
-)
-from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.json_text import loads_or_none
-from lightning_proxy.proxy.ports import Recorder, Statement
-from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
+from . import sql
+from .continuation import QUOTATIONS, Atom, _bytes, _chain, _digest, _new_origins, _quotes, answers, request_atoms
+from .database import Database
+from .json_text import loads_or_none
+from .ports import Recorder, Statement
+from .types import CallEnd, CallStart, RolloutName
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn, TypeVar
 import aiosqlite
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random
 
-from lightning_proxy.proxy.config import StoreConfig
-from lightning_proxy.proxy.errors import StoreUnavailable
+from .config import StoreConfig
+from .errors import StoreUnavailable
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_proxy.proxy.json_text import dumps
+from .json_text import dumps
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:

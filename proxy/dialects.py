@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from lightning_proxy.proxy.capture import Tokens
-from lightning_proxy.proxy.chat import ChatApi
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.inject import Injection
-from lightning_proxy.proxy.messages import MessagesApi
-from lightning_proxy.proxy.responses import ResponsesApi
+from .capture import Tokens
+from .chat import ChatApi
+from .errors import LightningError
+from .inject import Injection
+from .messages import MessagesApi
+from .responses import ResponsesApi
 
 Json = dict[str, Any]
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.json_text import dumps_or_none, loads_or_none
-from lightning_proxy.proxy.redact import Redactor
-from lightning_proxy.proxy.store import earlier_answer, remember_answer
-from lightning_proxy.proxy.types import Event, RolloutName
+from . import sql
+from .database import Database
+from .json_text import dumps_or_none, loads_or_none
+from .redact import Redactor
+from .store import earlier_answer, remember_answer
+from .types import Event, RolloutName
 
 
 def redacted(event: Event, redactor: Redactor) -> Event:

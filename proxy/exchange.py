@@ -9,16 +9,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from lightning_proxy.proxy.asgi import Agent
-from lightning_proxy.proxy.capture import NOT_THE_POLICY, Tokens
-from lightning_proxy.proxy.dialects import Dialect
-from lightning_proxy.proxy.errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.json_text import encode_as_vllm, loads
-from lightning_proxy.proxy.ports import Answer, Recorder
-from lightning_proxy.proxy.tools import tool_calls
-from lightning_proxy.proxy.transcript import Transcript
-from lightning_proxy.proxy.types import CallEnd, CallStart, CallStatus
-from lightning_proxy.proxy.upstreams import Attempts
+from .asgi import Agent
+from .capture import NOT_THE_POLICY, Tokens
+from .dialects import Dialect
+from .errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
+from .json_text import encode_as_vllm, loads
+from .ports import Answer, Recorder
+from .tools import tool_calls
+from .transcript import Transcript
+from .types import CallEnd, CallStart, CallStatus
+from .upstreams import Attempts
 
 log = logging.getLogger(__name__)
 OnEnd = Callable[[CallEnd], None]

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from lightning_proxy.proxy.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.vllm import Vllm, VllmError
+from .errors import LightningError, UpstreamTimeout, UpstreamUnreachable
+from .vllm import Vllm, VllmError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

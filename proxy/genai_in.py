@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_proxy.proxy.capture import Tokens
-from lightning_proxy.proxy.json_text import dumps, loads
-from lightning_proxy.proxy.types import Event
+from .capture import Tokens
+from .json_text import dumps, loads
+from .types import Event
 
 Json = dict[str, Any]
 Attributes = Mapping[str, Any]

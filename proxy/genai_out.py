@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from lightning_proxy.proxy.json_text import dumps, loads
-from lightning_proxy.proxy.tools import dicts
-from lightning_proxy.proxy.types import CallEnd, CallStart
+from .json_text import dumps, loads
+from .tools import dicts
+from .types import CallEnd, CallStart
 
 Json = dict[str, Any]
 

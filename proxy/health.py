@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import aiohttp
 
-from lightning_proxy.proxy.config import Config, UpstreamConfig
+from .config import Config, UpstreamConfig
 
 log = logging.getLogger(__name__)
 

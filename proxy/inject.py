@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from lightning_proxy.proxy import sse
-from lightning_proxy.proxy.json_text import encode
+from . import sse
+from .json_text import encode
 
 Endpoint = Literal["chat", "completions"]
 Json = dict[str, Any]

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import aiosqlite
 
-from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
+from . import sql
+from .config import Config
+from .database import Database
+from .errors import LightningError, StoreUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
 
-from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.database import Database, opened
-from lightning_proxy.proxy.errors import ConfigError, Conflict, NotFound
-from lightning_proxy.proxy.limits import Limits
-from lightning_proxy.proxy.types import check_id
+from . import sql
+from .config import Config
+from .database import Database, opened
+from .errors import ConfigError, Conflict, NotFound
+from .limits import Limits
+from .types import check_id
 
 Role = Literal["agent", "admin", "rollout"]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from lightning_proxy.proxy import rows, sql
-from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.errors import NotFound
-from lightning_proxy.proxy.json_text import dumps, loads
-from lightning_proxy.proxy.types import CollapseSign, PolicyVersion, PublishMode, Reward, Rollout
+from . import rows, sql
+from .database import Database
+from .errors import NotFound
+from .json_text import dumps, loads
+from .types import CollapseSign, PolicyVersion, PublishMode, Reward, Rollout
 
 
 @dataclass(frozen=True, slots=True)

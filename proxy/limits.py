@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from lightning_proxy.proxy.errors import RateLimited
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.types import CallEnd
+from .errors import RateLimited
+from .json_text import dumps
+from .types import CallEnd
 
 SECONDS = 60.0
 BYTES_A_TOKEN = 4  # of English text

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from lightning_proxy.proxy import sse
-from lightning_proxy.proxy.asgi import Header
+from . import sse
+from .asgi import Header
 
 T = TypeVar("T")
 Json = dict[str, Any]

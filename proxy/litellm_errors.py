@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_proxy.proxy.asgi import Header
-from lightning_proxy.proxy.errors import LightningError, Unsupported, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.upstream import NoConnection
+from .asgi import Header
+from .errors import LightningError, Unsupported, UpstreamTimeout, UpstreamUnreachable
+from .upstream import NoConnection
 
 # Of aiohttp and httpx; matched by name, so that neither is imported here.
 _NO_CONNECTION = frozenset({"ClientConnectorError", "ClientConnectorDNSError", "ConnectError", "ConnectTimeout"})

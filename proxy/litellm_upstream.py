@@ -9,21 +9,14 @@ from typing import Any
 
 import orjson
 
-from lightning_proxy.proxy.asgi import Header
-from lightning_proxy.proxy.config import UpstreamConfig
-from lightning_proxy.proxy.dialects import DIALECTS
-from lightning_proxy.proxy.errors import (
-    InvalidRequest,
-    LightningError,
-    NotFound,
-    Unsupported,
-    UpstreamTimeout,
-    UpstreamUnreachable,
-)
-from lightning_proxy.proxy.key_mask import SHORTEST_KEY, KeyMask
-from lightning_proxy.proxy.litellm_engine import FUNCTIONS, Engine, LitellmStream
-from lightning_proxy.proxy.litellm_errors import ProviderError, translated
-from lightning_proxy.proxy.upstream import Request
+from .asgi import Header
+from .config import UpstreamConfig
+from .dialects import DIALECTS
+from .errors import InvalidRequest, LightningError, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
+from .key_mask import SHORTEST_KEY, KeyMask
+from .litellm_engine import FUNCTIONS, Engine, LitellmStream
+from .litellm_errors import ProviderError, translated
+from .upstream import Request
 
 # Of the provider's headers, those about its connection to litellm, or about a body that is made anew.
 _DROPPED = re.compile(rb"(?i)content-.*|transfer-encoding|connection|keep-alive|date|server|set-cookie|alt-svc|vary")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_proxy.proxy.capture import Tokens
-from lightning_proxy.proxy.chat import message_of_error
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.inject import Injection
-from lightning_proxy.proxy.json_text import loads
+from .capture import Tokens
+from .chat import message_of_error
+from .errors import LightningError
+from .inject import Injection
+from .json_text import loads
 
 Json = dict[str, Any]
 

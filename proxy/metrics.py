@@ -11,8 +11,8 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from lightning_proxy.proxy.ledger import Collapse
-from lightning_proxy.proxy.types import CallEnd, CallStatus, CollapseSign
+from .ledger import Collapse
+from .types import CallEnd, CallStatus, CollapseSign
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # Where several workers share their counts; prometheus_client looks at it when it is imported.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple, cast
 from uuid import uuid4
 
-from lightning_proxy.proxy.errors import InvalidRequest
-from lightning_proxy.proxy.types import Mode, RolloutName, check_id
+from .errors import InvalidRequest
+from .types import Mode, RolloutName, check_id
 
 
 class DataPath(NamedTuple):

@@ -9,8 +9,8 @@ import base64
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_proxy.proxy.errors import InvalidRequest, LightningError, Unsupported, UnsupportedMediaType
-from lightning_proxy.proxy.json_text import dumps
+from .errors import InvalidRequest, LightningError, Unsupported, UnsupportedMediaType
+from .json_text import dumps
 
 Encoding = Literal["protobuf", "json"]
 MEDIA = {"protobuf": "application/x-protobuf", "json": "application/json"}

@@ -7,32 +7,32 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from lightning_proxy.proxy import memory
-from lightning_proxy.proxy.auth import Keys
-from lightning_proxy.proxy.chosen import Chosen
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.continuity import Continuity
-from lightning_proxy.proxy.conversations import Conversations
-from lightning_proxy.proxy.database import opened
-from lightning_proxy.proxy.events import Events
-from lightning_proxy.proxy.fleet import open_vllm
-from lightning_proxy.proxy.health import Health, check_health
-from lightning_proxy.proxy.keeper import Keeper
-from lightning_proxy.proxy.keyring import Keyring
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.metrics import Metrics
-from lightning_proxy.proxy.policy import Policy, Swap
-from lightning_proxy.proxy.publish_mode import publish_mode
-from lightning_proxy.proxy.recorder import Recorder
-from lightning_proxy.proxy.redact import Redactor
-from lightning_proxy.proxy.redacting import RedactingRecorder
-from lightning_proxy.proxy.relay import Relay
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.telemetry import open_telemetry
-from lightning_proxy.proxy.types import PublishMode
-from lightning_proxy.proxy.upstream import make_session
-from lightning_proxy.proxy.upstreams import Upstreams
-from lightning_proxy.proxy.vllm import operator_session
+from . import memory
+from .auth import Keys
+from .chosen import Chosen
+from .config import Config
+from .continuity import Continuity
+from .conversations import Conversations
+from .database import opened
+from .events import Events
+from .fleet import open_vllm
+from .health import Health, check_health
+from .keeper import Keeper
+from .keyring import Keyring
+from .ledger import Ledger
+from .metrics import Metrics
+from .policy import Policy, Swap
+from .publish_mode import publish_mode
+from .recorder import Recorder
+from .redact import Redactor
+from .redacting import RedactingRecorder
+from .relay import Relay
+from .store import Store
+from .telemetry import open_telemetry
+from .types import PublishMode
+from .upstream import make_session
+from .upstreams import Upstreams
+from .vllm import operator_session
 
 
 @dataclass(frozen=True, slots=True)

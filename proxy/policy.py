@@ -12,16 +12,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_proxy.proxy.config import Config, UpstreamConfig
-from lightning_proxy.proxy.errors import Conflict, LightningError, NotFound, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.fleet import VllmFleet
-from lightning_proxy.proxy.health import Health
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.ports import Route
-from lightning_proxy.proxy.power_vllm import power_of
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import PolicyVersion, PublishMode, RolloutName
-from lightning_proxy.proxy.vllm import Vllm
+from .config import Config, UpstreamConfig
+from .errors import Conflict, LightningError, NotFound, UpstreamTimeout, UpstreamUnreachable
+from .fleet import VllmFleet
+from .health import Health
+from .ledger import Ledger
+from .ports import Route
+from .power_vllm import power_of
+from .store import Store
+from .types import PolicyVersion, PublishMode, RolloutName
+from .vllm import Vllm
 
 log = logging.getLogger(__name__)
 

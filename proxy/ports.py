@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from lightning_proxy.proxy.asgi import Header
-from lightning_proxy.proxy.config import UpstreamConfig
-from lightning_proxy.proxy.limits import Limiter
-from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
-from lightning_proxy.proxy.upstream import Request
+from .asgi import Header
+from .config import UpstreamConfig
+from .limits import Limiter
+from .types import CallEnd, CallStart, RolloutName
+from .upstream import Request
 
 
 class Route(NamedTuple):

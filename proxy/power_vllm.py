@@ -15,17 +15,17 @@ from uuid import uuid4
 
 import orjson
 
-from lightning_proxy.proxy import sse
-from lightning_proxy.proxy.asgi import Header
-from lightning_proxy.proxy.config import UpstreamConfig
-from lightning_proxy.proxy.errors import InvalidRequest, Unsupported, UpstreamUnreachable
-from lightning_proxy.proxy.json_text import encode, loads
-from lightning_proxy.proxy.ports import Answer as HttpAnswer
-from lightning_proxy.proxy.power import Answer, PowerSampler
-from lightning_proxy.proxy.renderer import RENDER
-from lightning_proxy.proxy.types import SAMPLING
-from lightning_proxy.proxy.upstream import Request
-from lightning_proxy.proxy.upstreams import Upstreams
+from . import sse
+from .asgi import Header
+from .config import UpstreamConfig
+from .errors import InvalidRequest, Unsupported, UpstreamUnreachable
+from .json_text import encode, loads
+from .ports import Answer as HttpAnswer
+from .power import Answer, PowerSampler
+from .renderer import RENDER
+from .types import SAMPLING
+from .upstream import Request
+from .upstreams import Upstreams
 
 Json = dict[str, Any]
 

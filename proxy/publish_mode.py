@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.types import PublishMode
+from .config import Config
+from .errors import ConfigError
+from .types import PublishMode
 
 
 def has_gpu() -> bool:

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.delta import common_prefix, shrink_request
-from lightning_proxy.proxy.errors import StoreUnavailable
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.ports import Statement
-from lightning_proxy.proxy.rows import call_end_row
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.tools import conversation, tool_results
-from lightning_proxy.proxy.types import CallEnd, CallStart
+from . import sql
+from .delta import common_prefix, shrink_request
+from .errors import StoreUnavailable
+from .json_text import dumps
+from .ports import Statement
+from .rows import call_end_row
+from .store import Store
+from .tools import conversation, tool_results
+from .types import CallEnd, CallStart
 
 Statements = list[Statement]
 Rows = list[dict[str, Any]]

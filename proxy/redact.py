@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_proxy.proxy.config import RedactConfig
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.secret_shapes import SHAPES, Shape
-from lightning_proxy.proxy.tools import tool_calls
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice
+from .config import RedactConfig
+from .json_text import dumps
+from .secret_shapes import SHAPES, Shape
+from .tools import tool_calls
+from .types import CallEnd, CallStart, Choice
 
 MASK = "[redacted]"
 REASON = "redacted"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_proxy.proxy.ports import Recorder, Statement
-from lightning_proxy.proxy.redact import Redactor
-from lightning_proxy.proxy.types import CallEnd, CallStart
+from .ports import Recorder, Statement
+from .redact import Redactor
+from .types import CallEnd, CallStart
 
 
 class RedactingRecorder:

@@ -12,25 +12,25 @@ from urllib.parse import unquote
 
 import orjson
 
-from lightning_proxy.proxy.asgi import Agent, ClientDisconnected, Receive, Scope, Send, read_headers, unpack
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.continuation import scope_of
-from lightning_proxy.proxy.continuity import Continuity
-from lightning_proxy.proxy.conversations import Conversations, Remembering
-from lightning_proxy.proxy.dialects import DIALECTS, Dialect
-from lightning_proxy.proxy.errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
-from lightning_proxy.proxy.exchange import Exchange
-from lightning_proxy.proxy.forms import form_model, is_form, with_form_model
-from lightning_proxy.proxy.inject import Injection
-from lightning_proxy.proxy.json_text import as_utf8, encode, loads, with_model
-from lightning_proxy.proxy.limits import Limiter
-from lightning_proxy.proxy.naming import DataPath, name_rollout, parse_path, wants_recording
-from lightning_proxy.proxy.ports import NO_RECORDER, Caller, Keys, Policy, Recorder, Route
-from lightning_proxy.proxy.power_vllm import PowerCall
-from lightning_proxy.proxy.telemetry import Telemetry
-from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
-from lightning_proxy.proxy.upstream import Request
-from lightning_proxy.proxy.upstreams import Attempts, Target, Upstreams
+from .asgi import Agent, ClientDisconnected, Receive, Scope, Send, read_headers, unpack
+from .config import Config
+from .continuation import scope_of
+from .continuity import Continuity
+from .conversations import Conversations, Remembering
+from .dialects import DIALECTS, Dialect
+from .errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
+from .exchange import Exchange
+from .forms import form_model, is_form, with_form_model
+from .inject import Injection
+from .json_text import as_utf8, encode, loads, with_model
+from .limits import Limiter
+from .naming import DataPath, name_rollout, parse_path, wants_recording
+from .ports import NO_RECORDER, Caller, Keys, Policy, Recorder, Route
+from .power_vllm import PowerCall
+from .telemetry import Telemetry
+from .types import CallEnd, CallStart, RolloutName
+from .upstream import Request
+from .upstreams import Attempts, Target, Upstreams
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import orjson
 
-from lightning_proxy.proxy.config import UpstreamConfig
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.turns import AsText, closing
-from lightning_proxy.proxy.upstream import Request
-from lightning_proxy.proxy.upstreams import Upstreams
+from .config import UpstreamConfig
+from .errors import LightningError
+from .json_text import dumps
+from .turns import AsText, closing
+from .upstream import Request
+from .upstreams import Upstreams
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]

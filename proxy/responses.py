@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_proxy.proxy.capture import Tokens
-from lightning_proxy.proxy.chat import message_of_error
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.inject import Injection
-from lightning_proxy.proxy.json_text import encode
-from lightning_proxy.proxy.tools import dicts, is_call
+from .capture import Tokens
+from .chat import message_of_error
+from .errors import LightningError
+from .inject import Injection
+from .json_text import encode
+from .tools import dicts, is_call
 
 Json = dict[str, Any]
 

@@ -15,9 +15,9 @@ from tenacity import (
 )
 from tenacity.wait import wait_base
 
-from lightning_proxy.proxy.config import UpstreamConfig
-from lightning_proxy.proxy.ports import Answer, Upstream
-from lightning_proxy.proxy.upstream import NoConnection, Request
+from .config import UpstreamConfig
+from .ports import Answer, Upstream
+from .upstream import NoConnection, Request
 
 _RETRIED = frozenset({429, 502, 503, 504, 529})
 

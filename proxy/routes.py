@@ -9,8 +9,8 @@ from uuid import uuid4
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from lightning_proxy.proxy import views
-from lightning_proxy.proxy.answers import (
+from . import views
+from .answers import (
     ERRORS,
     Opened,
     Policy,
@@ -24,26 +24,16 @@ from lightning_proxy.proxy.answers import (
     Versions,
     answers,
 )
-from lightning_proxy.proxy.continuation import scope_of
-from lightning_proxy.proxy.errors import InvalidRequest, LightningError
-from lightning_proxy.proxy.events import redacted
-from lightning_proxy.proxy.health import replica_name
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.keyring import hash_key, new_key
-from lightning_proxy.proxy.naming import DataPath, name_rollout
-from lightning_proxy.proxy.parts import Parts
-from lightning_proxy.proxy.schemas import (
-    Cursor,
-    EndBody,
-    EventBody,
-    EventList,
-    Id,
-    PathId,
-    PromoteBody,
-    RewardBody,
-    RolloutsBody,
-)
-from lightning_proxy.proxy.types import Event, PolicyVersion, Reward, Rollout, RolloutName, check_id
+from .continuation import scope_of
+from .errors import InvalidRequest, LightningError
+from .events import redacted
+from .health import replica_name
+from .json_text import dumps
+from .keyring import hash_key, new_key
+from .naming import DataPath, name_rollout
+from .parts import Parts
+from .schemas import Cursor, EndBody, EventBody, EventList, Id, PathId, PromoteBody, RewardBody, RolloutsBody
+from .types import Event, PolicyVersion, Reward, Rollout, RolloutName, check_id
 
 router = APIRouter(responses=ERRORS)
 

@@ -6,9 +6,9 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_proxy.proxy.delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
-from lightning_proxy.proxy.json_text import dumps_or_none, loads, loads_or_none
-from lightning_proxy.proxy.types import CallEnd, Choice, ModelCall, PolicyVersion, Reward, Rollout, ToolCall
+from .delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
+from .json_text import dumps_or_none, loads, loads_or_none
+from .types import CallEnd, Choice, ModelCall, PolicyVersion, Reward, Rollout, ToolCall
 
 
 def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:

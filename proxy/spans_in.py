@@ -14,14 +14,14 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
 
-from lightning_proxy.proxy.asgi import unpack
-from lightning_proxy.proxy.errors import InvalidRequest, LightningError
-from lightning_proxy.proxy.events import redacted
-from lightning_proxy.proxy.genai_in import action_of, is_action, is_call, request_of, response_of, tokens_of
-from lightning_proxy.proxy.otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
-from lightning_proxy.proxy.parts import Parts
-from lightning_proxy.proxy.tools import tool_calls
-from lightning_proxy.proxy.types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
+from .asgi import unpack
+from .errors import InvalidRequest, LightningError
+from .events import redacted
+from .genai_in import action_of, is_action, is_call, request_of, response_of, tokens_of
+from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
+from .parts import Parts
+from .tools import tool_calls
+from .types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
 
 router = APIRouter()
 

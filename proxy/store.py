@@ -11,11 +11,11 @@ from typing import Any
 
 import orjson
 
-from lightning_proxy.proxy import rows, sql
-from lightning_proxy.proxy.database import Database, Runs
-from lightning_proxy.proxy.errors import Conflict, NotFound
-from lightning_proxy.proxy.json_text import dumps, loads_or_none
-from lightning_proxy.proxy.types import CallStatus, ModelCall, Reward, Rollout, RolloutName, RolloutStatus
+from . import rows, sql
+from .database import Database, Runs
+from .errors import Conflict, NotFound
+from .json_text import dumps, loads_or_none
+from .types import CallStatus, ModelCall, Reward, Rollout, RolloutName, RolloutStatus
 
 
 class Store:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from lightning_proxy.proxy.config import TelemetryConfig
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.genai_out import attributes_of, operation_of
-from lightning_proxy.proxy.redact import Redactor
-from lightning_proxy.proxy.types import CallEnd, CallStart
+from .config import TelemetryConfig
+from .errors import ConfigError
+from .genai_out import attributes_of, operation_of
+from .redact import Redactor
+from .types import CallEnd, CallStart
 
 log = logging.getLogger(__name__)
 

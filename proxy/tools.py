@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.types import ToolCall, ToolResult
+from .json_text import dumps
+from .types import ToolCall, ToolResult
 
 Json = dict[str, Any]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_proxy.proxy.capture import Tokens
-from lightning_proxy.proxy.dialects import Stream
-from lightning_proxy.proxy.errors import UpstreamUnreachable
-from lightning_proxy.proxy.json_text import loads
-from lightning_proxy.proxy.sse import Frame, SSEDecoder
+from .capture import Tokens
+from .dialects import Stream
+from .errors import UpstreamUnreachable
+from .json_text import loads
+from .sse import Frame, SSEDecoder
 
 # One event may hold a whole response with its log-probabilities; what is larger is not kept in memory.
 MAX_EVENT_BYTES = 64 * 1024 * 1024

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import orjson
 
-from lightning_proxy.proxy.delta import common_prefix
-from lightning_proxy.proxy.tools import dicts
-from lightning_proxy.proxy.types import Choice
+from .delta import common_prefix
+from .tools import dicts
+from .types import Choice
 
 Json = dict[str, Any]
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from lightning_proxy.proxy.errors import InvalidRequest
+from .errors import InvalidRequest
 
 CallStatus = Literal["ok", "error", "cancelled", "incomplete"]
 RolloutStatus = Literal["running", "completed", "failed", "discarded"]

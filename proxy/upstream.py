@@ -15,11 +15,11 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from lightning_proxy.proxy.asgi import Header
-from lightning_proxy.proxy.config import UpstreamConfig
-from lightning_proxy.proxy.errors import UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.health import Health
-from lightning_proxy.proxy.key_mask import SHORTEST_KEY, KeyMask
+from .asgi import Header
+from .config import UpstreamConfig
+from .errors import UpstreamTimeout, UpstreamUnreachable
+from .health import Health
+from .key_mask import SHORTEST_KEY, KeyMask
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from lightning_proxy.proxy.config import UpstreamConfig
-from lightning_proxy.proxy.errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.health import Health
-from lightning_proxy.proxy.inject import Injection
-from lightning_proxy.proxy.litellm_upstream import LitellmUpstream
-from lightning_proxy.proxy.ports import Answer, Route, Upstream
-from lightning_proxy.proxy.retries import open_with_retries
-from lightning_proxy.proxy.upstream import HttpUpstream, Request
+from .config import UpstreamConfig
+from .errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
+from .health import Health
+from .inject import Injection
+from .litellm_upstream import LitellmUpstream
+from .ports import Answer, Route, Upstream
+from .retries import open_with_retries
+from .upstream import HttpUpstream, Request
 
 log = logging.getLogger(__name__)
 

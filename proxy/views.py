@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
-from lightning_proxy.proxy.ledger import Collapse, Step
-from lightning_proxy.proxy.tools import dicts
-from lightning_proxy.proxy.types import Event, ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
+from .ledger import Collapse, Step
+from .tools import dicts
+from .types import Event, ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
 
 # What of a request the model is shown, in any of the recorded APIs.
 _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")

@@ -7,8 +7,8 @@ from typing import Any
 
 import aiohttp
 
-from lightning_proxy.proxy.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.upstream import why_not_connected
+from .errors import LightningError, UpstreamTimeout, UpstreamUnreachable
+from .upstream import why_not_connected
 
 
 class VllmError(LightningError):

@@ -13,13 +13,7 @@ from lightning_proxy.proxy.config import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.types import ModelCall, Reward
 from lightning_proxy.trainer.advantage import group_baselines
-from lightning_proxy.trainer.credit import (
-    Sibling,
-    credit_strategy,
-    discounted_returns,
-    group_advantages,
-    state_of,
-)
+from lightning_proxy.trainer.credit import Sibling, credit_strategy, discounted_returns, group_advantages, state_of
 from lightning_proxy.trainer.rewards import RolloutRewards, weighted_rewards
 
 

@@ -10,8 +10,8 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from lightning_proxy.proxy.config import DEFAULT_ADAPTER
-from lightning_proxy.proxy.errors import ConfigError
+from ..proxy.config import DEFAULT_ADAPTER
+from ..proxy.errors import ConfigError
 
 Weights = dict[str, Tensor]
 _PREFIX = "lora_"

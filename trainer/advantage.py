@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, pvariance, stdev
 from types import MappingProxyType
 
-from lightning_proxy.proxy.errors import ConfigError
+from ..proxy.errors import ConfigError
 
 STD_EPSILON = 1e-4
 

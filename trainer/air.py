@@ -15,9 +15,9 @@ from jsonschema.validators import validator_for
 from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 
-from lightning_proxy.proxy.config import AirConfig
-from lightning_proxy.proxy.tools import dicts
-from lightning_proxy.proxy.types import ModelCall, ToolCall
+from ..proxy.config import AirConfig
+from ..proxy.tools import dicts
+from ..proxy.types import ModelCall, ToolCall
 
 Json = dict[str, Any]
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lightning_proxy.trainer.prefix_tree import Ints, PrefixTree
+from .prefix_tree import Ints, PrefixTree
 
 # Longer runs are cut: within a causal block the kernels save little of what they could.
 RUN = 256

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 from statistics import fmean, pstdev
 
-from lightning_proxy.trainer.samples import CALL_COUNTS, merge_rate
-from lightning_proxy.trainer.types import Sample
+from .samples import CALL_COUNTS, merge_rate
+from .types import Sample
 
 # As many tasks' rewards are kept with a step, the newest.
 TASKS_KEPT = 100

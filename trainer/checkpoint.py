@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lightning_proxy.proxy.errors import NotSaved
+from ..proxy.errors import NotSaved
 
 
 @contextmanager

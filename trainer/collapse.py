@@ -9,8 +9,8 @@ from itertools import takewhile
 from statistics import NormalDist, fmean
 from typing import Any
 
-from lightning_proxy.proxy.config import CollapseConfig
-from lightning_proxy.proxy.types import CollapseSign
+from ..proxy.config import CollapseConfig
+from ..proxy.types import CollapseSign
 
 # So many of the newest versions are compared with those before: the reward falls at once, or little by little.
 SPLITS = (1, 2, 4, 8)

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from lightning_proxy.proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
-from lightning_proxy.proxy.errors import NotFound
-from lightning_proxy.proxy.ledger import Group, Ledger
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import ModelCall, Rollout
-from lightning_proxy.trainer.advantage import ACROSS_TASKS
-from lightning_proxy.trainer.agents import Agents, RollCall
-from lightning_proxy.trainer.batch_metrics import Seen, sample_metrics, staleness_metrics
-from lightning_proxy.trainer.credit import Sibling, group_advantages
-from lightning_proxy.trainer.samples import RolloutSamples, rollout_samples
-from lightning_proxy.trainer.siblings import Siblings
-from lightning_proxy.trainer.types import Batch, Sample
+from ..proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
+from ..proxy.errors import NotFound
+from ..proxy.ledger import Group, Ledger
+from ..proxy.store import Store
+from ..proxy.types import ModelCall, Rollout
+from .advantage import ACROSS_TASKS
+from .agents import Agents, RollCall
+from .batch_metrics import Seen, sample_metrics, staleness_metrics
+from .credit import Sibling, group_advantages
+from .samples import RolloutSamples, rollout_samples
+from .siblings import Siblings
+from .types import Batch, Sample
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lightning_proxy.proxy.config import TrainerConfig
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.types import ModelCall
-from lightning_proxy.trainer.advantage import Baseline, group_baselines
-from lightning_proxy.trainer.agents import Agents
-from lightning_proxy.trainer.rewards import RolloutRewards
+from ..proxy.config import TrainerConfig
+from ..proxy.errors import ConfigError
+from ..proxy.types import ModelCall
+from .advantage import Baseline, group_baselines
+from .agents import Agents
+from .rewards import RolloutRewards
 
 # What of a request the model is shown, where there are no token ids to say it.
 SHOWN = ("system", "instructions", "messages", "prompt", "input", "tools")

@@ -7,14 +7,14 @@ import json
 import re
 from collections.abc import Sequence
 
-from lightning_proxy.proxy.config import TrainerConfig
-from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.litellm_engine import import_litellm
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import ModelCall, Reward
-from lightning_proxy.proxy.views import message_of
-from lightning_proxy.trainer.agents import Agents
-from lightning_proxy.trainer.credit import strategy_of
+from ..proxy.config import TrainerConfig
+from ..proxy.errors import LightningError
+from ..proxy.litellm_engine import import_litellm
+from ..proxy.store import Store
+from ..proxy.types import ModelCall, Reward
+from ..proxy.views import message_of
+from .agents import Agents
+from .credit import strategy_of
 
 JUDGE = "judge"
 MAX_TEXT = 2000  # characters of a message that the judge is shown

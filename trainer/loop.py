@@ -12,25 +12,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.database import opened
-from lightning_proxy.proxy.errors import ConfigError, NotSaved, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.fleet import open_vllm
-from lightning_proxy.proxy.ledger import Ledger, Step
-from lightning_proxy.proxy.policy import Superseded, Swap
-from lightning_proxy.proxy.publish_mode import publish_mode
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import PolicyVersion
-from lightning_proxy.proxy.vllm import VllmFault, operator_session
-from lightning_proxy.trainer.collect import Collector, Order
-from lightning_proxy.trainer.judge import JudgeError
-from lightning_proxy.trainer.metric_schema import scalars
-from lightning_proxy.trainer.monitor import Monitor
-from lightning_proxy.trainer.offline_data import check_store
-from lightning_proxy.trainer.publish import Publisher
-from lightning_proxy.trainer.schedule import Schedule
-from lightning_proxy.trainer.trainer import LightningTrainer
-from lightning_proxy.trainer.types import Batch, Sample
+from ..proxy.config import Config
+from ..proxy.database import opened
+from ..proxy.errors import ConfigError, NotSaved, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
+from ..proxy.fleet import open_vllm
+from ..proxy.ledger import Ledger, Step
+from ..proxy.policy import Superseded, Swap
+from ..proxy.publish_mode import publish_mode
+from ..proxy.store import Store
+from ..proxy.types import PolicyVersion
+from ..proxy.vllm import VllmFault, operator_session
+from .collect import Collector, Order
+from .judge import JudgeError
+from .metric_schema import scalars
+from .monitor import Monitor
+from .offline_data import check_store
+from .publish import Publisher
+from .schedule import Schedule
+from .trainer import LightningTrainer
+from .types import Batch, Sample
 
 log = logging.getLogger(__name__)
 

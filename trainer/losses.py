@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_proxy.proxy.config import TrainerConfig
-from lightning_proxy.trainer.types import Sample
+from ..proxy.config import TrainerConfig
+from .types import Sample
 
 
 @dataclass(frozen=True, slots=True)

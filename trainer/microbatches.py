@@ -9,8 +9,8 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_proxy.trainer.prefix_tree import Ints, PrefixTree, build_tree, shared_prefix
-from lightning_proxy.trainer.types import Sample
+from .prefix_tree import Ints, PrefixTree, build_tree, shared_prefix
+from .types import Sample
 
 
 @dataclass(frozen=True, slots=True)

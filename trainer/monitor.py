@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_proxy.proxy.config import TrainerConfig
-from lightning_proxy.proxy.ledger import Collapse, Ledger, Step
-from lightning_proxy.proxy.types import PolicyVersion, Reward, Rollout
-from lightning_proxy.trainer.collapse import Measured, Scored, Sign, kept, reward_sign, step_signs
-from lightning_proxy.trainer.rewards import weighted_rewards
+from ..proxy.config import TrainerConfig
+from ..proxy.ledger import Collapse, Ledger, Step
+from ..proxy.types import PolicyVersion, Reward, Rollout
+from .collapse import Measured, Scored, Sign, kept, reward_sign, step_signs
+from .rewards import weighted_rewards
 
 log = logging.getLogger(__name__)
 

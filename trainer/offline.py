@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_proxy.proxy.config import Config
-from lightning_proxy.proxy.database import opened
-from lightning_proxy.proxy.ledger import Group, Ledger, Step
-from lightning_proxy.proxy.publish_mode import publish_mode
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.trainer.collect import Collector
-from lightning_proxy.trainer.judge import JudgeError
-from lightning_proxy.trainer.loop import TrainingLoop, only_trainer
-from lightning_proxy.trainer.offline_data import prepare
-from lightning_proxy.trainer.trainer import LightningTrainer
+from ..proxy.config import Config
+from ..proxy.database import opened
+from ..proxy.ledger import Group, Ledger, Step
+from ..proxy.publish_mode import publish_mode
+from ..proxy.store import Store
+from .collect import Collector
+from .judge import JudgeError
+from .loop import TrainingLoop, only_trainer
+from .offline_data import prepare
+from .trainer import LightningTrainer
 
 log = logging.getLogger(__name__)
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from lightning_proxy.proxy import sql
-from lightning_proxy.proxy.config import Config, StoreConfig
-from lightning_proxy.proxy.database import opened
-from lightning_proxy.proxy.errors import ConfigError, InvalidRequest, LightningError
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.recorder import Recorder
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.tools import tool_calls
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, check_id
+from ..proxy import sql
+from ..proxy.config import Config, StoreConfig
+from ..proxy.database import opened
+from ..proxy.errors import ConfigError, InvalidRequest, LightningError
+from ..proxy.ledger import Ledger
+from ..proxy.recorder import Recorder
+from ..proxy.store import Store
+from ..proxy.tools import tool_calls
+from ..proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, check_id
 
 log = logging.getLogger(__name__)
 

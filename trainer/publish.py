@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from lightning_proxy.proxy.config import DEFAULT_ADAPTER, PolicyConfig
-from lightning_proxy.proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
-from lightning_proxy.proxy.ledger import Ledger, Step
-from lightning_proxy.proxy.policy import Superseded, Swap
-from lightning_proxy.proxy.types import PolicyVersion
-from lightning_proxy.proxy.vllm import Vllm, VllmError
-from lightning_proxy.trainer.adapters import Weights
-from lightning_proxy.trainer.trainer import LightningTrainer
-from lightning_proxy.trainer.types import Sample
+from ..proxy.config import DEFAULT_ADAPTER, PolicyConfig
+from ..proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
+from ..proxy.ledger import Ledger, Step
+from ..proxy.policy import Superseded, Swap
+from ..proxy.types import PolicyVersion
+from ..proxy.vllm import Vllm, VllmError
+from .adapters import Weights
+from .trainer import LightningTrainer
+from .types import Sample
 
 log = logging.getLogger(__name__)
 

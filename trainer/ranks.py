@@ -21,8 +21,8 @@ from accelerate import Accelerator, DistributedType
 from peft import PeftModel
 from torch import Tensor, nn
 
-from lightning_proxy.proxy.errors import ConfigError, LightningError
-from lightning_proxy.trainer import shards
+from ..proxy.errors import ConfigError, LightningError
+from . import shards
 
 P = ParamSpec("P")
 R = TypeVar("R")

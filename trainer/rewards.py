@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from lightning_proxy.proxy.types import Reward
+from ..proxy.types import Reward
 
 # A larger reward counts as this: sums and squares of rewards stay finite.
 LARGEST = 1e30

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_proxy.proxy.config import DEFAULT_ADAPTER
-from lightning_proxy.proxy.types import ModelCall
-from lightning_proxy.trainer.prefix_tree import Ints, shared_prefix
-from lightning_proxy.trainer.types import Sample
+from ..proxy.config import DEFAULT_ADAPTER
+from ..proxy.types import ModelCall
+from .prefix_tree import Ints, shared_prefix
+from .types import Sample
 
 # Why a call opened a row though its rollout had one: the last answer came back tokenised differently | an earlier part
 # of the history did, or the agent went on from an earlier point | the very same prompt, or less of it, was sent again |

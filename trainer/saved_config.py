@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_proxy.proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
-from lightning_proxy.proxy.errors import ConfigError
+from ..proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
+from ..proxy.errors import ConfigError
 
 FILE = "config.json"
 WEIGHTS = "weights of policy.model"

@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 import psutil
 
-from lightning_proxy.proxy.config import ScheduleConfig
-from lightning_proxy.proxy.cron import last_time, next_time
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.trainer.collect import Collector
+from ..proxy.config import ScheduleConfig
+from ..proxy.cron import last_time, next_time
+from ..proxy.ledger import Ledger
+from .collect import Collector
 
 LOOK_S = 1.0  # the machine's load is measured over at least so long
 AGO_S = 3600.0  # a call that was not ended for so long is not under way any more: its proxy was killed

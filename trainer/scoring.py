@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.trainer.prefix_tree import Ints, PrefixTree, padded_tree
-from lightning_proxy.trainer.tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention
-from lightning_proxy.trainer.types import Sample
+from ..proxy.errors import ConfigError
+from .prefix_tree import Ints, PrefixTree, padded_tree
+from .tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention
+from .types import Sample
 
 # Logits are made this many at a time (64 MiB in float32); larger pieces are slower on a CPU, whose caches they miss.
 _LOGITS_PER_CHUNK = 2**24

@@ -23,17 +23,17 @@ from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from lightning_proxy.proxy.config import Config, TrainerConfig
-from lightning_proxy.proxy.errors import ConfigError, LightningError, StoreUnavailable
-from lightning_proxy.proxy.ledger import Ledger, Step
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.trainer.loop import RETRY_S, Show, TrainingLoop, pause, show_nothing
-from lightning_proxy.trainer.offline import EPOCHS_DONE
-from lightning_proxy.trainer.publish import Publisher
-from lightning_proxy.trainer.traces import TraceReader, Traces
-from lightning_proxy.trainer.trainer import LightningTrainer
-from lightning_proxy.trainer.types import Batch, Sample
-from lightning_proxy.trainer.weights import MARKER
+from ..proxy.config import Config, TrainerConfig
+from ..proxy.errors import ConfigError, LightningError, StoreUnavailable
+from ..proxy.ledger import Ledger, Step
+from ..proxy.store import Store
+from .loop import RETRY_S, Show, TrainingLoop, pause, show_nothing
+from .offline import EPOCHS_DONE
+from .publish import Publisher
+from .traces import TraceReader, Traces
+from .trainer import LightningTrainer
+from .types import Batch, Sample
+from .weights import MARKER
 
 log = logging.getLogger(__name__)
 

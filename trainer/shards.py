@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_proxy.proxy.errors import ConfigError
+from ..proxy.errors import ConfigError
 
 
 def asked_for() -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_proxy.trainer.microbatches import MicroBatch, TreeCost, halves
-from lightning_proxy.trainer.ranks import Ranks
+from .microbatches import MicroBatch, TreeCost, halves
+from .ranks import Ranks
 
 Shares = list[list[MicroBatch]]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from lightning_proxy.proxy.config import MIN_EARLIER, TrainerConfig
-from lightning_proxy.proxy.errors import NotFound
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import Reward, Rollout
-from lightning_proxy.trainer.air import air_rewards
-from lightning_proxy.trainer.credit import Sibling
-from lightning_proxy.trainer.judge import JUDGE, Judge
-from lightning_proxy.trainer.rewards import RolloutRewards, weighted_rewards
+from ..proxy.config import MIN_EARLIER, TrainerConfig
+from ..proxy.errors import NotFound
+from ..proxy.ledger import Ledger
+from ..proxy.store import Store
+from ..proxy.types import Reward, Rollout
+from .air import air_rewards
+from .credit import Sibling
+from .judge import JUDGE, Judge
+from .rewards import RolloutRewards, weighted_rewards
 
 
 class Siblings:

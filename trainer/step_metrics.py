@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightning_proxy.proxy.config import TrainerConfig
-from lightning_proxy.trainer.losses import importance_ratios, weight_limits
-from lightning_proxy.trainer.microbatches import MicroBatch
-from lightning_proxy.trainer.scoring import Scores
+from ..proxy.config import TrainerConfig
+from .losses import importance_ratios, weight_limits
+from .microbatches import MicroBatch
+from .scoring import Scores
 
 # exp() of anything larger is of no use in a metric and may overflow.
 _MAX_LOG_RATIO = 20.0

@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from lightning_proxy.proxy.capture import GREEDY, NO_TOKEN_IDS, NOT_THE_POLICY
-from lightning_proxy.proxy.types import Choice, ModelCall
+from ..proxy.capture import GREEDY, NO_TOKEN_IDS, NOT_THE_POLICY
+from ..proxy.types import Choice, ModelCall
 
 Json = dict[str, Any]
 

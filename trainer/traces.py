@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_proxy.proxy.config import TrainerConfig
-from lightning_proxy.proxy.errors import LightningError, NotFound
-from lightning_proxy.proxy.store import Store
-from lightning_proxy.proxy.types import ModelCall, Rollout
-from lightning_proxy.trainer.agents import Agents, RollCall
-from lightning_proxy.trainer.batch_metrics import Seen
-from lightning_proxy.trainer.rewards import weighted_rewards
-from lightning_proxy.trainer.samples import rollout_samples
-from lightning_proxy.trainer.trace_tokens import as_trace
-from lightning_proxy.trainer.types import Sample
+from ..proxy.config import TrainerConfig
+from ..proxy.errors import LightningError, NotFound
+from ..proxy.store import Store
+from ..proxy.types import ModelCall, Rollout
+from .agents import Agents, RollCall
+from .batch_metrics import Seen
+from .rewards import weighted_rewards
+from .samples import rollout_samples
+from .trace_tokens import as_trace
+from .types import Sample
 
 PAGE = 500
 # Counts of calls that are left out, and how an error puts it.

@@ -14,7 +14,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
-from lightning_proxy.proxy.errors import ConfigError
+from ..proxy.errors import ConfigError
 
 RUN_FILE = "run.json"
 # Where trackers file the runs, unless their own variables say something else.

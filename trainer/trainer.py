@@ -16,22 +16,22 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, ProgressCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from lightning_proxy.proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.trainer import saved_config
-from lightning_proxy.trainer.adapters import Adapters, Weights
-from lightning_proxy.trainer.checkpoint import whole_directory
-from lightning_proxy.trainer.finite import fault_of_loss, named
-from lightning_proxy.trainer.losses import Answers, kl_penalty, loss_arguments, loss_inputs, token_weights
-from lightning_proxy.trainer.metric_schema import by_tag
-from lightning_proxy.trainer.microbatches import MicroBatch, TreeCost, micro_batches
-from lightning_proxy.trainer.ranks import alone, on_every_rank, on_every_shard, prepare
-from lightning_proxy.trainer.scoring import Scores, attention_cost, check_tree_support, score
-from lightning_proxy.trainer.shares import turns
-from lightning_proxy.trainer.step_metrics import StepMetrics
-from lightning_proxy.trainer.trackers import PROJECT, Run, check_trackers
-from lightning_proxy.trainer.types import Batch, Sample
-from lightning_proxy.trainer.weights import save_adapter, save_merged
+from ..proxy.config import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
+from ..proxy.errors import ConfigError
+from . import saved_config
+from .adapters import Adapters, Weights
+from .checkpoint import whole_directory
+from .finite import fault_of_loss, named
+from .losses import Answers, kl_penalty, loss_arguments, loss_inputs, token_weights
+from .metric_schema import by_tag
+from .microbatches import MicroBatch, TreeCost, micro_batches
+from .ranks import alone, on_every_rank, on_every_shard, prepare
+from .scoring import Scores, attention_cost, check_tree_support, score
+from .shares import turns
+from .step_metrics import StepMetrics
+from .trackers import PROJECT, Run, check_trackers
+from .types import Batch, Sample
+from .weights import save_adapter, save_merged
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.trainer.attention_plan import Block, attention_plan
-from lightning_proxy.trainer.prefix_tree import PrefixTree
+from ..proxy.errors import ConfigError
+from .attention_plan import Block, attention_plan
+from .prefix_tree import PrefixTree
 
 NAME = "prefix_tree"
 

@@ -10,8 +10,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_proxy.trainer.checkpoint import whole_directory
-from lightning_proxy.trainer.shards import gathered
+from .checkpoint import whole_directory
+from .shards import gathered
 
 MARKER = "COMPLETE"
 
