@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGe
 
 from lightning_proxy.trainer import tree_attention  # noqa: E402
 from lightning_proxy.trainer.scoring import score  # noqa: E402
-from lightning_proxy.trainer.tree_attention import NAME, TreeMask, tree_attention_forward, use_tree_attention
+from lightning_proxy.trainer.tree_attention import NAME, TreeMask, tree_attention_forward, use_tree_attention  # noqa: E402
 
 VOCABULARY = 50
 CPU = torch.device("cpu")
