@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .commands import keys, policy, rollouts, store
+from .commands import keys, store
+from .commands.show import policy, rollouts
 
 if TYPE_CHECKING:
-    from .commands.system import Launch
-    from .proxy.config import Config
+    from .commands.system.system import Launch
+    from .proxy.config.root import Config
 
 
 class _Group(TyperGroup):
@@ -78,7 +79,7 @@ def up(context: typer.Context, model: Model = None, port: Port = None, logs: Log
     from rich.console import Console
 
     from .commands.signals import run_until_signal
-    from .commands.up import up as run
+    from .commands.system.up import up as run
 
     config, launch = _load(context, {"policy.model": model, "proxy.port": port})
     run_until_signal(run(config, launch, logs, Console()))
@@ -162,7 +163,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Run an agent program once per task and sibling, each in a rollout of its own."""
-    from .commands.run_view import run_command
+    from .commands.run.view import run_command
 
     config, _ = _load(context, {})
     request = {"group_size": group_size, "concurrency": concurrency, "mode": mode, "logs": logs}
@@ -190,8 +191,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks: mean reward, pass@k, intervals."""
-    from .commands.eval_report import Scoring
-    from .commands.eval_view import EvalRequest, eval_command
+    from .commands.eval.report import Scoring
+    from .commands.eval.view import EvalRequest, eval_command
 
     modules = preload.split(",") if preload else []
     config, scoring = _load(context, {})[0], Scoring(pass_at, seed)
@@ -210,8 +211,8 @@ def demo(
     ahead: Annotated[float, typer.Option(min=0, help="steps that rollouts may be ahead of the live version")] = 0.0,
 ) -> None:
     """Show the whole loop on a small real model on this machine."""
-    from .commands.demo import demo as run
-    from .commands.demo_config import DemoOptions
+    from .commands.demo.config import DemoOptions
+    from .commands.demo.demo import demo as run
 
     run(DemoOptions(steps, seed, directory, model, repeat, ahead))
 
@@ -219,7 +220,7 @@ def demo(
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
     """Show how the running system is; exit code 1 when it is not ready."""
-    from .commands.status import show_status
+    from .commands.show.status import show_status
 
     if not show_status(_load(context, {})[0], as_json=as_json):
         raise typer.Exit(1)
@@ -240,7 +241,7 @@ def export(
     ] = None,
 ) -> None:
     """Write what was recorded as JSON Lines or Parquet; reads the store, so the proxy need not run."""
-    from .commands.export import export_command
+    from .commands.export.export import export_command
 
     filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
     export_command(_load(context, {})[0], file, format, kind, filters)
@@ -249,15 +250,15 @@ def export(
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
     """Check the whole chain and say what to fix; exit code 1 if a check failed."""
-    from .commands.doctor import doctor as run
+    from .commands.doctor.doctor import doctor as run
 
     if not run(context.obj, as_json=as_json):
         raise typer.Exit(1)
 
 
 def _load(context: typer.Context, overrides: dict[str, Any]) -> tuple[Config, Launch]:
-    from .commands.system import Launch
-    from .proxy.config_file import load_config
+    from .commands.system.system import Launch
+    from .proxy.config.file import load_config
 
     return load_config(context.obj, overrides), Launch(context.obj, overrides)
 

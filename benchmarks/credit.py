@@ -18,11 +18,11 @@ from statistics import fmean, stdev
 from rich.progress import track
 from scripted_judge import judged
 
-from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.config.root import TrainerConfig
 from lightning_proxy.proxy.types import ModelCall
-from lightning_proxy.trainer import advantage
-from lightning_proxy.trainer.credit import Sibling, group_advantages
-from lightning_proxy.trainer.rewards import RolloutRewards
+from lightning_proxy.trainer.credit import baselines as advantage
+from lightning_proxy.trainer.credit.rewards import RolloutRewards
+from lightning_proxy.trainer.credit.strategies import Sibling, group_advantages
 
 SEEDS = range(5)
 SIBLINGS = 8

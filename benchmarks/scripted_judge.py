@@ -11,12 +11,12 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from lightning_proxy.proxy.config import TrainerConfig
+from lightning_proxy.proxy.config.root import TrainerConfig
 from lightning_proxy.proxy.types import ModelCall, Reward
-from lightning_proxy.trainer.credit import Sibling
-from lightning_proxy.trainer.judge import JUDGE, UNDECIDED, question, read_score, transcript
-from lightning_proxy.trainer.rewards import weighted_rewards
-from lightning_proxy.trainer.siblings import reward_weights
+from lightning_proxy.trainer.collect.siblings import reward_weights
+from lightning_proxy.trainer.credit.rewards import weighted_rewards
+from lightning_proxy.trainer.credit.strategies import Sibling
+from lightning_proxy.trainer.judge.judge import JUDGE, UNDECIDED, question, read_score, transcript
 
 GOOD, NEITHER, BAD = "10", "5", "0"
 WRONG = 64  # of 256

@@ -19,14 +19,14 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from lightning_proxy.proxy.config import StoreConfig
-from lightning_proxy.proxy.database import Database, opened
+from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.control.views import rollout_detail
 from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.recorder import Recorder
-from lightning_proxy.proxy.store import Store
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.training import Ledger
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
-from lightning_proxy.proxy.views import rollout_detail
 
 AT_ONCE = 64  # rollouts
 SIBLINGS = 8

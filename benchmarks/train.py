@@ -32,13 +32,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 from trl import GRPOTrainer
 
-from lightning_proxy.proxy.config import PolicyConfig, TrainerConfig
+from lightning_proxy.proxy.config.root import PolicyConfig, TrainerConfig
 from lightning_proxy.proxy.types import Choice, ModelCall
-from lightning_proxy.trainer.losses import token_weights
-from lightning_proxy.trainer.prefix_tree import PrefixTree, build_tree
-from lightning_proxy.trainer.samples import rollout_samples
-from lightning_proxy.trainer.scoring import score
-from lightning_proxy.trainer.trainer import LightningTrainer
+from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree
+from lightning_proxy.trainer.rows.samples import rollout_samples
+from lightning_proxy.trainer.step.losses import token_weights
+from lightning_proxy.trainer.step.scoring import score
+from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 
 PRESETS = {

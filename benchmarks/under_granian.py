@@ -7,7 +7,7 @@ from pathlib import Path
 from granian.server import Server
 
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config_file import load_config
+from lightning_proxy.proxy.config.file import load_config
 
 
 def app() -> object:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from ..proxy.config import Config
+from ..proxy.config.root import Config
 from .control import ControlClient
 from .signals import run_until_signal
 

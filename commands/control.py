@@ -12,10 +12,10 @@ from typing import Any
 
 import aiohttp
 
-from ..proxy.config import Config
+from ..proxy.config.root import Config
 from ..proxy.errors import LightningError
 from ..proxy.types import Mode
-from .processes import address
+from .system.processes import address
 
 UNAUTHORIZED = 401
 AWAY = (None, 502, 503, 504)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ..proxy.config_file import load_config
+from ..proxy.config.file import load_config
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..proxy.keyring import Keyring, Role, StoredKey
+    from ..proxy.store.keys import Keyring, Role, StoredKey
 
 app = typer.Typer(no_args_is_help=True, help="Make and revoke the keys that agents and admins call the proxy with.")
 
@@ -37,7 +37,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Make a key and print it, once: the store keeps only its hash."""
-    from ..proxy.limits import Limits
+    from ..proxy.access.limits import Limits
     from .ask import print_json
 
     limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
@@ -86,8 +86,8 @@ def purge(context: typer.Context) -> None:
 
 
 def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]]) -> T:
-    from ..proxy.database import opened
-    from ..proxy.keyring import Keyring
+    from ..proxy.store.database import opened
+    from ..proxy.store.keys import Keyring
 
     async def run() -> T:
         async with opened(load_config(context.obj).store) as database:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..proxy.config import Config
-from ..proxy.edge import EdgeProtocol
+from ..proxy.config.root import Config
 from ..proxy.errors import LightningError
-from ..proxy.publish_mode import publish_mode
-from .processes import address, require_free_port
+from ..proxy.gateway.edge import EdgeProtocol
+from ..proxy.policy.mode import publish_mode
+from .system.processes import address, require_free_port
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -46,7 +46,7 @@ def serve(config: Config) -> None:
 
     LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
     """
-    from ..proxy.keyring import require_keys
+    from ..proxy.store.keys import require_keys
 
     publish_mode(config)  # its ConfigError is to be seen before anything starts
     asyncio.run(require_keys(config))
@@ -82,7 +82,7 @@ def _serve_in_workers(config: Config, shared: str) -> None:
     from uvicorn.config import STARTUP_FAILURE
     from uvicorn.supervisors import Multiprocess
 
-    from ..proxy.metrics import SHARED
+    from ..proxy.recording.metrics import SHARED
 
     os.environ[SHARED] = shared  # for the workers: they are started anew, not forked
     proxy = config.proxy

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..proxy.config_file import load_config
+from ..proxy.config.file import load_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..proxy.config import StoreConfig
-    from ..proxy.keeper import Pages
+    from ..proxy.config.root import StoreConfig
+    from ..proxy.store.retention import Pages
 
 app = typer.Typer(no_args_is_help=True, help="Look at the store's file, and make it smaller.")
 
@@ -47,9 +47,9 @@ def compact(context: typer.Context) -> None:
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:
     """What `store info` shows, as plain data; sizes in bytes."""
-    from ..proxy.database import opened
-    from ..proxy.keeper import read_pages
-    from ..proxy.store import Store
+    from ..proxy.store.database import opened
+    from ..proxy.store.retention import read_pages
+    from ..proxy.store.rollouts import Store
 
     async with opened(config) as database:
         store, pages = Store(database), await read_pages(database)
@@ -96,8 +96,8 @@ async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
     from rich.console import Console
     from rich.progress import Progress
 
-    from ..proxy.database import opened
-    from ..proxy.keeper import give_back, keeping, read_pages, rewrite
+    from ..proxy.store.database import opened
+    from ..proxy.store.retention import give_back, keeping, read_pages, rewrite
 
     async with opened(config) as database:
         before = await read_pages(database)

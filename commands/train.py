@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from ..proxy.config import Config
+from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
 from .vllm import require_model
 
@@ -51,8 +51,8 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from transformers.utils.logging import disable_progress_bar
 
+    from ..trainer.distributed.ranks import leads
     from ..trainer.loop import follow
-    from ..trainer.ranks import leads
 
     disable_progress_bar()  # of every file that is written, between the lines of the steps
     if leads():
@@ -67,9 +67,9 @@ async def _train(config: Config, once: bool, offline: Offline | None, method: Me
 
     from ..trainer.loop import TrainingLoop
     from ..trainer.loop import train as run
-    from ..trainer.offline import OfflineRun, train_offline
-    from ..trainer.sft import SftRun
-    from .steps import teller
+    from ..trainer.offline.offline import OfflineRun, train_offline
+    from ..trainer.sft.sft import SftRun
+    from .system.steps import teller
 
     disable_progress_bars()
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

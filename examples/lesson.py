@@ -20,8 +20,8 @@ from typing import Any
 import yaml
 
 from lightning_proxy.commands.control import ControlClient
-from lightning_proxy.commands.demo_model import cache_directory, prepare_model
-from lightning_proxy.commands.processes import ChildSpec, Supervisor, free_port
+from lightning_proxy.commands.demo.model import cache_directory, prepare_model
+from lightning_proxy.commands.system.processes import ChildSpec, Supervisor, free_port
 from lightning_proxy.proxy.errors import ConfigError, LightningError
 
 Json = dict[str, Any]

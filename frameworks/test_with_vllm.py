@@ -17,7 +17,7 @@ import pytest
 import yaml
 from traffic.server import config_of
 
-from lightning_proxy.commands.demo_model import cache_directory, prepare_model
+from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from support.agent_runs import plan, stored, told
 from support.dictated import dictating
 from support.environments import command_for

@@ -14,15 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from . import spans_in
-from .asgi import Agent, ClientDisconnected, read_headers
-from .auth import require_local
-from .config import Config, ProxyConfig
+from .access.auth import require_local
+from .config.root import Config, ProxyConfig
+from .control.parts import open_parts
+from .control.routes import router
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
-from .parts import open_parts
-from .relay import is_data_path
-from .routes import router
-from .telemetry import require_sdk
+from .gateway.asgi import Agent, ClientDisconnected, read_headers
+from .gateway.relay import is_data_path
+from .otel import spans_in
+from .otel.telemetry import require_sdk
 
 
 def create_app(config: Config) -> ASGIApp:

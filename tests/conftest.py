@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from lightning_proxy.commands.serve import UVICORN
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config import (
+from lightning_proxy.proxy.config.root import (
     Config,
     PolicyConfig,
     ProxyConfig,
@@ -30,9 +30,9 @@ from lightning_proxy.proxy.config import (
     TelemetryConfig,
     UpstreamConfig,
 )
-from lightning_proxy.proxy.database import Database
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.proxy.publish_mode import has_gpu
+from lightning_proxy.proxy.policy.mode import has_gpu
+from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.training import Ledger
 
 WIDE = {"COLUMNS": "80"}
 

@@ -13,8 +13,7 @@ import typer.main
 
 from lightning_proxy.cli import app
 from support.examples import learned
-
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
 
 
 def test_the_readme_names_every_command() -> None:
@@ -22,15 +21,6 @@ def test_the_readme_names_every_command() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     missing = [name for name in commands if f"lightning-proxy {name}" not in readme and f"`{name}`" not in readme]
     assert missing == []
-
-
-def test_the_readmes_map_names_every_module_and_no_other() -> None:
-    _, _, after = (ROOT / "README.md").read_text().partition("## Map of the code")
-    named = set(re.findall(r"`(?:\w+/)?(\w+\.py)`", after.partition("\n## ")[0])) - {"cli.py"}
-    modules = {path.name for folder in ("proxy", "trainer", "client") for path in (ROOT / folder).glob("[!_]*.py")}
-    commands = {path.name for path in (ROOT / "commands").glob("*.py")}
-    assert modules - named == set()
-    assert named - modules - commands == set()
 
 
 def test_the_snippets_for_frameworks_are_parts_of_the_programs_that_are_run() -> None:

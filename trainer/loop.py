@@ -12,24 +12,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..proxy.config import Config
-from ..proxy.database import opened
+from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, NotSaved, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
-from ..proxy.fleet import open_vllm
-from ..proxy.ledger import Ledger, Step
-from ..proxy.policy import Superseded, Swap
-from ..proxy.publish_mode import publish_mode
-from ..proxy.store import Store
+from ..proxy.policy.fleet import open_vllm
+from ..proxy.policy.mode import publish_mode
+from ..proxy.policy.routing import Superseded, Swap
+from ..proxy.policy.vllm import VllmFault, operator_session
+from ..proxy.store.database import opened
+from ..proxy.store.rollouts import Store
+from ..proxy.store.training import Ledger, Step
 from ..proxy.types import PolicyVersion
-from ..proxy.vllm import VllmFault, operator_session
-from .collect import Collector, Order
-from .judge import JudgeError
-from .metric_schema import scalars
-from .monitor import Monitor
-from .offline_data import check_store
+from .collapse.monitor import Monitor
+from .collect.collector import Collector, Order
+from .collect.schedule import Schedule
+from .judge.judge import JudgeError
+from .offline.data import check_store
 from .publish import Publisher
-from .schedule import Schedule
-from .trainer import LightningTrainer
+from .report.metric_schema import scalars
+from .step.trainer import LightningTrainer
 from .types import Batch, Sample
 
 log = logging.getLogger(__name__)

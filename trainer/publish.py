@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from ..proxy.config import DEFAULT_ADAPTER, PolicyConfig
+from ..proxy.config.root import DEFAULT_ADAPTER, PolicyConfig
 from ..proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
-from ..proxy.ledger import Ledger, Step
-from ..proxy.policy import Superseded, Swap
+from ..proxy.policy.routing import Superseded, Swap
+from ..proxy.policy.vllm import Vllm, VllmError
+from ..proxy.store.training import Ledger, Step
 from ..proxy.types import PolicyVersion
-from ..proxy.vllm import Vllm, VllmError
-from .adapters import Weights
-from .trainer import LightningTrainer
+from .step.adapters import Weights
+from .step.trainer import LightningTrainer
 from .types import Sample
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config import Config
+from lightning_proxy.proxy.config.root import Config
 
 
 @asynccontextmanager

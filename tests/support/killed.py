@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from lightning_proxy.cli import app
-from lightning_proxy.proxy.ledger import Ledger
-from lightning_proxy.trainer.trainer import LightningTrainer
+from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.trainer.step.trainer import LightningTrainer
 
 moment, _, at = os.environ["KILL_AT"].partition(":")
 

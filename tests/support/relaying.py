@@ -11,13 +11,13 @@ from typing import Any
 import uvicorn
 
 from lightning_proxy.commands.serve import UVICORN
-from lightning_proxy.proxy.config import Config, ProxyConfig, RecordingConfig, UpstreamConfig
+from lightning_proxy.proxy.config.root import Config, ProxyConfig, RecordingConfig, UpstreamConfig
 from lightning_proxy.proxy.errors import Unauthorized
-from lightning_proxy.proxy.ports import Caller, Route
-from lightning_proxy.proxy.relay import Relay
+from lightning_proxy.proxy.gateway.ports import Caller, Route
+from lightning_proxy.proxy.gateway.relay import Relay
 from lightning_proxy.proxy.types import CallEnd, CallStart
-from lightning_proxy.proxy.upstream import make_session
-from lightning_proxy.proxy.upstreams import Upstreams
+from lightning_proxy.proxy.upstreams.attempts import Upstreams
+from lightning_proxy.proxy.upstreams.http import make_session
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

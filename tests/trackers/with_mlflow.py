@@ -5,7 +5,7 @@
 
 from mlflow import MlflowClient
 
-from lightning_proxy.trainer.trackers import PROJECT
+from lightning_proxy.trainer.report.trackers import PROJECT
 from support.tracked import LOSS, Kept, main
 
 

@@ -5,7 +5,7 @@
 
 from trackio.sqlite_storage import SQLiteStorage
 
-from lightning_proxy.trainer.trackers import PROJECT
+from lightning_proxy.trainer.report.trackers import PROJECT
 from support.tracked import LOSS, Kept, main
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from traffic.played import PlayedModel
 from traffic.shapes import Ids, stream, whole_answer
 
-from lightning_proxy.proxy.config import Config, PolicyConfig, StoreConfig, UpstreamConfig
+from lightning_proxy.proxy.config.root import Config, PolicyConfig, StoreConfig, UpstreamConfig
 
 Json = dict[str, Any]
 # Status and body for a request; None: no answer ever.

@@ -1,0 +1,216 @@
+"""For agents written for Agent Lightning 0.2 and 0.3: `from lightning_proxy.client import agl` in place of
+`import agentlightning as agl`. Of its spans the rewards become rewards, the operations actions, the rest notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from .. import scope
+from ..emit import emit_note
+from ..scope import Rollout, current
+from .operation import operation, plain
+
+__all__ = [
+    "LLM",
+    "LitAgent",
+    "emit_annotation",
+    "emit_exception",
+    "emit_message",
+    "emit_object",
+    "emit_reward",
+    "llm_rollout",
+    "operation",
+    "reward",
+    "rollout",
+]
+
+Function = Callable[..., Any]
+Attributes = Mapping[str, Any]
+
+
+def emit_reward(
+    reward: float | Mapping[str, float],
+    *,
+    primary_key: str | None = None,
+    attributes: Attributes | None = None,
+    propagate: bool = True,
+) -> None:
+    """Reward the rollout; the newest reward counts. Of several dimensions the primary one is the one named `reward`.
+
+    Within a rollout's scope (an `@rollout` function is one) it is the end of the scope that completes the rollout.
+    """
+    values = _dimensions(reward, primary_key)
+    if not propagate:
+        return
+    comment = None if not attributes else json.dumps(plain(attributes))
+    here = current()
+    others = [pair for pair in values.items() if pair[0] != "reward"]
+    for name, value in others:
+        here.reward(value, name=name, final=False, comment=comment, source="agl")
+    here.reward(values["reward"], final=not scope.is_entered(), comment=comment, source="agl")
+
+
+def _dimensions(reward: float | Mapping[str, float], primary_key: str | None) -> dict[str, float]:
+    if not isinstance(reward, Mapping):
+        if not isinstance(reward, Real):
+            raise TypeError(f"Reward must be a number, got: {type(reward)}")
+        return {"reward": float(reward)}
+    for name, value in reward.items():
+        if not isinstance(value, Real):
+            raise ValueError(f"Reward value must be a number, got: {type(value)} for key {name}")
+    if primary_key is None or primary_key not in reward:
+        raise ValueError(f"primary_key must be one of {list(reward)}, got: {primary_key!r}")
+    others = {name: float(value) for name, value in reward.items() if name != primary_key}
+    return others | {"reward": float(reward[primary_key])}
+
+
+def emit_message(message: str, attributes: Attributes | None = None, propagate: bool = True) -> None:
+    """Keep a text with the rollout."""
+    if not isinstance(message, str):
+        raise TypeError(f"Message must be a string, got: {type(message)}.")
+    _note("message", message, attributes, propagate)
+
+
+def emit_object(object: Any, attributes: Attributes | None = None, propagate: bool = True) -> None:
+    """Keep anything that JSON can hold with the rollout."""
+    try:
+        json.dumps(object)
+    except (TypeError, ValueError):
+        raise RuntimeError(f"Object must be JSON serializable, got: {type(object)}.") from None
+    _note("object", object, attributes, propagate)
+
+
+def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> None:
+    """Keep names and their values with the rollout."""
+    _note("annotation", dict(annotation), None, propagate)
+
+
+def emit_exception(exception: BaseException, attributes: Attributes | None = None, propagate: bool = True) -> None:
+    """Keep an exception with the rollout, and where it came from."""
+    if not isinstance(exception, BaseException):
+        raise TypeError(f"Expected a BaseException instance, got: {type(exception)}.")
+    told = {
+        "exception.type": type(exception).__name__,
+        "exception.message": str(exception),
+        "exception.stacktrace": "".join(traceback.format_exception(exception)),
+    }
+    _note("exception", told, attributes, propagate)
+
+
+def _note(name: str, value: Any, attributes: Attributes | None, propagate: bool) -> None:
+    if propagate:
+        emit_note(plain({"value": value, "attributes": attributes} if attributes else value), name=name)
+
+
+def reward(function: Function) -> Function:
+    """Emit what the function returns as a reward (`emit_reward` is the newer way)."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def rewarded_later(*args: Any, **kwargs: Any) -> Any:
+            value = await function(*args, **kwargs)
+            await asyncio.to_thread(emit_reward, value)
+            return value
+
+        return rewarded_later
+
+    @functools.wraps(function)
+    def rewarded(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        emit_reward(value)
+        return value
+
+    return rewarded
+
+
+@dataclass(frozen=True, slots=True)
+class LLM:
+    """Where the agent's model is."""
+
+    endpoint: str
+    model: str = "policy"
+    api_key: str | None = None
+    sampling_parameters: dict[str, Any] = field(default_factory=dict)
+
+    def get_base_url(self, *args: Any, **kwargs: Any) -> str:
+        return self.endpoint
+
+
+class LitAgent:
+    """A function of (task, llm) or (task, llm, rollout), each call of which is a rollout.
+
+    A number that it returns is the rollout's reward; an exception fails it.
+    """
+
+    def __init__(self, function: Function) -> None:
+        names = list(inspect.signature(function).parameters)
+        if len(names) < 2 or names[0] != "task" or "llm" not in names:
+            raise NotImplementedError(
+                f"{getattr(function, '__name__', function)}({', '.join(names)}): only functions of (task, llm) or "
+                "(task, llm, rollout) can be run; there are no prompt templates here"
+            )
+        self._function, self._takes_rollout = function, "rollout" in names
+        functools.update_wrapper(self, function)
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self._function)
+
+    def __call__(self, task: Any, llm: LLM | None = None, rollout: Rollout | None = None) -> Any:
+        """Run it: in the scope that is there, or else in one of its own. What is not given is made."""
+        return self._run_async(task, llm, rollout) if self.is_async else self._run(task, llm, rollout)
+
+    def main(self) -> None:
+        """The whole program: `lightning-proxy run … -- python agent.py` runs it with the task in LIGHTNING_TASK."""
+        if "LIGHTNING_TASK" not in os.environ:
+            raise SystemExit("there is no LIGHTNING_TASK: start this program by `lightning-proxy run --tasks FILE`")
+        found = self(json.loads(os.environ["LIGHTNING_TASK"]))
+        if self.is_async:
+            asyncio.run(found)
+
+    def _run(self, task: Any, llm: LLM | None, rollout: Rollout | None) -> Any:
+        with _scope() as here:
+            result = self._function(task, **self._resources(here, llm, rollout))
+            _reward(here, result)
+            return result
+
+    async def _run_async(self, task: Any, llm: LLM | None, rollout: Rollout | None) -> Any:
+        async with _scope() as here:
+            result = await self._function(task, **self._resources(here, llm, rollout))
+            await asyncio.to_thread(_reward, here, result)
+            return result
+
+    def _resources(self, here: Rollout, llm: LLM | None, rollout: Rollout | None) -> dict[str, Any]:
+        llm = llm or LLM(here.base_url, api_key=here.environ["OPENAI_API_KEY"])
+        return {"llm": llm} | ({"rollout": rollout or here} if self._takes_rollout else {})
+
+
+def _scope() -> Any:
+    """What is there, which somebody else ends, or one of its own."""
+    return nullcontext(current()) if scope.is_entered() else scope.rollout()
+
+
+def _reward(here: Rollout, result: Any) -> None:
+    if isinstance(result, Real):
+        here.reward(float(result), source="agl")
+
+
+def rollout(function: Function) -> LitAgent:
+    """`@rollout`: make a function an agent."""
+    return LitAgent(function)
+
+
+def llm_rollout(function: Function | None = None, *, strip_proxy: bool = True) -> Any:
+    """`@llm_rollout` or `@llm_rollout(…)`: the same."""
+    return LitAgent if function is None else LitAgent(function)

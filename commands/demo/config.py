@@ -1,0 +1,89 @@
+"""The demo's options, and the configuration that it writes for the system: an ordinary config.yaml."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...proxy.errors import ConfigError
+from ..run.tasks import Task, read_tasks
+from ..system.processes import free_port, make_directory
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "addition"
+CONFIG = "config.yaml"
+GROUP_SIZE = 8
+TASKS_PER_STEP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """`repeat`: answers per held-out task and evaluation. `ahead`: steps that rollouts may be ahead of the live one:
+
+    with more than 0 the agent goes on while a step is taken; its answers are then a version old, and teach less each.
+    """
+
+    steps: int = 90
+    seed: int = 0
+    directory: Path = Path("lightning-demo")
+    model: Path | None = None
+    repeat: int = 8
+    ahead: float = 0.0
+
+
+def empty_directory(directory: Path) -> Path:
+    """Make `directory`, or empty it if an earlier demo worked there; never anyone else's."""
+    directory = make_directory(directory, "--dir")
+    if any(directory.iterdir()):
+        if not _is_a_demos(directory):
+            raise ConfigError(f"{directory} is not empty and no earlier demo's: choose another --dir")
+        shutil.rmtree(directory)
+        directory.mkdir()
+    return directory
+
+
+def _is_a_demos(directory: Path) -> bool:
+    """Whether its configuration is one that `write_config` wrote there; a checkout has a config.yaml, too."""
+    config = directory / CONFIG
+    return config.is_file() and _store_url(directory) in config.read_text(errors="replace")
+
+
+def _store_url(directory: Path) -> str:
+    return f"sqlite:///{directory / 'lightning.db'}"
+
+
+def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
+    """The system's configuration, with ports that are free now."""
+    proxy_port, vllm_port = free_port(), free_port()
+    data: dict[str, Any] = {
+        "proxy": {"port": proxy_port},
+        "store": {"url": _store_url(directory)},
+        "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
+        "policy": {"model": str(model), "publish": "merged", "directory": str(directory / "policy")},
+        "vllm": {"port": vllm_port, "max_model_len": 512, "kv_cache_gib": 1.0},
+        "trainer": {
+            "group_size": GROUP_SIZE,
+            "tasks_per_step": TASKS_PER_STEP,
+            "learning_rate": 2e-4,
+            "lora_rank": 16,
+            "poll_s": 0.1,
+            "max_steps": options.steps,
+            "seed": options.seed,
+        },
+    }
+    path = directory / CONFIG
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return path
+
+
+def read_split(directory: Path) -> tuple[list[Task], list[Task]]:
+    """The tasks that examples/addition/tasks.py wrote: (train, held out)."""
+    return read_tasks(directory / "train.jsonl"), read_tasks(directory / "held_out.jsonl")
+
+
+def dump(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1) + "\n")

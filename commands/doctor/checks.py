@@ -1,0 +1,49 @@
+"""What a check of `doctor` found, and how checks are shown. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.table import Table
+
+from ..formats import plain
+
+Outcome = Literal["ok", "warning", "failed"]
+STYLE = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One link of the chain. `fix` says what to do unless it is ok."""
+
+    name: str
+    outcome: Outcome
+    found: str
+    fix: str | None = None
+
+
+def ok(name: str, found: str) -> Check:
+    return Check(name, "ok", found)
+
+
+def warning(name: str, found: str, fix: str) -> Check:
+    return Check(name, "warning", found, fix)
+
+
+def failed(name: str, found: str, fix: str) -> Check:
+    return Check(name, "failed", found, fix)
+
+
+def checks_table(checks: Sequence[Check]) -> Table:
+    """A line a check, and under it what to do about it."""
+    table = Table.grid(padding=(0, 2))
+    for _ in range(2):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        table.add_row(plain(check.outcome, STYLE[check.outcome]), plain(check.name), plain(check.found))
+        if check.fix:
+            table.add_row("", "", plain(f"→ {check.fix}"))
+    return table

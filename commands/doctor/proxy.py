@@ -1,0 +1,99 @@
+"""Checks of `doctor` on our side: store, proxy, the alias through the proxy, rewards."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+
+from ...proxy.config.root import Config, StoreConfig
+from ...proxy.errors import StoreUnavailable
+from ...proxy.store.database import Database
+from ..control import ControlClient, ControlError, ProxyNotThere
+from .checks import Check, failed, ok, warning
+
+LOW_DISK_GIB = 1.0
+NEWEST = 200
+QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
+
+
+async def check_store(config: StoreConfig) -> Check:
+    """Can be opened and written, on a disk with room."""
+    path = config.path.expanduser().absolute()
+    try:
+        database = await Database.open(config)
+        try:
+            async with database.transaction():
+                pass  # BEGIN IMMEDIATE takes the write lock
+        finally:
+            await database.close()
+    except StoreUnavailable as error:
+        return failed("store", error.message, f"make {path} writable, or set store.url")
+    free = shutil.disk_usage(path.parent).free / 2**30
+    if free < LOW_DISK_GIB:
+        return warning("store", f"{path}: only {free:.1f} GiB free", "make room: a full disk stops agents with 503")
+    return ok("store", f"{path}, writable, {free:.0f} GiB free")
+
+
+async def check_proxy(api: ControlClient) -> Check:
+    """Answers, and lets this configuration's key in."""
+    try:
+        policy = await api.policy()
+    except ProxyNotThere:
+        return failed("proxy", f"nothing answers at {api.url}", "start it with `lightning-proxy serve`")
+    except ControlError as error:
+        return failed("proxy", error.message, "use the configuration that the proxy was started with")
+    return ok("proxy", f"{api.url}, policy version {policy['live_version']} live")
+
+
+async def check_alias(config: Config, session: aiohttp.ClientSession, api: ControlClient) -> Check:
+    """A call for the policy alias is answered and recorded so that it could be trained on."""
+    name, alias = "alias", config.policy.alias
+    rollout = f"doctor-{uuid4().hex}"
+    try:
+        status, body = await _call(config, session, api, rollout)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        return failed(name, f"no answer for model {alias!r} through the proxy: {error}", "look at the proxy's log")
+    try:
+        call = (await api.rollout(rollout))["calls"][0]
+        await api.end_rollout(rollout, "discarded", "a check of lightning-proxy doctor")
+    except ControlError as error:
+        return failed(name, f"the call was not recorded: {error.message}", "look at the proxy's log")
+    if status != 200:
+        return failed(name, f"model {alias!r} answers HTTP {status}: {str(body)[:200]}", "look at the upstream's log")
+    if not call["trainable"]:
+        return failed(name, f"its calls cannot be trained on: {call['untrainable_reason']}", "see the checks above")
+    tokens = f"{len(call['prompt_token_ids'])}+{len(call['response_token_ids'])} tokens"
+    return ok(name, f"{alias!r} answers through the proxy; recorded as trainable, {tokens}")
+
+
+async def _call(config: Config, session: aiohttp.ClientSession, api: ControlClient, rollout: str) -> tuple[int, Any]:
+    # In mode eval: it is never trained on.
+    headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval", **api.headers}
+    body = QUESTION | {"model": config.policy.alias}
+    async with session.post(f"{api.url}/v1/chat/completions", json=body, headers=headers) as answer:
+        return answer.status, await answer.json(content_type=None)
+
+
+async def check_rewards(api: ControlClient) -> Check:
+    """Most of the newest training rollouts that ended have a reward."""
+    name = "rewards"
+    fix = "POST /reward (or `lightning-proxy reward`) with each rollout's id when it is done"
+    newest = (await api.rollouts(mode="train", limit=NEWEST))["data"]
+    called = [r for r in newest if r["calls"]]
+    ended = [r for r in called if r["status"] in ("completed", "failed")]
+    rewarded = sum(r["reward"] is not None for r in ended)
+    if not called:
+        return ok(name, "no training rollout yet")
+    if not ended:
+        return warning(name, f"none of the newest {len(called)} training rollouts has ended", fix)
+    found = f"{rewarded} of the newest {len(ended)} ended training rollouts have one"
+    if rewarded == 0:
+        return failed(name, found, fix)
+    if rewarded < len(ended) / 2:
+        return warning(name, found, fix)
+    if all(r["task_id"] is None for r in ended):
+        return warning(name, f"{found}, but none names its task", "name it: only rollouts of one task are compared")
+    return ok(name, found)

@@ -1,0 +1,163 @@
+"""Checks of `doctor` on the policy's vLLM server, asked directly."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from ...proxy.config.root import Config, UpstreamConfig
+from ...proxy.conversation.renderer import RENDER
+from ...proxy.types import PublishMode
+from .checks import Check, failed, ok, warning
+
+RESTART = "start the server with `lightning-proxy vllm`"
+QUESTION = [{"role": "user", "content": "What is two plus two?"}]
+ANSWER = "The answer is four."
+TOP = 5
+
+
+class Refused(Exception):
+    """The server answered with an error, or not at all."""
+
+
+class VllmChecks:
+    """`all()` yields the checks in the order in which one thing needs the other."""
+
+    def __init__(
+        self, config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig, publish: PublishMode
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._root = upstream.urls[0].removesuffix("/v1")
+        self._headers = upstream.credentials
+        self._publish = publish
+        self._model = ""
+
+    async def all(self) -> AsyncIterator[Check]:
+        try:
+            served = (await self._request("GET", "/v1/models"))["data"]
+            base = next(model for model in served if model.get("parent") is None)
+        except (Refused, StopIteration, KeyError, TypeError) as error:
+            yield failed("policy server", f"lists no base model: {error}", RESTART)
+            return
+        self._model = base["id"]
+        yield self._context(base.get("max_model_len"))
+        checks = (("tokens", self._tokens), ("logprobs", self._logprobs), ("template", self._template))
+        exact = self._config.policy.token_continuity == "exact"
+        continuity = (("continuity", self._continuity),) if exact else ()
+        for name, check in (*checks, *continuity, ("publishing", self._publishing)):
+            try:
+                yield await check(name)
+            except (Refused, KeyError, IndexError, TypeError) as error:
+                yield failed(name, f"the policy server does not answer as expected: {error}", RESTART)
+
+    def _context(self, length: int | None) -> Check:
+        name, longest = "context length", self._config.trainer.max_sample_tokens
+        if length is None:
+            return warning(name, "the policy server does not say", "use vLLM")
+        if length > longest:
+            fix = f"raise trainer.max_sample_tokens to {length}, or set vllm.max_model_len"
+            return warning(name, f"{self._model} serves {length} tokens; samples over {longest} are dropped", fix)
+        return ok(name, f"{self._model} serves {length} tokens")
+
+    async def _tokens(self, name: str) -> Check:
+        answer = await self._chat(max_tokens=4)
+        choice = answer["choices"][0]
+        ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
+        if not ids or not answer.get("prompt_token_ids"):
+            return failed(name, "no token ids come back", "use vLLM 0.10 or newer: return_token_ids is not understood")
+        if not logprobs or len(logprobs) != len(ids):
+            return failed(name, f"{len(ids)} token ids, {len(logprobs or [])} log-probabilities", RESTART)
+        wanted = answer["usage"]["completion_tokens"]
+        if len(ids) != wanted:
+            return failed(name, f"{len(ids)} token ids where usage says {wanted}", "use another vLLM version")
+        return ok(name, "ids and log-probabilities come back, as many as usage says")
+
+    async def _logprobs(self, name: str) -> Check:
+        """Halving the temperature doubles the gaps between log-probabilities, unless they are those before it."""
+        warm, cold = [_top(await self._chat(max_tokens=1, temperature=t, top_logprobs=TOP)) for t in (1.0, 0.5)]
+        common = sorted(warm.keys() & cold.keys(), key=lambda token: warm[token])
+        if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < 0.1:
+            return warning(name, "cannot tell whether they are those after temperature", RESTART)
+        if any(value > 0.001 for value in warm.values()):
+            return failed(name, "logits come back in their place", RESTART)
+        ratio = (cold[common[-1]] - cold[common[0]]) / gap
+        if ratio < 1.5:
+            fix = f"{RESTART}, or add --logprobs-mode processed_logprobs"
+            return failed(name, "they are those before temperature, not of what was sampled", fix)
+        return ok(name, "they are those of the distribution that was sampled")
+
+    async def _template(self, name: str) -> Check:
+        """A second turn's prompt begins with the first turn's prompt and the answer's tokens."""
+        first = await self._tokenize(messages=QUESTION, add_generation_prompt=True)
+        answer = await self._tokenize(prompt=ANSWER, add_special_tokens=False)
+        more = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And plus one?"}]
+        second = await self._tokenize(messages=[*QUESTION, *more], add_generation_prompt=True)
+        whole = first + answer
+        same = next((i for i, (a, b) in enumerate(zip(whole, second, strict=False)) if a != b), len(second))
+        if same >= len(whole):
+            return ok(name, "prefix-stable: a conversation is trained on as one row")
+        found = f"a second turn changes token {same + 1} of the {len(whole)} before it: a row for each call"
+        fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
+        return warning(name, found, fix)
+
+    async def _continuity(self, name: str) -> Check:
+        """The two routes that `policy.token_continuity: exact` needs: messages to tokens, and tokens as a prompt."""
+        status, rendered = await self._send("POST", RENDER, {"model": self._model, "messages": QUESTION})
+        if status in (403, 404, 405):
+            return failed(name, f"{RENDER} answers HTTP {status}", f"{RESTART}, or add --enable-scale-out")
+        if status >= 400:
+            raise Refused(f"{RENDER} answers HTTP {status}: {str(rendered)[:200]}")
+        prompt = rendered["token_ids"][:-1]  # not what the messages become
+        answer = await self._chat(max_tokens=1, kv_transfer_params={"prompt_token_ids": prompt})
+        if answer.get("prompt_token_ids") != prompt:
+            return failed(name, "prompts are not taken as tokens", "use vLLM 0.32 or newer")
+        return ok(name, "exact: a next turn can be sent as the last one's tokens")
+
+    async def _publishing(self, name: str) -> Check:
+        if self._publish == "lora":
+            # Without a body: what can be loaded is refused for that, what cannot is not found.
+            status, _ = await self._send("POST", "/v1/load_lora_adapter", {})
+            if status in (404, 405):
+                fix = f"{RESTART}, or set VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
+                return failed(name, "lora: adapters cannot be loaded", fix)
+            return ok(name, "lora: adapters can be loaded")
+        for path in ("/weight_info", "/is_paused"):
+            status, _ = await self._send("GET", path)
+            if status >= 400:
+                fix = f"{RESTART}, or set VLLM_SERVER_DEV_MODE=1 on a server that only this machine reaches"
+                return failed(name, f"merged: {path} answers HTTP {status}", fix)
+        return ok(name, "merged: weights can be replaced in place")
+
+    async def _chat(self, **more: Any) -> dict[str, Any]:
+        body = {"model": self._model, "messages": QUESTION, "logprobs": True, "return_token_ids": True}
+        more |= {"return_tokens_as_token_ids": True, "top_p": 1.0, "top_k": 0}
+        answer: dict[str, Any] = await self._request("POST", "/v1/chat/completions", body | more)
+        return answer
+
+    async def _tokenize(self, **body: Any) -> list[int]:
+        answer = await self._request("POST", "/tokenize", {"model": self._model, **body})
+        return list(answer["tokens"])
+
+    async def _request(self, method: str, path: str, body: Any = None) -> Any:
+        status, answer = await self._send(method, path, body)
+        if status >= 400:
+            raise Refused(f"{path} answers HTTP {status}: {str(answer)[:200]}")
+        return answer
+
+    async def _send(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        url = self._root + path
+        try:
+            async with self._session.request(method, url, json=body, headers=self._headers) as answer:
+                is_json = "json" in answer.content_type
+                return answer.status, await (answer.json() if is_json else answer.text())
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise Refused(f"{path}: {error or 'no answer in time'}") from None
+
+
+def _top(answer: dict[str, Any]) -> dict[str, float]:
+    """The likeliest first tokens and their log-probabilities, without those that cannot be sampled."""
+    top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    return {entry["token"]: entry["logprob"] for entry in top if entry["logprob"] > -1000}

@@ -1,0 +1,193 @@
+"""`export`: transitions or SFT conversations out of the store, rollout by rollout; the proxy need not run."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ...proxy.config.root import Config, StoreConfig
+from ...proxy.control import views
+from ...proxy.errors import ConfigError, LightningError, NotFound
+from ...proxy.store.database import Database
+from ...proxy.store.events import Events
+from ...proxy.store.rollouts import Store
+from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
+from ..show.conversation import longest, whole
+from ..signals import run_until_signal
+from .files import RowWriter, file_format, open_writer
+
+Kind = Literal["transitions", "sft"]
+PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which rollouts are exported. `since` is Unix time; rollouts without a reward fail any `min_reward`."""
+
+    mode: str | None = None
+    status: str | None = None
+    task_id: str | None = None
+    min_reward: float | None = None
+    since: float | None = None
+
+    @property
+    def filters(self) -> dict[str, str]:
+        wanted = {"mode": self.mode, "status": self.status, "task_id": self.task_id}
+        return {name: value for name, value in wanted.items() if value is not None}
+
+    def takes(self, rollout: Rollout) -> bool:
+        rewarded = self.min_reward is None or (rollout.reward is not None and rollout.reward >= self.min_reward)
+        return rewarded and (self.since is None or rollout.created_at >= self.since)
+
+
+def export_command(config: Config, target: Path, format: str | None, kind: str, filters: dict[str, Any]) -> None:
+    """Everything the command does; ConfigError for a wrong option, LightningError if it could not."""
+    if kind not in get_args(Kind):
+        raise ConfigError(f"--kind is transitions or sft, got {kind!r}")
+    for name, values in (("mode", get_args(Mode)), ("status", get_args(RolloutStatus))):
+        if filters[name] not in (None, *values):
+            raise ConfigError(f"--{name} is {', '.join(values[:-1])} or {values[-1]}, got {filters[name]!r}")
+    selection = Selection(**{**filters, "since": filters["since"] and since(filters["since"], time.time())})
+    work = export(config.store, target, file_format(target, format), cast(Kind, kind), selection)
+    written = run_until_signal(work)
+    Console(stderr=True).print(f"{written} {kind} rows to {target}", markup=False, soft_wrap=True)
+
+
+def since(text: str, now: float) -> float:
+    """Unix time of a date, a date with time (local), or so many minutes, hours or days ago: 90m, 12h, 7d."""
+    if ago := re.fullmatch(r"(\d+)([mhd])", text):
+        return now - int(ago[1]) * {"m": 60, "h": 3600, "d": 86400}[ago[2]]
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise ConfigError(f"--since is a date, a date with time, or 90m, 12h, 7d; got {text!r}") from None
+
+
+async def export(store: StoreConfig, target: Path, format: str, kind: Kind, selection: Selection) -> int:
+    """Write the rows to `target` (`-`: standard output) and return how many; a file appears whole or not at all."""
+    if not store.path.expanduser().is_file():
+        raise LightningError(f"there is no store at {store.path.expanduser().absolute()} (store.url)")
+    in_place = str(target) == "-" or (target.exists() and not target.is_file())  # a pipe, a device
+    writing = target if in_place else target.with_name(f".{target.name}.{os.getpid()}.part")
+    writer: RowWriter | None = None
+    try:
+        writer = open_writer(writing, format, kind)
+        written = await _write_all(store, writer, kind, selection)
+        writer.close()
+        if not in_place:
+            writing.replace(target)
+    except BrokenPipeError:  # whoever read it has had enough
+        raise
+    except OSError as error:
+        raise LightningError(f"cannot write {target}: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            if writer is not None:
+                writer.close()
+        if not in_place:
+            with suppress(OSError):
+                writing.unlink()
+    return written
+
+
+async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selection: Selection) -> int:
+    database, written = await Database.open(config), 0
+    try:
+        store, events = Store(database), Events(database)
+        counts = await store.rollout_counts()
+        total = sum(n for (m, s), n in counts.items() if selection.mode in (None, m) and selection.status in (None, s))
+        with Progress(console=Console(stderr=True)) as progress:
+            bar = progress.add_task("rollouts", total=None if selection.task_id else total)
+            async with aclosing(_rollouts(store, selection)) as rollouts:
+                async for rollout in rollouts:
+                    progress.advance(bar)
+                    if not selection.takes(rollout):
+                        continue
+                    try:
+                        calls = await store.calls(rollout.rollout_id)
+                    except NotFound:  # deleted meanwhile, for its age perhaps
+                        continue
+                    told, rewards = await events.of(rollout.rollout_id), await store.rewards(rollout.rollout_id)
+                    for row in rows_of(rollout, calls, kind, told, rewards):
+                        writer.write(row)
+                        written += 1
+    finally:
+        await database.close()
+    return written
+
+
+async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[Rollout, None]:
+    """Newest first, a page in memory at a time."""
+    cursor: int | None = None
+    while True:
+        page, cursor = await store.rollouts(selection.filters, PAGE, cursor)
+        for rollout in page:
+            yield rollout
+        if cursor is None:
+            return
+
+
+def rows_of(
+    rollout: Rollout, calls: list[ModelCall], kind: Kind, events: Sequence[Event] = (), rewards: Sequence[Reward] = ()
+) -> Iterator[dict[str, Any]]:
+    """The rollout's rows of this kind."""
+    return _transitions(rollout, calls, events, rewards) if kind == "transitions" else _conversations(rollout, calls)
+
+
+def _transitions(
+    rollout: Rollout, calls: list[ModelCall], events: Sequence[Event], rewards: Sequence[Reward]
+) -> Iterator[dict[str, Any]]:
+    """`rewards`, the newest of each name and call, are in the rollout's first row."""
+    newest = {(r.call_id, r.name): r for r in rewards}.values()
+    by_id = {call.call_id: call for call in calls}
+    for transition in views.transitions(rollout, calls, events):
+        call = by_id[transition.call_id] if transition.call_id is not None else None
+        sampled = call if transition.kind == "llm" else None
+        yield {
+            "rollout_id": rollout.rollout_id,
+            "task_id": rollout.task_id,
+            "mode": rollout.mode,
+            "status": rollout.status,
+            "rollout_reward": rollout.reward,
+            "policy_version": call.policy_version if call else None,
+            **{name: _without_ids(value) for name, value in views.transition_view(transition).items()},
+            "prompt_token_ids": sampled.prompt_token_ids if sampled else (),
+            "response_token_ids": sampled.response_token_ids if sampled else (),
+            "logprobs": sampled.logprobs if sampled else (),
+            "temperature": sampled.temperature if sampled else None,
+            "call_reward": sampled.reward if sampled else None,
+            "untrainable_reason": _untrainable(sampled) if sampled else None,
+            "rewards": [_reward(r) for r in newest] if transition.t == 0 else None,
+        }
+
+
+def _reward(reward: Reward) -> dict[str, Any]:
+    return {"call_id": reward.call_id, "name": reward.name, "reward": reward.value, "source": reward.source}
+
+
+def _untrainable(call: ModelCall) -> str | None:
+    return "several answers: the reward belongs to no one of them" if len(call.choices) > 1 else call.untrainable_reason
+
+
+def _without_ids(value: Any) -> Any:
+    """A state or action without its token ids: they have columns of their own."""
+    if not isinstance(value, dict):
+        return value
+    return {name: part for name, part in value.items() if name not in ("prompt_token_ids", "token_ids")}
+
+
+def _conversations(rollout: Rollout, calls: list[ModelCall]) -> Iterator[dict[str, Any]]:
+    for call in longest([views.call_view(call) for call in calls]):
+        tools = {"tools": call["request"]["tools"]} if call["request"].get("tools") else {}
+        names = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "reward": rollout.reward}
+        yield {"messages": whole(call), **tools, **names}

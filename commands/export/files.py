@@ -1,0 +1,101 @@
+"""Files that `export` writes, row by row: JSON Lines and Parquet."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...proxy.errors import ConfigError, LightningError
+from ...proxy.json_text import dumps
+
+ROW_GROUP = 256
+TEXTS = ("rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id", "untrainable_reason")
+NUMBERS = ("rollout_reward", "reward", "call_reward", "temperature")
+# Their shape differs from row to row, so that Parquet holds them as JSON text.
+JSON_COLUMNS = {"transitions": ("state", "action", "next_state", "rewards"), "sft": ("messages", "tools")}
+
+
+class RowWriter(Protocol):
+    """`close` may be called twice."""
+
+    def write(self, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def file_format(path: Path, wanted: str | None) -> str:
+    """`wanted`, or what the suffix says; ConfigError for anything but jsonl and parquet."""
+    found = wanted or {".parquet": "parquet", ".jsonl": "jsonl"}.get(path.suffix, "jsonl")
+    if found not in ("jsonl", "parquet"):
+        raise ConfigError(f"--format is jsonl or parquet, got {found!r}")
+    if found == "parquet" and str(path) == "-":
+        raise ConfigError("standard output takes --format jsonl only")
+    return found
+
+
+def open_writer(path: Path, format: str, kind: str) -> RowWriter:
+    """A writer to a new file, or to standard output for `-`; OSError if it cannot be written."""
+    if format == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise LightningError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'")
+    return ParquetRows(path, kind) if format == "parquet" else JsonLines(path)
+
+
+class JsonLines:
+    """One JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._own = str(path) != "-"
+        self._file = path.open("w", encoding="utf-8") if self._own else sys.stdout
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(dumps(row) + "\n")
+
+    def close(self) -> None:
+        if self._own:
+            self._file.close()
+        else:
+            self._file.flush()
+
+
+class ParquetRows:
+    """Row groups of a few hundred rows; nothing more is held in memory."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        import pyarrow.parquet
+
+        self._schema = _schema(kind)
+        self._json = JSON_COLUMNS[kind]
+        self._rows: list[dict[str, Any]] = []
+        self._file = pyarrow.parquet.ParquetWriter(path, self._schema)
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._rows.append(row | {name: dumps(row[name]) for name in self._json if row.get(name) is not None})
+        if len(self._rows) >= ROW_GROUP:
+            self._flush()
+
+    def close(self) -> None:
+        if self._file.is_open:
+            self._flush()
+            self._file.close()
+
+    def _flush(self) -> None:
+        import pyarrow
+
+        if self._rows:
+            self._file.write_table(pyarrow.Table.from_pylist(self._rows, schema=self._schema))
+        self._rows = []
+
+
+def _schema(kind: str) -> Any:
+    import pyarrow as pa
+
+    text, number = pa.string(), pa.float64()
+    if kind == "sft":
+        names = ("messages", "tools", "rollout_id", "task_id")
+        return pa.schema([(name, text) for name in names] + [("reward", number)])
+    fields = [(name, text) for name in (*TEXTS, *JSON_COLUMNS[kind])]
+    fields += [*((name, number) for name in NUMBERS), ("t", pa.int32()), ("policy_version", pa.int32())]
+    ids = [(name, pa.list_(pa.int32())) for name in ("prompt_token_ids", "response_token_ids")]
+    return pa.schema([*fields, ("done", pa.bool_()), *ids, ("logprobs", pa.list_(pa.float32()))])

@@ -1,0 +1,97 @@
+"""How far agents may run ahead of the policy: what they answered that is in no live version yet."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
+
+from ...proxy.errors import LightningError
+from ...proxy.store.training import Collapse
+from ..control import ControlClient
+
+POLL_S = 0.25
+PATIENCE_S = 30.0  # until it says what it waits for
+PAGE = 1000
+
+
+class PolicyCollapsed(LightningError):
+    """Publication is stopped: there will be no version with what the agents do."""
+
+
+class Backlog:
+    """Keeps rollouts fresh: no group is opened while `limit` of those that it opened are not in the live version yet.
+
+    A group has `group_size` rollouts. A limit of less than a group is one of a group. A rollout counts no more when it
+    ended without a reward, when the trainer will not take it, and when the version of the step that took it is live.
+    One that the trainer has dropped counts until the step that it was about to take then is live: what is opened in its
+    place would be answered by the weights before.
+    """
+
+    def __init__(
+        self, api: ControlClient, limit: int, group_size: int, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._api, self._limit, self._group_size, self._say = api, max(limit, group_size), group_size, say
+        self._running: set[str] = set()
+        self._ended: set[str] = set()  # and not known to be published, or to be nothing to wait for
+
+    def opened(self, rollout_ids: Iterable[str]) -> None:
+        """A group was opened."""
+        self._running.update(rollout_ids)
+
+    def ended(self, rollout_id: str) -> None:
+        """A rollout's program ended; its reward has arrived, if there is one."""
+        self._running.discard(rollout_id)
+        self._ended.add(rollout_id)
+
+    async def wait(self) -> None:
+        """Return when there is room for one more group; PolicyCollapsed if there will be none."""
+        started, told = time.monotonic(), False
+        while self._limit - len(self._running) - len(self._ended) < self._group_size:
+            await self._forget_published()
+            if self._limit - len(self._running) - len(self._ended) >= self._group_size:
+                return
+            if not told and not self._running and time.monotonic() - started > PATIENCE_S:
+                told = True
+                self._say(f"waiting for the trainer: {len(self._ended)} rollouts are in no live version yet")
+            await asyncio.sleep(POLL_S)
+
+    async def _forget_published(self) -> None:
+        policy = await self._api.policy()
+        if collapse := policy["collapse"]:
+            raise PolicyCollapsed(f"nothing is published any more: {Collapse(**collapse).story}")
+        published = _published(policy["last_step"])
+        left = set(self._ended)
+        async for rollout in self._newest():
+            if rollout["rollout_id"] in left:
+                left.discard(rollout["rollout_id"])
+                if not _is_waited_for(rollout, published):
+                    self._ended.discard(rollout["rollout_id"])
+            if not left:
+                return
+        self._ended -= left  # deleted
+
+    async def _newest(self) -> AsyncIterator[Mapping[str, Any]]:
+        cursor: str | None = None
+        while True:
+            page = await self._api.rollouts(mode="train", limit=min(PAGE, 2 * self._limit), cursor=cursor)
+            for rollout in page["data"]:
+                yield rollout
+            if (cursor := page["next_cursor"]) is None:
+                return
+
+
+def _published(last: Mapping[str, Any] | None) -> int:
+    """The newest step whose weights are live, or that changed none."""
+    if last is None:
+        return 0
+    return last["step"] if last["version"] is not None or last["metrics"].get("skipped") else last["step"] - 1
+
+
+def _is_waited_for(rollout: Mapping[str, Any], published: int) -> bool:
+    if rollout["dropped"]:
+        return rollout["dropped_by"] is not None and rollout["dropped_by"] > published
+    if rollout["step"] is not None:
+        return rollout["step"] > published
+    return rollout["status"] == "completed" and rollout["reward"] is not None

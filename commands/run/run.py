@@ -1,0 +1,210 @@
+"""`run`: an agent program once per task and sibling, against a running proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...proxy.errors import LightningError
+from ...proxy.types import Mode
+from ..control import ControlClient, ControlError, OpenRollout
+from .programs import Runner
+from .tasks import Task
+
+CONFLICT = 409
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """How one run of the program ended. `reward` is None while no reward of the rollout has arrived.
+
+    `answers`: by the model that was asked for, the policy versions that answered, in order; None for a model outside
+    the policy. `tokens`: how many were sampled.
+    """
+
+    rollout_id: str
+    task_id: str
+    exit_code: int
+    reason: str | None
+    reward: float | None
+    answers: Mapping[str | None, tuple[int | None, ...]] = field(default_factory=dict)
+    tokens: int = 0
+
+    @property
+    def policy_versions(self) -> tuple[int | None, ...]:
+        """All that its calls were answered by."""
+        return tuple(dict.fromkeys(version for versions in self.answers.values() for version in versions))
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code != 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How `run_tasks` runs: siblings per task, programs at once, and where their output goes (None: thrown away).
+
+    `choice`: what answers the rollouts if not the live policy version: `policy_version` or `model` of POST /rollouts.
+    """
+
+    group_size: int = 1
+    concurrency: int = 1
+    mode: Mode = "train"
+    logs: Path | None = None
+    choice: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run to come: a task and the rollout opened for it."""
+
+    task: Task
+    rollout: OpenRollout
+
+
+class Gate(Protocol):
+    """Says when the next group may be opened, and is told what was."""
+
+    async def wait(self) -> None: ...
+
+    def opened(self, rollout_ids: Iterable[str]) -> None: ...
+
+    def ended(self, rollout_id: str) -> None: ...
+
+
+class Open:
+    """The gate that is always open."""
+
+    async def wait(self) -> None: ...
+
+    def opened(self, rollout_ids: Iterable[str]) -> None: ...
+
+    def ended(self, rollout_id: str) -> None: ...
+
+
+class TaskRun:
+    """Opens rollouts group by group and keeps `concurrency` programs running."""
+
+    def __init__(
+        self,
+        api: ControlClient,
+        runner: Runner,
+        options: RunOptions,
+        on_result: Callable[[RolloutResult], None] = lambda _: None,
+        gate: Gate | None = None,
+    ) -> None:
+        self._api, self._runner, self._options = api, runner, options
+        self._on_result, self._gate = on_result, gate or Open()
+        self._opened: dict[str, OpenRollout] = {}
+        self._results: list[RolloutResult] = []
+
+    async def run(self, tasks: Iterable[Task]) -> list[RolloutResult]:
+        """All tasks, as they come; cancelled, it stops the programs and discards their rollouts."""
+        jobs, turn = self._jobs(tasks), asyncio.Lock()
+        with tempfile.TemporaryDirectory(prefix="lightning-run-") as scratch:
+            logs = self._options.logs or Path(scratch)
+            logs.mkdir(parents=True, exist_ok=True)
+            try:
+                async with contextlib.aclosing(jobs), asyncio.TaskGroup() as workers:
+                    for _ in range(self._options.concurrency):
+                        workers.create_task(self._work(jobs, turn, logs))
+            except* LightningError as errors:
+                raise errors.exceptions[0] from None
+            finally:
+                await self._discard_open()
+        return self._results
+
+    async def _jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[Job, None]:
+        # A group is opened when its first sibling can start: none waits half open.
+        for task in tasks:
+            await self._gate.wait()
+            options = self._options
+            group = await self._api.open_rollouts(task.task_id, options.mode, options.group_size, **options.choice)
+            self._opened.update((rollout.rollout_id, rollout) for rollout in group)
+            self._gate.opened(rollout.rollout_id for rollout in group)
+            for rollout in group:
+                yield Job(task, rollout)
+
+    async def _work(self, jobs: AsyncGenerator[Job, None], turn: asyncio.Lock, logs: Path) -> None:
+        while True:
+            async with turn:
+                job = await anext(jobs, None)
+            if job is None:
+                return
+            result = await self._run_one(job, logs / f"{job.rollout.rollout_id}.log")
+            del self._opened[job.rollout.rollout_id]
+            self._gate.ended(job.rollout.rollout_id)
+            self._results.append(result)
+            self._on_result(result)
+
+    async def _run_one(self, job: Job, log: Path) -> RolloutResult:
+        rollout_id = job.rollout.rollout_id
+        code = await self._runner.run(self._environment(job), log)
+        reason = None
+        if code != 0:
+            reason = f"exit code {code}: {last_line(log)}"
+            await self._end(rollout_id, "failed", reason)
+        if self._options.logs is None:
+            log.unlink(missing_ok=True)
+        rollout = await self._api.rollout(rollout_id)
+        answers, tokens = _answers(rollout.get("calls", [])), rollout.get("tokens", 0)
+        return RolloutResult(rollout_id, job.task.task_id, code, reason, rollout["reward"], answers, tokens)
+
+    def _environment(self, job: Job) -> dict[str, str]:
+        return {
+            "OPENAI_BASE_URL": job.rollout.base_url,
+            "OPENAI_API_KEY": job.rollout.api_key,
+            "LIGHTNING_ROLLOUT_ID": job.rollout.rollout_id,
+            "LIGHTNING_TASK": job.task.line,
+            "LIGHTNING_URL": self._api.url,
+        }
+
+    async def _end(self, rollout_id: str, status: str, reason: str) -> None:
+        try:
+            await self._api.end_rollout(rollout_id, status, reason)
+        except ControlError as error:
+            # It was complete already: its reward had arrived before the program failed.
+            if error.status_code != CONFLICT:
+                raise
+
+    async def _discard_open(self) -> None:
+        # The proxy may be gone as well by now: then the rollouts stay open, and are never trained on.
+        with contextlib.suppress(ControlError):
+            await asyncio.gather(*(self._end(name, "discarded", "run was stopped") for name in self._opened))
+
+
+async def run_tasks(
+    api: ControlClient,
+    tasks: Iterable[Task],
+    runner: Runner,
+    options: RunOptions,
+    on_result: Callable[[RolloutResult], None] = lambda _: None,
+    gate: Gate | None = None,
+) -> list[RolloutResult]:
+    """Run the agent program for every task and sibling. `tasks` may be endless."""
+    return await TaskRun(api, runner, options, on_result, gate).run(tasks)
+
+
+def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int | None, ...]]:
+    """Of the calls that were answered. A call during which weights were replaced has several versions."""
+    found: dict[str | None, dict[int | None, None]] = {}
+    for call in calls:
+        if call["status"] == "ok":
+            asked = call["request"].get("model") if isinstance(call["request"], dict) else None
+            versions = dict.fromkeys(call["policy_versions"] or [None])
+            found.setdefault(asked if isinstance(asked, str) else None, {}).update(versions)
+    return {asked: tuple(versions) for asked, versions in found.items()}
+
+
+def last_line(log: Path) -> str:
+    """The last line of a program's output that says anything, 300 characters at most."""
+    with contextlib.suppress(OSError):
+        for line in reversed(log.read_text(errors="replace").splitlines()):
+            if line.strip():
+                return line.strip()[:300]
+    return "no output"

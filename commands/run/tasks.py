@@ -1,0 +1,53 @@
+"""Task files: JSON Lines, one object a line; its `task_id`, or else its hash, names the group."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...proxy.errors import ConfigError, InvalidRequest
+from ...proxy.types import check_id
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One line of a task file, as the agent program will see it in LIGHTNING_TASK."""
+
+    task_id: str
+    line: str
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """All tasks of a file; ConfigError naming file, line and fault. Empty lines are skipped."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    # Not splitlines(): JSON may hold U+2028 as it is.
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"{path} holds no task")
+    return [_task(line, f"{path}:{number}") for number, line in lines]
+
+
+def _task(line: str, where: str) -> Task:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: a task is a JSON object, got {type(data).__name__}")
+    task_id = data.get("task_id")
+    if task_id is None:
+        canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
+        return Task(hashlib.sha256(canonical.encode()).hexdigest()[:16], line)
+    if isinstance(task_id, bool) or not isinstance(task_id, str | int):
+        raise ConfigError(f"{where}: task_id must be a string, got {type(task_id).__name__}")
+    try:
+        return Task(check_id(str(task_id), "task_id"), line)
+    except InvalidRequest as error:
+        raise ConfigError(f"{where}: {error.message}") from None

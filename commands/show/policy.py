@@ -1,0 +1,72 @@
+"""`policy list|promote|rollback`: which weights are served."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...proxy.config.file import load_config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="Look at policy versions and choose the live one.")
+
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
+
+
+@app.command("list")
+def list_versions(context: typer.Context, as_json: Json = False) -> None:
+    """List the policy versions, oldest first."""
+    from rich.console import Console
+
+    from ..ask import ask, print_json
+
+    answer = ask(load_config(context.obj), lambda api: api.request("GET", "/policy/versions"))
+    if as_json:
+        print_json(answer)
+    else:
+        Console().print(versions_table(answer["data"]))
+
+
+@app.command()
+def promote(context: typer.Context, version: Annotated[int, typer.Argument(min=0)], as_json: Json = False) -> None:
+    """Make a version live; the trainer goes on from it."""
+    _change(context, "/policy/promote", {"version": version}, as_json)
+
+
+@app.command()
+def rollback(context: typer.Context, as_json: Json = False) -> None:
+    """Make the version before the live one live again."""
+    _change(context, "/policy/rollback", None, as_json)
+
+
+def versions_table(versions: list[dict[str, Any]]) -> Table:
+    """One line a version; the live one is marked with a star."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name, justify in (("version", "right"), ("", "left"), ("status", "left"), ("step", "right")):
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    for name in ("published", "reward", "when"):
+        table.add_column(name, no_wrap=True)
+    for v in versions:
+        mean = v["metrics"].get("reward_mean")
+        cells = (str(v["version"]), "*" if v["live"] else "", v["status"], "-" if v["step"] is None else str(v["step"]))
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["live_at"] or v["created_at"]))
+        is_base = v["version"] == 0
+        reward = "-" if mean is None else f"{mean:.3f}"
+        table.add_row(*cells, "base model" if is_base else v["publish"] or "-", reward, "-" if is_base else when)
+    return table
+
+
+def _change(context: typer.Context, path: str, body: dict[str, int] | None, as_json: bool) -> None:
+    from ..ask import ask, print_json
+
+    version = ask(load_config(context.obj), lambda api: api.request("POST", path, body))
+    if as_json:
+        print_json(version)
+    else:
+        typer.echo(f"policy version {version['version']} is live")

@@ -1,0 +1,158 @@
+"""Rollouts of the control API as things that rich can print. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...proxy.json_text import dumps
+from ..formats import cut, duration, number, plain
+from .conversation import additions, answer, text
+
+CUT_AT = 600
+NUMBERS_WIDTH = 55  # of the other columns of the table
+COLOURS = {"completed": "green", "failed": "red", "discarded": "dim", "running": "yellow"}
+ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float, width: int) -> Table:
+    """One line a rollout. Where `width` is too little, ids and tasks are cut; `show` takes the beginning of an id."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    names = max(width - NUMBERS_WIDTH, 20)
+    table.add_column("rollout", max_width=names * 2 // 3, no_wrap=True)
+    table.add_column("task", max_width=names // 3, no_wrap=True)
+    for name in ("mode", "status"):
+        table.add_column(name, no_wrap=True)
+    for name in ("reward", "calls", "tokens", "v", "age"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in rollouts:
+        status = Text(r["status"], COLOURS.get(r["status"], ""))
+        numbers = (number(r["reward"]), str(r["calls"]), str(r["tokens"]), _or_dash(r["policy_version"]))
+        cells = (plain(r["rollout_id"]), plain(r["task_id"] or "-"), r["mode"], status)
+        table.add_row(*cells, *numbers, duration(now - r["created_at"]))
+    return table
+
+
+def rollout_line(rollout: dict[str, Any]) -> Text:
+    """One rollout as `tail` prints it."""
+    line = Text(time.strftime("%H:%M:%S "), "dim")
+    line.append(f"{rollout['status']:<10}", COLOURS.get(rollout["status"], ""))
+    line.append(f"{rollout['rollout_id']}  ", "bold")
+    facts = f"task {rollout['task_id'] or '-'}  reward {number(rollout['reward'])}"
+    return line.append(f"{facts}  calls {rollout['calls']}  tokens {rollout['tokens']}")
+
+
+def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
+    """The whole rollout: header, then what each call added to the conversation, and its answer; events between."""
+    parts: list[RenderableType] = [_header(rollout)]
+    events = deque(rollout.get("events", ()))
+    for call, added in zip(rollout["calls"], additions(rollout["calls"]), strict=True):
+        while events and events[0]["seq"] <= call["seq"]:
+            parts += [Text(""), *_event(events.popleft(), full)]
+        parts += [Text(""), _call_line(call)]
+        parts += [_message(message, full) for message in added]
+        last = answer(call)
+        if last and text(last):
+            parts.append(_message(last, full))
+        elif not last:
+            parts.append(plain(f"  no answer: {call['error'] or call['status']}", "red"))
+        parts += _tools(call, full)
+    for event in events:
+        parts += [Text(""), *_event(event, full)]
+    return Group(*parts)
+
+
+def _event(event: dict[str, Any], full: bool) -> Iterator[RenderableType]:
+    """What the agent told of itself."""
+    names = " · ".join(filter(None, (event["agent"], event["name"])))
+    yield Text(f"── {event['kind']} ", "bold").append_text(plain(names, "not bold"))
+    if event["kind"] == "action":
+        yield _line("arguments", "yellow", _json(event["arguments"]), full)
+        yield _line(
+            "failed" if event["is_error"] else "result",
+            "red" if event["is_error"] else "yellow",
+            _json(event["result"]),
+            full,
+        )
+    else:
+        yield _line("", "", _json(event["value"]), full)
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)
+
+
+def _header(rollout: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    versions = sorted({v for call in rollout["calls"] for v in call["policy_versions"]})
+    not_yet = rollout["dropped"] or ("never: an evaluation" if rollout["mode"] == "eval" else "not yet")
+    trained = f"by step {rollout['step']}" if rollout["step"] is not None else not_yet
+    facts = [
+        ("rollout", rollout["rollout_id"]),
+        ("task", rollout["task_id"] or "-"),
+        ("mode", rollout["mode"]),
+        ("status", " · ".join(filter(None, (rollout["status"], rollout["reason"])))),
+        ("reward", number(rollout["reward"])),
+        ("trained", trained),
+        ("policy version", ", ".join(map(str, versions)) or "-"),
+        ("calls, tokens", f"{len(rollout['calls'])}, {rollout['tokens']}"),
+    ]
+    for name, value in facts:
+        table.add_row(name, plain(value))
+    for reward in rollout["rewards"]:
+        table.add_row("  posted", plain(_reward(reward)))
+    return table
+
+
+def _reward(reward: dict[str, Any]) -> str:
+    whom = f"call {reward['call_id'][:8]}" if reward["call_id"] else "rollout"
+    more = " · ".join(filter(None, (reward["source"], reward["comment"])))
+    return f"{reward['name']} {reward['reward']:g} for the {whom}" + (f" ({more})" if more else "")
+
+
+def _call_line(call: dict[str, Any]) -> Text:
+    versions = ", ".join(map(str, call["policy_versions"])) or "-"
+    tokens = f"{len(call['prompt_token_ids'])} + {len(call['response_token_ids'])} tokens"
+    latency = "-" if call["latency_ms"] is None else duration(call["latency_ms"] / 1000)
+    facts = [f"version {versions}", tokens, call["finish_reason"] or call["status"], latency]
+    if call["agent"]:
+        facts.insert(0, call["agent"])
+    if call["reward"] is not None:
+        facts.append(f"reward {call['reward']:g}")
+    line = Text(f"── call {call['seq']} ", "bold").append_text(plain(" · ".join(facts), "not bold"))
+    if call["trainable"]:
+        return line.append(" · trainable", "not bold green")
+    return line.append(f" · not trainable: {call['untrainable_reason']}", "not bold red")
+
+
+def _message(message: dict[str, Any], full: bool) -> RenderableType:
+    role = str(message.get("role", "?"))
+    return _line(role, ROLES.get(role, ""), text(message), full)
+
+
+def _tools(call: dict[str, Any], full: bool) -> Iterator[RenderableType]:
+    """The tool calls of an answer. Their results are messages of the next call; those that failed are marked here."""
+    for tool in call["tool_calls"]:
+        yield _line("calls", "yellow", f"{tool['name']}({tool['arguments']})", full)
+        if tool["is_error"]:
+            yield _line("", "red", f"{tool['name']} failed", full)
+
+
+def _line(label: str, style: str, value: str, full: bool) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(min_width=9, justify="right", no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(plain(label, style), plain(value if full else cut(value, CUT_AT)))
+    return grid
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else str(value)

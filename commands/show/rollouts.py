@@ -1,0 +1,179 @@
+"""`rollouts list|show|tail` and `reward`: what was recorded, as a person or a program reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from ...proxy.config.file import load_config
+
+if TYPE_CHECKING:
+    from ..control import ControlClient
+
+app = typer.Typer(no_args_is_help=True, help="Look at rollouts, and delete them.")
+
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
+TAIL_POLL_S = 1.0
+TAIL_PAGE = 200
+NEWEST = 1000
+REFUSED = (400, 404, 405, 409)  # for what is special to one rollout
+_NO_PATH = ("", ".", "..")  # a path with one of these is that of another route
+
+
+@app.command("list")
+def list_rollouts(
+    context: typer.Context,
+    status: Annotated[str | None, typer.Option(help="running | completed | failed | discarded")] = None,
+    task: Annotated[str | None, typer.Option(help="task id")] = None,
+    agent: Annotated[str | None, typer.Option(help="agent name")] = None,
+    mode: Annotated[str | None, typer.Option(help="train | eval")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
+    as_json: Json = False,
+) -> None:
+    """List rollouts, newest first."""
+    from rich.console import Console
+
+    from ..ask import ask, print_json
+    from .rollout_view import rollouts_table
+
+    filters = {"status": status, "task_id": task, "agent": agent, "mode": mode, "limit": limit}
+    page = ask(load_config(context.obj), lambda api: api.rollouts(**filters))
+    if as_json:
+        print_json(page)
+    else:
+        console = Console()
+        console.print(rollouts_table(page["data"], time.time(), console.width))
+
+
+@app.command()
+def delete(
+    context: typer.Context,
+    rollout_ids: Annotated[list[str], typer.Argument(help="ended rollouts")],
+) -> None:
+    """Delete rollouts with all that was recorded of them, for good; exit code 1 when one could not be."""
+    from ..ask import ask
+    from ..control import ControlError
+
+    refused: list[ControlError] = []
+
+    async def delete_all(api: ControlClient) -> None:
+        for rollout_id in rollout_ids:
+            try:
+                await api.delete_rollout(quote(rollout_id, safe=""))
+            except ControlError as error:
+                if error.status_code not in REFUSED:
+                    raise
+                refused.append(error)
+
+    ask(load_config(context.obj), delete_all)
+    if deleted := len(rollout_ids) - len(refused):
+        typer.echo(f"deleted {deleted} rollout{'s' * (deleted != 1)}")
+    for error in refused:
+        typer.echo(f"lightning-proxy: {error.message}", err=True)
+    if refused:
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    rollout_id: Annotated[str, typer.Argument(help="an id, or the beginning of one, as `list` shows it")],
+    full: Annotated[bool, typer.Option("--full", help="cut nothing")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show one rollout: its conversation, calls and rewards."""
+    from rich.console import Console
+
+    from ..ask import ask, print_json
+    from .rollout_view import rollout_detail
+
+    rollout = ask(load_config(context.obj), lambda api: find(api, rollout_id))
+    if as_json:
+        print_json(rollout)
+    else:
+        Console(highlight=False).print(rollout_detail(rollout, full))
+
+
+@app.command()
+def tail(context: typer.Context, as_json: Json = False) -> None:
+    """Follow rollouts as they change, until Ctrl-C."""
+    from rich.console import Console
+
+    from ..ask import ask, print_json
+    from ..signals import Interrupted
+    from .rollout_view import rollout_line
+
+    console = Console(highlight=False)
+
+    async def follow(api: ControlClient) -> None:
+        known: dict[str, dict[str, Any]] | None = None
+        while True:
+            page = (await api.rollouts(limit=TAIL_PAGE))["data"]
+            for rollout in changed(page, known):
+                print_json(rollout) if as_json else console.print(rollout_line(rollout), soft_wrap=True)
+            known = {rollout["rollout_id"]: rollout for rollout in page}
+            await asyncio.sleep(TAIL_POLL_S)
+
+    try:
+        ask(load_config(context.obj), follow)
+    except Interrupted:
+        raise typer.Exit(0) from None
+
+
+async def find(api: ControlClient, rollout_id: str) -> dict[str, Any]:
+    """The rollout of this id, else the only one among the newest whose id begins so."""
+    from ...proxy.errors import NotFound
+    from ..control import ControlError
+
+    if rollout_id not in _NO_PATH:
+        try:
+            return await api.rollout(quote(rollout_id, safe=""))
+        except ControlError as error:
+            if error.status_code not in (400, 404):
+                raise
+    start = rollout_id.removesuffix("…")
+    known = [rollout["rollout_id"] for rollout in (await api.rollouts(limit=NEWEST))["data"]]
+    found = [name for name in known if start and name.startswith(start)]
+    if len(found) != 1:
+        raise NotFound(f"no rollout {rollout_id!r}; {len(found)} of the newest {NEWEST} have an id that begins so")
+    return await api.rollout(found[0])
+
+
+def changed(page: list[dict[str, Any]], known: dict[str, dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The rollouts that are new or different, oldest first; at first the newest ten."""
+    if known is None:
+        return page[:10][::-1]
+    return [rollout for rollout in reversed(page) if known.get(rollout["rollout_id"]) != rollout]
+
+
+def reward(
+    context: typer.Context,
+    rollout_id: Annotated[str, typer.Argument()],
+    value: Annotated[float, typer.Argument()],
+    call: Annotated[str | None, typer.Option(help="for this call rather than the whole rollout")] = None,
+    name: Annotated[str, typer.Option()] = "reward",
+    comment: Annotated[str | None, typer.Option()] = None,
+    source: Annotated[str, typer.Option()] = "cli",
+    final: Annotated[bool | None, typer.Option("--final/--no-final", help="whether this ends the rollout")] = None,
+    retrain: Annotated[bool, typer.Option("--retrain", help="offer it to the trainer again")] = False,
+    as_json: Json = False,
+) -> None:
+    """Post a reward for a rollout, or for one of its calls."""
+    import math
+
+    from ...proxy.errors import ConfigError
+    from ..ask import ask, print_json
+
+    if not math.isfinite(value):
+        raise ConfigError(f"the reward must be a finite number, got {value}")
+    body = {"rollout_id": rollout_id, "reward": value, "call_id": call, "name": name, "comment": comment}
+    body |= {"source": source, "final": final, "retrain": retrain}
+    answer = ask(load_config(context.obj), lambda api: api.request("POST", "/reward", body))
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo(f"reward {answer['reward_id']} recorded for rollout {answer['rollout_id']}")

@@ -1,0 +1,190 @@
+"""`status`: health, policy, last step and rollouts of a running system on one screen."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from datetime import datetime
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...proxy.config.cron import next_time
+from ...proxy.config.root import Config, TrainerConfig
+from ...proxy.store.training import Collapse
+from ..ask import ask, print_json
+from ..control import ControlClient, ControlError, ProxyNotThere
+from ..formats import count, duration, number, plain, sparkline
+from .steps import steps_table
+
+NEWEST_STEPS = 40
+NEWEST_ROLLOUTS = 200
+SHOWN_STEPS = 10
+PHASES = (
+    ("waiting", "wait_s"), ("collecting", "collect_s"), ("training", "step_s"), ("checkpoint", "checkpoint_s"),
+    ("publishing", "publish_s"),
+)  # fmt: skip
+WAITING = re.compile(r"^lightning_rollouts_waiting (\S+)$", re.MULTILINE)
+COUNT = re.compile(r'^lightning_rollouts\{mode="(\w+)",status="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+def show_status(config: Config, *, as_json: bool) -> bool:
+    """Print the state of the system; returns whether it is ready."""
+    url = ControlClient.of(config).url
+    status = ask(config, read_status)
+    status["next_step"] = next_step(config.trainer, status["waiting"], time.time())
+    if as_json:
+        print_json({"url": url, **status})
+    else:
+        console = Console(highlight=False)
+        console.print(status_view(status, url, time.time()))
+        if len(status["steps"]) > 1:
+            console.print("", steps_table(status["steps"][-SHOWN_STEPS:]), sep="\n")
+    return is_ready(status)
+
+
+async def read_status(api: ControlClient) -> dict[str, Any]:
+    """Everything that `status` shows, as plain data; ControlError if the proxy is not there."""
+    ready = await _readiness(api)
+    if ready["store"] != "ok":
+        return {
+            "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
+        }  # fmt: skip
+    steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
+    metrics = await _get(api, "/metrics")
+    newest = (await api.rollouts(mode="train", limit=NEWEST_ROLLOUTS))["data"]
+    return {
+        "ready": ready,
+        "policy": await api.policy(),
+        "steps": steps,
+        "rewards": [s["metrics"]["reward_mean"] for s in steps if "reward_mean" in s["metrics"]],
+        "rollouts": rollout_counts(metrics),
+        "waiting": int(float(next(iter(WAITING.findall(metrics)), 0))),
+        "dropped": dict(Counter(rollout["dropped"] for rollout in newest if rollout["dropped"]).most_common()),
+    }
+
+
+def rollout_counts(metrics: str) -> dict[str, dict[str, int]]:
+    """Rollouts by mode and status, from the text of GET /metrics."""
+    counts: dict[str, dict[str, int]] = {}
+    for mode, status, found in COUNT.findall(metrics):
+        counts.setdefault(mode, {})[status] = int(float(found))
+    return counts
+
+
+def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
+    """What the trainer waits for, as far as that is told without asking it."""
+    schedule, rollouts = config.schedule, f"{count(waiting)} complete rollouts wait"
+    match schedule.when:
+        case "rollouts":
+            return f"{rollouts}; a round begins with {count(schedule.every_rollouts)}"
+        case "times":
+            return f"{rollouts}; the next round begins {datetime.fromtimestamp(next_time(schedule.at, now)):%a %H:%M}"
+        case "idle":
+            return f"{rollouts}; while the machine is idle"
+    return f"{rollouts}; it takes {config.tasks_per_step} groups of {config.group_size}"
+
+
+async def _readiness(api: ControlClient) -> dict[str, Any]:
+    """What /readyz says, if it is our proxy that answers."""
+    try:
+        ready = json.loads(await _get(api, "/readyz"))
+    except ValueError:
+        ready = None
+    if not isinstance(ready, dict) or not {"status", "store", "upstream"} <= ready.keys():
+        raise ControlError(f"what answers at {api.url} is no lightning-proxy")
+    return ready
+
+
+async def _get(api: ControlClient, path: str) -> str:
+    """The body of an answer that is no JSON, or whose 503 is news and no error."""
+    try:
+        async with aiohttp.ClientSession() as session, session.get(api.url + path) as answer:
+            return await answer.text()
+    except aiohttp.ClientConnectorError:
+        raise ProxyNotThere(api.url) from None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ControlError(f"no usable answer from the proxy at {api.url}: {error}") from None
+
+
+def status_view(status: dict[str, Any], url: str, now: float) -> Table:
+    """A grid of names and values that fits 80 columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    ready, policy = status["ready"], status["policy"]
+    table.add_row("proxy", Text(f"{ready['status']}  {url}", "green" if is_ready(status) else "red"))
+    for part in ("store", "upstream"):
+        table.add_row(part, plain(ready[part], "green" if ready[part] == "ok" else "red"))
+    for server in ready.get("down", []):
+        table.add_row("down", plain(server, "red"))
+    if policy is None:
+        return table
+    since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
+    served = ", ".join([policy["served_model"] or "the base model", *policy["adapters"].values()])
+    table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
+    if collapse := policy["collapse"]:
+        table.add_row("stopped", plain(f"for {duration(now - collapse['at'])}: {Collapse(**collapse).story}", "red"))
+    for mode, counts in sorted(status["rollouts"].items(), reverse=True):
+        shown = ", ".join(f"{count(n)} {name}" for name, n in sorted(counts.items()))
+        table.add_row(f"rollouts, {mode}", shown)
+    if not collapse:
+        table.add_row("next step", status["next_step"])
+    if dropped := status["dropped"]:
+        reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in dropped.items())
+        table.add_row("dropped", plain(f"of the newest {count(NEWEST_ROLLOUTS)} rollouts: {reasons}"))
+    for name, value in step_facts(policy["last_step"], now):
+        table.add_row(name, value)
+    if len(status["rewards"]) > 1:
+        first, *_, last = status["rewards"]
+        table.add_row("reward by step", f"{sparkline(status['rewards'])}  {number(first)} → {number(last)}")
+    return table
+
+
+def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]:
+    """The last training step in words; one that lacks some metrics (an older store) shows the others."""
+    if step is None:
+        return [("last step", "none yet")]
+    metrics: dict[str, Any] = step["metrics"]
+    facts = [("last step", f"{step['step']}, {duration(now - (step['finished_at'] or now))} ago")]
+    if metrics.get("skipped"):
+        because = metrics.get("skipped_because", "it had nothing to train on, or its numbers were not finite")
+        facts.append(("  skipped", because))
+    facts += [("  warning", what) for what in metrics.get("warnings", {}).values()]
+    if "reward_mean" in metrics:
+        spread = f"{number(metrics['reward_mean'])} ± {number(metrics.get('reward_std'))}"
+        facts.append(("  reward", f"{spread}, greatest {number(metrics.get('reward_max'))}"))
+    if "rollouts" in metrics:
+        facts.append(("  rollouts", f"{count(metrics['rollouts'])} in {count(metrics.get('groups'))} groups"))
+        equal, stale = count(metrics.get("groups_equal")), count(metrics.get("rollouts_stale"))
+        facts.append(("  dropped", f"{equal} groups with equal rewards, {stale} stale rollouts"))
+    facts += _by_task(metrics.get("reward_by_task") or {})
+    if "trained_tokens" in metrics:
+        computed = count(metrics.get("computed_tokens"))
+        facts.append(("  tokens", f"{count(metrics['trained_tokens'])} trained, {computed} computed"))
+    times = [f"{name} {duration(metrics[key])}" for name, key in PHASES if key in metrics]
+    facts += [("  time", ", ".join(times))] if times else []
+    names = (
+        "loss", "held_out_loss", "grad_norm", "advantage_mean", "advantage_std", "ratio_mean", "kl", "kl_base",
+        "entropy", "clip_share", "staleness_mean", "merge_rate",
+    )  # fmt: skip
+    numbers = [f"{name} {number(metrics[name])}" for name in names if name in metrics]
+    return facts + ([("  numbers", ", ".join(numbers))] if numbers else [])
+
+
+def _by_task(tasks: dict[str, dict[str, float]]) -> list[tuple[str, str]]:
+    """The tasks that went worst and best."""
+    if len(tasks) < 2:
+        return []
+    ordered = sorted(tasks, key=lambda task: tasks[task]["mean"])
+    worst, best = (f"{task[:24]} {number(tasks[task]['mean'])}" for task in (ordered[0], ordered[-1]))
+    return [("  tasks", f"{len(tasks)}, from {worst} to {best}")]
+
+
+def is_ready(status: dict[str, Any]) -> bool:
+    return bool(status["ready"]["status"] == "ready")

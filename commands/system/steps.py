@@ -1,0 +1,53 @@
+"""The steps of a running trainer, told on the screen as they are done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console
+
+from ...proxy.config.root import StoreConfig
+from ...proxy.errors import StoreUnavailable
+from ...proxy.store.database import opened
+from ...proxy.store.training import Ledger
+from ..show.steps import step_line
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+# More steps than these are not done between two looks.
+NEWEST = 20
+
+
+def teller(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
+    """A line a step: on a terminal as wide as that is, in colours; else a whole line of the log, with the time."""
+
+    def tell(step: int, metrics: Mapping[str, Any]) -> None:
+        if console.is_terminal:
+            console.print(step_line(step, metrics, console.width), soft_wrap=True)
+        else:
+            log.info("%s", step_line(step, metrics).plain)
+
+    return tell
+
+
+async def tell_steps(config: StoreConfig, console: Console) -> None:
+    """Tell every step that another process finishes from now on, and what it stops for; runs until cancelled."""
+    async with opened(config) as database:
+        ledger = Ledger(database)
+        last, stopped = await ledger.last_step(), None
+        told = last.step if last else 0
+        while True:
+            with suppress(StoreUnavailable):  # busy; the next look will do
+                for step in reversed(await ledger.newest_steps(NEWEST)):
+                    if step.step > told and "publish_s" in step.metrics:
+                        console.print(step_line(step.step, step.metrics, console.width), soft_wrap=True)
+                        told = step.step
+                if stopped != (collapse := await ledger.collapse()):
+                    console.print(f"stopped: {collapse.story}" if collapse else "not stopped any more", style="red")
+                stopped = collapse
+            await asyncio.sleep(POLL_S)

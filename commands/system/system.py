@@ -1,0 +1,98 @@
+"""The whole system as one unit: policy server, proxy, trainer, started and stopped in order."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from ...proxy.config.root import Config
+from ...proxy.errors import ConfigError
+from ...proxy.store.keys import require_keys
+from ..vllm import vllm_program
+from .processes import Child, ChildSpec, Supervisor, address, require_free_port
+
+T = TypeVar("T")
+# Every part goes on where it was when it is started again; one that keeps dying ends the system, or only itself.
+RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the children find the configuration that we have: the file, and what options said on top of it."""
+
+    path: Path | None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def argv(self, *command: str) -> list[str]:
+        config = ["--config", str(self.path)] if self.path is not None else []
+        return [sys.executable, "-m", "lightning_proxy.cli", *config, *command]
+
+    def env(self) -> dict[str, str]:
+        given = {key: value for key, value in self.overrides.items() if value is not None}
+        return {f"LIGHTNING_{key.upper().replace('.', '__')}": json.dumps(value) for key, value in given.items()}
+
+
+class System:
+    """`async with System(…) as system:` has vLLM and proxy ready, and the trainer started.
+
+    `needs_trainer`: False lets agents be served on while the trainer keeps dying.
+    """
+
+    def __init__(
+        self, config: Config, launch: Launch, logs: Path, say: Callable[[str], None], *, needs_trainer: bool = True
+    ) -> None:
+        self._config, self._launch, self._needs_trainer = config, launch, needs_trainer
+        self._supervisor = Supervisor(logs, say)
+        self._stack = AsyncExitStack()
+        self.trainer: Child | None = None
+
+    async def __aenter__(self) -> System:
+        await require_keys(self._config)
+        check_addresses(self._config)
+        program = vllm_program(self._config)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._supervisor)
+            vllm = ChildSpec(
+                "vllm",
+                program.argv,
+                program.env,
+                f"http://{address(self._config.vllm.host, self._config.vllm.port)}/health",
+                self._config.vllm.start_timeout_s,
+                restarts=RESTARTS,
+            )
+            proxy_url = f"http://{address(self._config.proxy.host, self._config.proxy.port)}/readyz"
+            serve = ChildSpec("proxy", self._launch.argv("serve"), self._launch.env(), proxy_url, 60, restarts=RESTARTS)
+            for spec in (vllm, serve):
+                await self._supervisor.wait_healthy(await self._supervisor.start(spec))
+            train = ChildSpec(
+                "trainer", self._launch.argv("train"), self._launch.env(), may_end=True, restarts=RESTARTS,
+                vital=self._needs_trainer,
+            )  # fmt: skip
+            self.trainer = await self._supervisor.start(train)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` as long as all parts are well."""
+        return await self._supervisor.guard(work)
+
+
+def check_addresses(config: Config) -> None:
+    """The ports are free and the proxy's first vLLM upstream is the server to be started; else LightningError."""
+    upstream = next((one for one in config.upstreams if one.kind == "vllm"), None)
+    address = urlsplit(upstream.urls[0]) if upstream else None
+    if address is None or address.port != config.vllm.port:
+        raise ConfigError(
+            f"upstreams: none of kind vllm is at port {config.vllm.port}, where vllm.port says it will be"
+        )
+    require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
+    require_free_port(config.vllm.host, config.vllm.port, "vllm.port")

@@ -1,0 +1,199 @@
+"""Who may call: agents and admins by configured or stored keys, one rollout by a key given out for it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from ipaddress import ip_address
+from time import monotonic
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from ..config.root import LimitsConfig, ProxyConfig
+from ..errors import Forbidden, StoreUnavailable, Unauthorized
+from ..gateway.ports import Caller
+from ..store.keys import ROLLOUT_KEY_PREFIX, Keyring, StoredKey, hash_key
+from ..store.rollouts import Store
+from .limits import Limiter, Limits
+
+log = logging.getLogger(__name__)
+
+CACHED_KEYS = 20_000
+CACHED_S = 2.0  # a deleted rollout's key is refused then, by every worker
+REFRESH_S = 0.5
+
+
+def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Where no key is asked for, refuse what a web page can send: by its Origin, or under a name that points at us.
+
+    Raises Forbidden. https://owasp.org/www-community/attacks/DNS_Rebinding
+    """
+    for name, value in headers:
+        text = value.decode("latin-1")
+        if name not in (b"host", b"origin") or (name == b"origin" and _is_app(text)):
+            continue
+        if not _is_loopback(text):
+            raise Forbidden(
+                f"without keys only this machine is served, not {name.decode()} {text[:100]!r}: make a key with "
+                "`lightning-proxy keys create NAME`, or configure proxy.api_keys"
+            )
+
+
+def _is_app(origin: str) -> bool:
+    """Whether an Origin is a desktop program's (vscode-file://…), which no web page can have."""
+    return "://" in origin and not origin.lower().startswith(("http://", "https://"))
+
+
+@lru_cache(1024)
+def _is_loopback(authority: str) -> bool:
+    """Whether a Host header, or an Origin's URL, names the loopback interface, and nothing besides a port."""
+    try:
+        parts = urlsplit(authority if "://" in authority else f"//{authority}")
+        host = parts.hostname
+        if parts.username is not None or parts.path or parts.query or parts.fragment or "\\" in authority:
+            return False
+        return host == "localhost" or ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a key stands for. `key_id`: None for one of the configuration."""
+
+    key_id: str | None
+    is_admin: bool
+    caller: Caller
+
+
+class Keys:
+    """Checks the keys of requests. Without any key everybody is let in, if only this machine can reach the proxy.
+
+    Stored keys are read twice a second, as a whole: a request asks no database. A revoked key still counts as one that
+    was made: revoking the last one, or the last admin's, lets nobody in who was not before.
+    """
+
+    def __init__(self, config: ProxyConfig, store: Store, keyring: Keyring) -> None:
+        self._store = store
+        self._keyring = keyring
+        self._default = _limits(config.limits)
+        # Keys are looked up by a digest that nobody outside can compute: how long it takes says nothing about them.
+        self._salt = secrets.token_bytes(32)
+        self._configured = self._of_config(config.api_keys, is_admin=False)
+        self._configured |= self._of_config(config.admin_keys, is_admin=True)
+        self._grants = self._configured
+        self._stored: list[StoredKey] = []
+        self._by_id: dict[str, Grant] = {}
+        self._always_required = bool(config.api_keys) or not config.is_loopback
+        self._admins_configured = bool(config.admin_keys)
+        self._has_admins = self._admins_configured
+        self.required = self._always_required
+        self._anybody = Caller(None, True, _limiter(self._default))
+        self._rollouts: OrderedDict[str, tuple[tuple[str, str | None], float]] = OrderedDict()
+
+    async def refresh(self) -> None:
+        """Take over the keys that were made and revoked since; raises StoreUnavailable."""
+        stored = await self._keyring.keys()
+        if stored == self._stored:
+            return
+        known = {key.key_id: self._by_id.get(key.key_id) or self._grant(key) for key in stored if key.live}
+        self._grants = self._configured | {self._digest(k.key_hash): known[k.key_id] for k in stored if k.live}
+        self._stored, self._by_id = stored, known
+        self._has_admins = self._admins_configured or any(key.role == "admin" for key in stored)
+        self.required = self._always_required or bool(stored)
+
+    async def watch(self) -> None:
+        """Refresh until cancelled; while the store cannot be read, the keys are those that were read last."""
+        failing = False
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                await self.refresh()
+                failing = False
+            except StoreUnavailable as error:
+                if not failing:
+                    log.warning("the keys cannot be read again: %s", error)
+                failing = True
+
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        """Who makes a call of the data path; raises Unauthorized. Header names are lower-case."""
+        keys = _keys(headers)
+        for key in keys:
+            if key.startswith(ROLLOUT_KEY_PREFIX):
+                return await self._of_rollout(key)
+        for key in keys if self._grants else ():
+            if (grant := self._find(key)) is not None:
+                return grant.caller
+        if self.required:
+            raise Unauthorized(
+                "a valid API key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key"
+            )
+        return self._anybody
+
+    async def require_agent(self, headers: Mapping[str, str], rollout_ids: set[str] | None = None) -> Caller:
+        """Let agents and admins in; a rollout's key only where nothing but that rollout is touched."""
+        caller = await self.authenticate(headers)
+        if caller.rollout_id is not None and rollout_ids != {caller.rollout_id}:
+            raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
+        return caller
+
+    def require_admin(self, headers: Mapping[str, str]) -> None:
+        """Let admins in; where there is no admin key, agents (without any key: everybody)."""
+        if not (self.required or self._has_admins):
+            return
+        found = (self._find(key) for key in _keys(headers))
+        if not any(grant is not None and (grant.is_admin or not self._has_admins) for grant in found):
+            raise Unauthorized("an admin key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key")
+
+    def _of_config(self, keys: list[SecretStr], *, is_admin: bool) -> dict[bytes, Grant]:
+        callers = ((hash_key(key.get_secret_value()), Caller(None, False, _limiter(self._default))) for key in keys)
+        return {self._digest(key_hash): Grant(None, is_admin, caller) for key_hash, caller in callers}
+
+    def _grant(self, key: StoredKey) -> Grant:
+        caller = Caller(None, False, _limiter(key.limits | self._default), key.recording, key.key_id)
+        return Grant(key.key_id, key.role == "admin", caller)
+
+    def _find(self, key: str) -> Grant | None:
+        return self._grants.get(self._digest(hash_key(key)))
+
+    def _digest(self, key_hash: str) -> bytes:
+        return hashlib.blake2b(key_hash.encode(), key=self._salt, digest_size=32).digest()
+
+    async def _of_rollout(self, key: str) -> Caller:
+        """A rollout's key counts as long as the key that it was asked for with, and against its limits."""
+        digest = hash_key(key)
+        cached, until = self._rollouts.get(digest, (None, 0.0))
+        if cached is None or until < monotonic():
+            cached, until = await self._store.rollout_of_key(digest), monotonic() + CACHED_S
+        found = cached
+        rollout_id, key_id = found or (None, None)
+        grant = None if key_id is None else self._by_id.get(key_id)
+        if found is None or (key_id is not None and grant is None):
+            raise Unauthorized("this rollout key is not known, or was revoked", code="invalid_api_key")
+        self._rollouts[digest] = (found, until)
+        if len(self._rollouts) > CACHED_KEYS:
+            self._rollouts.popitem(last=False)
+        giver = self._anybody if grant is None else grant.caller
+        return Caller(rollout_id, False, giver.limiter, giver.recorded, key_id)
+
+
+def _keys(headers: Mapping[str, str]) -> list[str]:
+    """The keys in a request, wherever the clients of OpenAI, Anthropic and Azure put them."""
+    bearer = headers.get("authorization", "")
+    found = [bearer[7:].strip()] if bearer[:7].lower() == "bearer " else []
+    return found + [headers[name] for name in ("x-api-key", "api-key") if name in headers]
+
+
+def _limits(config: LimitsConfig) -> Limits:
+    return Limits(config.requests_per_minute, config.tokens_per_minute, config.concurrent)
+
+
+def _limiter(limits: Limits) -> Limiter | None:
+    return Limiter(limits) if limits else None

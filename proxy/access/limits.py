@@ -1,0 +1,116 @@
+"""How much one key may ask for: requests and tokens a minute, requests at once. Pure: the clock is handed in."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from ..errors import RateLimited
+from ..json_text import dumps
+from ..types import CallEnd
+
+SECONDS = 60.0
+BYTES_A_TOKEN = 4  # of English text
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """None: as many as one likes."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent: int | None = None
+
+    def __or__(self, other: Limits) -> Limits:
+        """These limits, and where there is none the other's."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Limits(*(theirs if mine is None else mine for mine, theirs in pairs))
+
+    def __bool__(self) -> bool:
+        return self != Limits()
+
+
+class Bucket:
+    """A token bucket: it holds a minute's worth, and is refilled evenly.
+
+    What a request costs may be known only when it has ended; until that is refilled the bucket is below zero.
+    """
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._left = float(per_minute)
+        self._at = now
+
+    def left(self, now: float) -> float:
+        refilled = max(now - self._at, 0.0) * self.per_minute / SECONDS
+        return min(self._left + refilled, float(self.per_minute))
+
+    def take(self, amount: float, now: float) -> None:
+        self._left, self._at = self.left(now) - amount, now
+
+    def wait(self, now: float) -> float:
+        """Seconds until there is one again; 0 if there is one."""
+        return max(1.0 - self.left(now), 0.0) * SECONDS / self.per_minute
+
+
+class Limiter:
+    """Counts what one key does. `enter` before each request, `leave` after it, `spend` once its tokens are known."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._concurrent = limits.concurrent
+        self._running = 0
+        now = clock()
+        self._requests = Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
+        self._tokens = Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
+
+    def enter(self) -> None:
+        """Let a request in; raises RateLimited, and then counts nothing."""
+        now = self._clock()
+        if self._concurrent is not None and self._running >= self._concurrent:
+            raise RateLimited(
+                f"rate limit reached: at most {self._concurrent} requests at once; try again when one has ended",
+                retry_after_s=1.0,
+            )
+        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None and (wait := bucket.wait(now)) > 0:
+                raise _refusal(what, bucket, wait, now)
+        if self._requests is not None:
+            self._requests.take(1, now)
+        self._running += 1
+
+    def leave(self) -> None:
+        self._running -= 1
+
+    def spend(self, end: CallEnd, request_bytes: int) -> None:
+        """Count the tokens of a call that has ended: as usage says, else those that were seen, else a guess."""
+        if self._tokens is not None:
+            self._tokens.take(_tokens(end, request_bytes), self._clock())
+
+
+def _refusal(what: str, bucket: Bucket, wait: float, now: float) -> RateLimited:
+    return RateLimited(
+        f"rate limit reached: at most {bucket.per_minute} {what} a minute; try again in {wait:.1f} s",
+        retry_after_s=wait,
+        headers=(
+            (f"x-ratelimit-limit-{what}".encode(), str(bucket.per_minute).encode()),
+            (f"x-ratelimit-remaining-{what}".encode(), str(max(math.floor(bucket.left(now)), 0)).encode()),
+            (f"x-ratelimit-reset-{what}".encode(), f"{wait:.3f}s".encode()),
+        ),
+    )
+
+
+def _tokens(end: CallEnd, request_bytes: int) -> float:
+    """Of prompt and answer, under the names of OpenAI's and Anthropic's APIs; what is no count counts as none.
+
+    A streamed answer may come without: its bytes, and the request's, are then taken for tokens of `BYTES_A_TOKEN`.
+    """
+    if end.usage is None:
+        seen = len(end.prompt_token_ids) + sum(len(choice.token_ids) for choice in end.choices)
+        answered = end.response is not None and end.http_status == 200
+        return seen or (answered and (request_bytes + len(dumps(end.response))) / BYTES_A_TOKEN)
+    names = (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
+    found = (next((end.usage[name] for name in pair if name in end.usage), 0) for pair in names)
+    return sum(float(count) for count in found if isinstance(count, int) and 0 < count < 2**53)

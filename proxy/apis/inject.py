@@ -1,0 +1,137 @@
+"""What the proxy asks a vLLM upstream for on top of the agent's request, and how it is taken out of the answer again.
+
+Field names and the values sent without asking are those of vLLM 0.32: null, except where a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from ..json_text import encode
+from . import sse
+
+Endpoint = Literal["chat", "completions"]
+Json = dict[str, Any]
+
+
+class Injection(NamedTuple):
+    """What was asked for on top of what the agent asked for."""
+
+    token_ids: bool = False
+    logprobs: bool = False
+    usage: bool = False
+
+    def __bool__(self) -> bool:
+        return self.token_ids or self.logprobs or self.usage
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What to take out of an answer and of its choices."""
+        return ("prompt_token_ids", "token_ids") * self.token_ids + ("logprobs",) * self.logprobs
+
+
+def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
+    """The request for a vLLM upstream, and what was added to it. A value that vLLM refuses is left for it to refuse."""
+    # With return_token_ids vLLM leaves the prompt out of an echoed answer: such calls go without token ids.
+    if body.get("echo"):
+        return body, Injection()
+    token_ids = body.get("return_token_ids") in (None, False)
+    logprobs = _wants_logprobs(body, endpoint)
+    options = body.get("stream_options")
+    usage = _wants_usage(body, options)
+    added: Json = {}
+    if token_ids:
+        added["return_token_ids"] = True
+    if logprobs:
+        added["logprobs"] = True if endpoint == "chat" else 0
+    if usage:
+        # Ignored by vLLM without include_usage, so it must not become active with ours.
+        kept = {k: v for k, v in (options or {}).items() if k != "continuous_usage_stats"}
+        added["stream_options"] = kept | {"include_usage": True}
+    return body | added, Injection(token_ids, logprobs, usage)
+
+
+def _wants_logprobs(body: Json, endpoint: Endpoint) -> bool:
+    if endpoint == "completions":
+        return body.get("logprobs") is None
+    return body.get("logprobs") in (None, False) and not body.get("top_logprobs")
+
+
+def _wants_usage(body: Json, options: Any) -> bool:
+    """Not for several answers: all but the last would have to be held back to the end (see StreamCleaner)."""
+    prompt = body.get("prompt")
+    prompts = prompt if isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int) else [prompt]
+    several = body.get("n") not in (None, 1) or len(prompts) > 1  # a list of tokens is one prompt
+    if body.get("stream") is not True or several or not isinstance(options, dict | None):
+        return False
+    return (options or {}).get("include_usage") in (None, False)
+
+
+def clean(body: Json, injection: Injection) -> bool:
+    """Take out of an answer, in place, what only the proxy asked for; whether there was any of it."""
+    return _take_out(body, injection.fields)
+
+
+def _take_out(body: Json, fields: tuple[str, ...]) -> bool:
+    changed = False
+    choices = body.get("choices")
+    for part in (body, *choices) if isinstance(choices, list) else (body,):
+        if isinstance(part, dict):
+            for name in fields:
+                if part.get(name) is not None:
+                    part[name], changed = None, True
+    return changed
+
+
+class StreamCleaner:
+    """Takes out of a stream what only the proxy asked for; frames without any of it stay the bytes that they were."""
+
+    def __init__(self, injection: Injection) -> None:
+        self._injection = injection
+        self._fields = injection.fields
+        self._held: tuple[bytes, Json, bool] | None = None  # its bytes, the chunk, whether it was changed
+
+    def clean(self, raw: bytes, chunk: Json) -> bytes:
+        """The bytes to send now for a chunk, which is cleaned in place."""
+        if not self._injection:
+            return raw
+        changed = _take_out(chunk, self._fields)
+        choices = chunk.get("choices")
+        if not choices or not isinstance(choices, list):
+            if self._injection.usage and choices == [] and "usage" in chunk:
+                return self._release(chunk.get("system_fingerprint"))
+            choices = ()
+        elif self._injection.token_ids and self._injection.logprobs and all(map(_is_empty_delta, choices)):
+            # While a parser holds text back, vLLM sends these only to those who asked for token ids or logprobs.
+            return b""
+        before = b"" if self._held is None else self.flush()
+        if self._injection.usage and any(map(_finishes, choices)):
+            self._held = raw, chunk, changed
+            return before
+        return before + (_encode(chunk) if changed else raw)
+
+    def flush(self) -> bytes:
+        """What is held back, for a stream that goes on or ends without the usage chunk."""
+        return self._release(None)
+
+    def _release(self, fingerprint: Any) -> bytes:
+        """Without include_usage, vLLM puts the fingerprint into the chunk that finishes the answer."""
+        held, self._held = self._held, None
+        if held is None:
+            return b""
+        raw, chunk, changed = held
+        if fingerprint is not None:
+            chunk["system_fingerprint"], changed = fingerprint, True
+        return _encode(chunk) if changed else raw
+
+
+def _is_empty_delta(choice: Any) -> bool:
+    return isinstance(choice, dict) and choice.get("delta") == {} and choice.get("finish_reason") is None
+
+
+def _finishes(choice: Any) -> bool:
+    return isinstance(choice, dict) and bool(choice.get("finish_reason"))
+
+
+def _encode(chunk: Json) -> bytes:
+    return sse.encode(encode(chunk))

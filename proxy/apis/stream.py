@@ -1,0 +1,92 @@
+"""A streamed answer as it passes: what goes to the agent now, and what the record will say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UpstreamUnreachable
+from ..json_text import loads
+from .dialects import Stream
+from .sse import Frame, SSEDecoder
+from .tokens import Tokens
+
+# One event may hold a whole response with its log-probabilities; what is larger is not kept in memory.
+MAX_EVENT_BYTES = 64 * 1024 * 1024
+
+
+class Transcript:
+    """Turns the upstream's bytes into the agent's, up to `done`: the terminal event, which waits for the record.
+
+    `whole_frames`: a frame that never ended is kept from the agent; it may hold what was injected.
+    """
+
+    def __init__(self, stream: Stream, *, whole_frames: bool) -> None:
+        self.done: bytes | None = None
+        self._garbage: str | None = None
+        self._decoder = SSEDecoder()
+        self._stream = stream
+        self._whole_frames = whole_frames
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._stream.tokens
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the stream may end without its terminal event: after an error, or, as some servers do, whole."""
+        return self._stream.error is not None or self._stream.whole
+
+    @property
+    def error(self) -> str | None:
+        return self._garbage or self._stream.error
+
+    def feed(self, data: bytes) -> bytes:
+        """The bytes to send now; from the terminal event on they are kept back in `done`. Not to be fed after that.
+
+        Raises UpstreamUnreachable for an event that is longer than any that can be meant.
+        """
+        out = b""
+        for frame in self._decoder.feed(data):
+            if self.done is not None:
+                self.done += frame.raw
+            elif frame.is_done:
+                out += self._stream.flush()
+                self.done = frame.raw
+            else:
+                sent = self._pass(frame)
+                if self._stream.finished:
+                    self.done = sent
+                else:
+                    out += sent
+        if self.done is not None:
+            self.done += self._decoder.rest
+        elif self._decoder.pending > MAX_EVENT_BYTES:
+            raise UpstreamUnreachable(f"the upstream sent {self._decoder.pending} bytes without the end of an event")
+        return out
+
+    def end(self) -> bytes:
+        """The bytes still held when the stream is over. Sets `done` for a terminal event without its blank line."""
+        last = self._decoder.close()
+        if last.is_done:
+            self.done = last.raw
+        return self._stream.flush() + (b"" if self._whole_frames or last.is_done else last.raw)
+
+    def response(self) -> Any:
+        """The assembled answer so far, as the agent sees it; None before its first event."""
+        return self._stream.response()
+
+    def _pass(self, frame: Frame) -> bytes:
+        if frame.data is None:
+            return frame.raw
+        event = _parse(frame.data)
+        if isinstance(event, dict):
+            return self._stream.feed(frame.raw, event)
+        self._garbage = self._garbage or f"the upstream sent an event that is no JSON object: {frame.data[:200]!r}"
+        return self._stream.flush() + frame.raw
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return loads(data)
+    except ValueError:
+        return None

@@ -1,0 +1,149 @@
+"""Answers and chunks -> the tokens and usage of a call's record, and whether it can be trained on."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..types import CallStatus, Choice
+
+Json = dict[str, Any]
+
+# What vLLM sends for a log-probability of minus infinity, which JSON does not have.
+_MINUS_INFINITY = -9999.0
+# How an answer ends that was sampled to its end, or to the agent's limit.
+_WHOLE = frozenset({"stop", "length", "tool_calls", "function_call"})
+# vLLM takes any lower temperature for 0.
+_GREEDY_BELOW = 1e-5
+
+# Why a call cannot be trained on by reinforcement learning, though it can be learned from by imitation.
+GREEDY = "greedy decoding is no sample of the policy"
+NO_TOKEN_IDS = "no token ids from the upstream"
+NOT_THE_POLICY = "the model is not the policy"
+
+
+@dataclass(slots=True)
+class _ChoiceTokens:
+    """What was sent of one choice; whether it is what it should be is looked at once, in the end."""
+
+    ids: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    has_ids: bool = False
+
+    def add(self, choice: Json) -> None:
+        if isinstance(ids := choice.get("token_ids"), list):
+            self.has_ids = True
+            self.ids += ids
+        if (logprobs := choice.get("logprobs")) is not None:
+            self.logprobs += _logprobs(logprobs)
+        if isinstance(reason := choice.get("finish_reason"), str):
+            self.finish_reason = reason
+
+    def freeze(self, index: int) -> Choice:
+        ids = tuple(self.ids) if _are_ids(self.ids) else ()
+        return Choice(index, ids, tuple(self.logprobs) if _are_finite(self.logprobs) else (), self.finish_reason)
+
+
+class Tokens:
+    """Collects from a whole answer (one `add`) or from its chunks, before anything is taken out of them."""
+
+    def __init__(self) -> None:
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.usage: Json | None = None
+        self._choices: dict[int, _ChoiceTokens] = {}
+
+    def add(self, body: Json) -> None:
+        if isinstance(usage := body.get("usage"), dict):
+            self.usage = usage
+        if "prompt_token_ids" in body:
+            self._add_prompt(body)
+        choices = body.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict):
+                if "prompt_token_ids" in choice:
+                    self._add_prompt(choice)
+                index = choice.get("index")
+                index = index if isinstance(index, int) else 0
+                if (tokens := self._choices.get(index)) is None:
+                    tokens = self._choices[index] = _ChoiceTokens()
+                tokens.add(choice)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return tuple(self._choices[index].freeze(index) for index in sorted(self._choices))
+
+    def untrainable_reason(self, status: CallStatus, request: Json) -> str | None:
+        """Why the call cannot be trained on; None if it can."""
+        if status != "ok":
+            return f"the call ended as {status}"
+        if len(self._choices) > 1 or request.get("n") not in (None, 1):
+            return "n > 1: which answer the agent used is not known"
+        choice = self._choices.get(0)
+        if choice is None or not choice.has_ids or not _are_ids(choice.ids) or not self.prompt_token_ids:
+            return NO_TOKEN_IDS
+        return self._mismatch(choice) or (GREEDY if _is_greedy(request) else None)
+
+    def _mismatch(self, choice: _ChoiceTokens) -> str | None:
+        if not choice.ids:
+            return "the answer is empty"
+        if choice.finish_reason not in _WHOLE:
+            return f"the answer may be cut: its finish reason is {choice.finish_reason}"
+        if not _are_finite(choice.logprobs):
+            return "a log-probability is not a finite number of at most 0"
+        if len(choice.ids) != len(choice.logprobs):
+            return f"{len(choice.ids)} token ids but {len(choice.logprobs)} log-probabilities"
+        if self.usage is None:
+            return "no usage from the upstream to check the token count with"
+        for what, ids, names in (
+            ("completion", choice.ids, ("completion_tokens", "output_tokens")),
+            ("prompt", self.prompt_token_ids, ("prompt_tokens", "input_tokens")),
+        ):
+            count = next((self.usage[name] for name in names if name in self.usage), None)
+            if len(ids) != count:
+                return f"{len(ids)} {what} token ids but usage says {count}"
+        return None
+
+    def _add_prompt(self, part: Json) -> None:
+        ids = part["prompt_token_ids"]
+        if not self.prompt_token_ids and isinstance(ids, list) and _are_ids(ids):
+            self.prompt_token_ids = tuple(ids)
+
+
+def _is_greedy(request: Json) -> bool:
+    """Also with vLLM's own `top_k` and `use_beam_search`: of one beam, since n is 1."""
+    temperature = request.get("temperature")
+    cold = isinstance(temperature, int | float) and temperature < _GREEDY_BELOW
+    return cold or request.get("top_k") == 1 or bool(request.get("use_beam_search"))
+
+
+def _are_ids(values: list[Any]) -> bool:
+    """Whether all are token ids, which are stored as 32-bit integers."""
+    try:
+        return min(array("i", values), default=0) >= 0
+    except (TypeError, OverflowError):
+        return False
+
+
+def _logprobs(value: Any) -> list[Any]:
+    """Of /v1/completions: `token_logprobs`; of chat: `content[].logprob`."""
+    if not isinstance(value, dict):
+        return []
+    if isinstance(values := value.get("token_logprobs"), list):
+        return values
+    content = value.get("content")
+    if not isinstance(content, list):
+        return []
+    try:
+        return [item["logprob"] for item in content]
+    except (TypeError, KeyError):
+        return [None]
+
+
+def _are_finite(logprobs: list[Any]) -> bool:
+    """Whether all are numbers, above what stands for minus infinity and at most 0."""
+    try:
+        return not logprobs or bool(min(logprobs) > _MINUS_INFINITY and max(logprobs) <= 0)
+    except TypeError:
+        return False

@@ -1,0 +1,133 @@
+"""Tool calls in answers and their results in later requests, in the shapes of all recorded APIs. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ..json_text import dumps
+from ..types import ToolCall, ToolResult
+
+Json = dict[str, Any]
+
+# smolagents writes calls and results into texts: an assistant's, with the calls' ids, and then a user's.
+_WRITTEN_CALL = re.compile(r"\{'id': '([^']+)', 'type': 'function'")
+_WRITTEN_RESULT = re.compile(r"(?:Call id: .*\n)?(Observation|Error):\n")
+
+# Where an item of Responses has what is to be done: of functions, custom tools, the computer, the shell, patches.
+_ARGUMENTS = ("arguments", "input", "action", "actions", "operation")
+
+
+def conversation(request: Json) -> list[Any]:
+    """What a request sends again and adds to at every turn: `messages`, or the items of `input`; empty without one."""
+    found = request.get("messages", request.get("input"))
+    return found if isinstance(found, list) else []
+
+
+def tool_calls(response: Any) -> tuple[ToolCall, ...]:
+    """The tool calls in an answer (a streamed one: assembled), in order, of all its choices."""
+    if not isinstance(response, dict):
+        return ()
+    where = (("choices", _of_chat), ("output", _of_responses), ("content", _of_messages))
+    return tuple(call for name, calls in where if name in response for call in calls(response))
+
+
+def tool_results(items: Sequence[Any]) -> list[ToolResult]:
+    """Results that an agent sends back: chat's role `tool`, Responses' `…_call_output`, Anthropic's `tool_result`.
+
+    Also those that smolagents writes into a text, where that is the result of one call only.
+    """
+    return [*_results(items), *_written_results(items)]
+
+
+def _of_chat(response: Json) -> Iterator[ToolCall]:
+    for choice in dicts(response.get("choices")):
+        message = choice.get("message")
+        message = message if isinstance(message, dict) else {}
+        for call in dicts(message.get("tool_calls")):
+            yield _function_call(call.get("id"), call.get("function"))
+        if isinstance(called := message.get("function_call"), dict):  # of OpenAI's API before there were tools
+            yield _function_call(None, called)
+
+
+def _function_call(call_id: Any, function: Any) -> ToolCall:
+    function = function if isinstance(function, dict) else {}
+    return ToolCall(_text(call_id), _text(function.get("name")) or "", _text(function.get("arguments")) or "")
+
+
+def _of_responses(response: Json) -> Iterator[ToolCall]:
+    for item in dicts(response.get("output")):
+        if is_call(item):
+            name = _text(item.get("name")) or item["type"].removesuffix("_call")
+            yield ToolCall(_text(item.get("call_id")), name, call_arguments(item))
+
+
+def is_call(item: Json) -> bool:
+    """Whether an item of Responses is a call for the agent to make: of its own tools, or its shell, say.
+
+    Those have a `call_id`; what the server does by itself has none.
+    """
+    kind = item.get("type")
+    return kind in ("function_call", "custom_tool_call") or (
+        isinstance(kind, str) and kind.endswith("_call") and isinstance(item.get("call_id"), str)
+    )
+
+
+def answered_call(item: Json) -> Any:
+    """The `call_id` that an item with a result belongs to; OpenAI's local shell calls it `id`."""
+    return item.get("call_id", item.get("id"))
+
+
+def call_arguments(item: Json) -> str:
+    """The text that the model wrote, or JSON of what the server made of it; empty without any."""
+    value = next((item[name] for name in _ARGUMENTS if item.get(name) is not None), "")
+    return value if isinstance(value, str) else dumps(value)
+
+
+def _of_messages(response: Json) -> Iterator[ToolCall]:
+    for block in dicts(response.get("content")):
+        if block.get("type") == "tool_use":
+            arguments = dumps(block.get("input"))
+            yield ToolCall(_text(block.get("id")), _text(block.get("name")) or "", arguments)
+
+
+def _results(items: Sequence[Any]) -> Iterator[ToolResult]:
+    for item in dicts(items):
+        if (role := item.get("role")) == "tool" and isinstance(call_id := item.get("tool_call_id"), str):
+            yield ToolResult(call_id, item.get("content"))
+        elif str(item.get("type")).endswith("_call_output") and isinstance(call_id := answered_call(item), str):
+            yield ToolResult(call_id, item.get("output"))
+        elif role == "user" and isinstance(blocks := item.get("content"), list):
+            for block in dicts(blocks):
+                if block.get("type") == "tool_result" and isinstance(call_id := block.get("tool_use_id"), str):
+                    yield ToolResult(call_id, block.get("content"), block.get("is_error") is True)
+
+
+def _written_results(items: Sequence[Any]) -> Iterator[ToolResult]:
+    for said, told in pairwise(items):
+        _, calling, calls = _words(said, "assistant").rpartition("Calling tools:\n")
+        ids = _WRITTEN_CALL.findall(calls) if calling else []
+        text = _words(told, "user") if len(ids) == 1 else ""
+        if begin := _WRITTEN_RESULT.match(text):
+            content, _, _ = text[begin.end() :].partition("\nNew task:\n")
+            yield ToolResult(ids[0], content, begin[1] == "Error")
+
+
+def _words(item: Any, role: str) -> str:
+    """What a message of this role says; nothing for any other item."""
+    if not isinstance(item, dict) or item.get("role") != role:
+        return ""
+    content = item.get("content")
+    parts = [content] if isinstance(content, str) else [part.get("text") for part in dicts(content)]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def dicts(value: Any) -> list[Json]:
+    """The objects in what should be a list of them."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

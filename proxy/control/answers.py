@@ -1,0 +1,147 @@
+"""What the control API answers, as its OpenAPI document says it. Contract, section 3. `views.py` builds the bodies."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from ..store.training import Collapse, Step
+from ..types import CallStatus, Choice, Event, PolicyVersion, PublishMode, Rollout, ToolCall, Transition
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """As OpenAI's: 400 not valid, 401 or 403 no right to it, 404 not there, 409 not now, 413 too large, 422 wrong
+    types, 503 the store cannot be reached."""
+
+    error: ErrorDetail
+
+
+class Rewarded(BaseModel):
+    reward_id: int
+    rollout_id: str
+    status: Literal["recorded"]
+
+
+class Told(BaseModel):
+    event_id: int
+    rollout_id: str
+    status: Literal["recorded"]
+
+
+class Opened(BaseModel):
+    rollout_id: str
+    base_url: str
+    api_key: str
+
+
+class RolloutPage(BaseModel):
+    data: list[Rollout]
+    next_cursor: str | None
+
+
+class Call(BaseModel):
+    call_id: str
+    seq: int
+    agent: str | None
+    endpoint: str
+    status: CallStatus
+    http_status: int | None
+    error: str | None
+    upstream: str | None
+    model: str | None
+    policy_version: int | None
+    policy_versions: list[int]
+    request: dict[str, Any]
+    response: Any
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    sampling: dict[str, Any]
+    extends: str | None
+    usage: dict[str, Any] | None
+    tool_calls: list[ToolCall]
+    reward: float | None
+    trainable: bool
+    untrainable_reason: str | None
+    superseded_by: str | None
+    started_at: float
+    ttft_ms: float | None
+    latency_ms: float | None
+    choices: list[Choice] | None = None
+
+
+class RewardSeen(BaseModel):
+    reward_id: int
+    rollout_id: str
+    reward: float
+    call_id: str | None
+    name: str
+    source: str | None
+    comment: str | None
+    final: bool
+    created_at: float
+
+
+class RolloutDetail(BaseModel):
+    """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
+
+    `events`: what the agent said between them, each with the `seq` of the call that came next.
+    """
+
+    rollout_id: str
+    status: Literal["running", "completed", "failed", "discarded"]
+    call_count: int
+    calls: list[Call]
+    events: list[Event]
+    rewards: list[RewardSeen]
+
+
+class Transitions(BaseModel):
+    data: list[Transition]
+
+
+class Policy(BaseModel):
+    alias: str
+    live_version: int
+    served_model: str | None
+    adapters: dict[str, str]
+    publish: PublishMode
+    live_at: float | None
+    steps: int
+    last_step: Step | None
+    collapse: Collapse | None
+
+
+class Versions(BaseModel):
+    data: list[PolicyVersion]
+
+
+class Steps(BaseModel):
+    data: list[Step]
+
+
+class Ready(BaseModel):
+    status: Literal["ready", "not ready"]
+    store: str
+    upstream: str
+
+
+# FastAPI's own error body, which it names by default, is none of ours.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    422: {"model": Error, "description": "Wrong types"},
+    "default": {"model": Error, "description": "Any other error"},
+}
+
+
+def answers(model: Any, status: int = 200) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`."""
+    return {status: {"model": model}}

@@ -1,0 +1,107 @@
+"""The proxy's parts, opened and closed in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from .. import memory
+from ..access.auth import Keys
+from ..config.root import Config
+from ..conversation.exact import Continuity
+from ..conversation.unnamed import Conversations
+from ..gateway.relay import Relay
+from ..otel.telemetry import open_telemetry
+from ..policy.chosen import Chosen
+from ..policy.fleet import open_vllm
+from ..policy.mode import publish_mode
+from ..policy.routing import Policy, Swap
+from ..policy.vllm import operator_session
+from ..recording.metrics import Metrics
+from ..recording.recorder import Recorder
+from ..recording.redact import Redactor
+from ..recording.redacting import RedactingRecorder
+from ..store.database import opened
+from ..store.events import Events
+from ..store.keys import Keyring
+from ..store.retention import Keeper
+from ..store.rollouts import Store
+from ..store.training import Ledger
+from ..types import PublishMode
+from ..upstreams.attempts import Upstreams
+from ..upstreams.health import Health, check_health
+from ..upstreams.http import make_session
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes work with."""
+
+    config: Config
+    publish: PublishMode
+    store: Store
+    ledger: Ledger
+    events: Events
+    recorder: Recorder
+    policy: Policy
+    keys: Keys
+    metrics: Metrics
+    redactor: Redactor
+    relay: Relay
+    chosen: Chosen
+    health: Health
+
+    def forget(self, rollout_id: str, why: str) -> None:
+        """The rollout was deleted."""
+        self.recorder.forget(rollout_id)
+        self.policy.forget(rollout_id)
+        self.relay.forget(rollout_id)
+        self.metrics.deleted.labels(why).inc()
+
+
+@asynccontextmanager
+async def open_parts(config: Config) -> AsyncIterator[Parts]:
+    """Open the store and the connections, and watch vLLM, until the block is left."""
+    mode = publish_mode(config)
+    async with opened(config.store) as database, make_session() as data, operator_session() as control:
+        store, ledger, metrics = Store(database), Ledger(database), Metrics()
+        upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
+        vllm = open_vllm(control, upstream.urls, upstream.credentials) if upstream else None
+        swap = Swap(ledger, vllm, mode, config.policy.directory) if vllm else None
+        upstreams = Upstreams(data)
+        health = upstreams.health
+        policy, keys = Policy(config, store, ledger, swap, health), Keys(config.proxy, store, Keyring(database))
+        await keys.refresh()
+        async with Recorder(store, merged=mode == "merged") as recorder:
+            redactor = Redactor(config.recording.redact, config.keys())
+            kept = RedactingRecorder(recorder, redactor, metrics.redacted.inc) if redactor else recorder
+            exact = config.policy.token_continuity == "exact"
+            continuity = Continuity(upstreams, store, metrics.continued) if exact else None
+            conversations = Conversations(database)
+            telemetry = open_telemetry(config.telemetry, redactor)
+            on_end = metrics.call_ended
+            relay = Relay(config, upstreams, kept, policy, keys, on_end, continuity, conversations, telemetry)
+            events, chosen = Events(database), Chosen(config, ledger, swap)
+            parts = Parts(
+                config, mode, store, ledger, events, recorder, policy, keys, metrics, redactor, relay, chosen, health
+            )
+            keeper = Keeper(database, config, parts.forget)
+            running = (
+                policy.watch(),
+                keys.watch(),
+                check_health(config, control, health),
+                keeper.run(),
+                memory.watch(),
+            )
+            beside = [asyncio.create_task(one) for one in running]
+            try:
+                yield parts
+            finally:
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
+                await upstreams.close()
+                if telemetry is not None:
+                    await telemetry.close()

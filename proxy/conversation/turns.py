@@ -1,0 +1,226 @@
+"""Which earlier call a chat request goes on with, and the prompt that holds that call's tokens exactly. Pure.
+
+Text does not say which tokens it was sampled as: rendered and tokenised again, an answer may come back as others.
+So the next prompt is the earlier call's tokens as they were, and after them only what is new:
+
+    earlier prompt · earlier answer, as sampled · what the template puts after an answer · new messages, rendered
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from ..apis.tools import dicts
+from ..store.delta import common_prefix
+from ..types import Choice
+
+Json = dict[str, Any]
+
+# first: there is nothing to go on with. All after it are sent as text:
+# edited: the history is not what was asked and answered before; changed: its tools, or other things that a template
+# reads, are new; template: it renders earlier turns differently later, or what it puts after an answer is not plain;
+# unsupported: vLLM takes no tokens with such a request; refused: it answered an error; ignored: it took other tokens;
+# unavailable: it has no render route.
+Outcome = Literal["exact", "first", "edited", "changed", "template", "unsupported", "refused", "ignored", "unavailable"]
+
+# What a request may change from turn to turn without another prompt for the same messages.
+# fmt: off
+_SAMPLING = frozenset({
+    "messages", "model", "n", "seed", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "max_tokens",
+    "max_completion_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids", "response_format", "structured_outputs",
+    "parallel_tool_calls", "tool_choice", "user", "metadata", "store", "service_tier", "safety_identifier",
+    "prompt_cache_key", "request_id", "session_id", "priority", "ignore_eos", "bad_words",
+    "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "return_tokens_as_token_ids", "cache_salt", "vllm_xargs",
+})
+_UNSUPPORTED = frozenset({
+    "kv_transfer_params", "ec_transfer_params", "echo", "continue_final_message", "truncate_prompt_tokens",
+    "prompt_logprobs", "use_beam_search", "return_prompt_text", "chat_template",
+})
+# fmt: on
+
+
+class AsText(Exception):
+    """The call goes as text; `outcome` says why."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An answered call. `ids`: its prompt and, the last `sampled` of them, its answer, the end of turn included if it
+    was sampled; `rendered`: its messages with the generation prompt, which are the prompt unless that was made here;
+    `shape`: what of its request a template reads besides the messages."""
+
+    messages: list[Any]
+    shape: Json
+    answer: Json
+    ids: array[int]
+    sampled: int
+    finish_reason: str | None
+    rendered: array[int]
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        return self.ids[len(self.ids) - self.sampled :].tolist()
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether its answer may end in the end of turn."""
+        return self.finish_reason != "length"
+
+
+def turns(
+    request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
+) -> Iterator[Turn]:
+    """One for each answer of a call whose tokens are known. `rendered`: see Turn, if it is not the prompt."""
+    messages = request.get("messages")
+    by_index = {choice.index: choice for choice in choices}
+    for answered in dicts(response.get("choices")) if isinstance(response, dict) else ():
+        choice, message = by_index.get(answered.get("index", 0)), answered.get("message")
+        if prompt and choice and choice.token_ids and isinstance(message, dict) and isinstance(messages, list):
+            ids = array("i", [*prompt, *choice.token_ids])
+            whole = array("i", rendered or prompt)
+            yield Turn(messages, shape(request), message, ids, len(choice.token_ids), choice.finish_reason, whole)
+
+
+def shape(request: Json) -> Json:
+    """What of a request a template may read besides the messages."""
+    read = {name: value for name, value in request.items() if name not in _SAMPLING and value is not None}
+    # vLLM can be told to leave the tools out of such a prompt.
+    return read | ({"tool_choice": "none"} if request.get("tool_choice") == "none" else {})
+
+
+def is_supported(request: Json) -> bool:
+    """Whether vLLM takes a prompt as tokens with this request, and gives one answer to go on with."""
+    messages = request.get("messages")
+    if not isinstance(messages, list) or any(request.get(name) for name in _UNSUPPORTED):
+        return False
+    if request.get("n") not in (None, 1) or request.get("add_generation_prompt") is False:
+        return False
+    return all(isinstance(message, dict) and _is_text(message.get("content")) for message in messages)
+
+
+def has_answers(request: Json) -> bool:
+    """Whether anything in the history was said by a model."""
+    return any(message.get("role") == "assistant" for message in dicts(request.get("messages")))
+
+
+def earlier_turn(known: Sequence[Turn], request: Json) -> Turn:
+    """The longest of the known turns (the newest is last) that a supported request goes on with; raises AsText."""
+    continued = [turn for turn in known if _goes_on(request["messages"], turn)]
+    if not continued:
+        raise AsText("edited" if known and has_answers(request) else "first")
+    turn = max(reversed(continued), key=lambda turn: len(turn.messages))
+    if turn.shape != shape(request):
+        raise AsText("changed")
+    return turn
+
+
+def is_last(known: Sequence[Turn], request: Json) -> bool:
+    """Whether one of the turns is the last thing that a model said in the request, or nothing was."""
+    messages = request["messages"]
+    said = [i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "assistant"]
+    return not said or any(len(turn.messages) == said[-1] and _goes_on(messages, turn) for turn in known)
+
+
+def closing(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """What a template puts after an answer: the common end of two conversations that differ in the last answer only."""
+    return [*one][len(one) - common_prefix(one[::-1], other[::-1]) :]
+
+
+def undrifted_prompt(turn: Turn, whole: Sequence[int], closing: Sequence[int]) -> list[int] | None:
+    """The tokens to send where the answer is rendered as the very tokens that were sampled: what follows is new.
+
+    `whole`: the request's messages with the generation prompt, rendered. None where they differ.
+    """
+    answer = turn.sampled_ids
+    told = [*turn.rendered, *answer]
+    ends = [*closing[_overlap(answer, closing) if turn.ends_by_itself else 0 :]]
+    if [*whole[: len(told) + len(ends)]] != told + ends:
+        return None
+    return [*turn.ids, *whole[len(told) :]]
+
+
+def exact_prompt(turn: Turn, history: Sequence[int], whole: Sequence[int], closing: Sequence[int]) -> list[int]:
+    """The tokens to send; raises AsText if the template does not let the new part be told from the old one.
+
+    `history`: the turn's messages and its answer, rendered; `whole`: the request's with the generation prompt.
+    """
+    end = len(history) - len(closing)
+    if [*whole[: len(history)]] != [*history] or [*history[end:]] != [*closing]:
+        raise AsText("template")
+    follows = [*whole[end:]]
+    if turn.ends_by_itself:
+        follows = follows[_overlap(turn.sampled_ids, follows[: max(len(closing), 1)]) :]
+    return [*turn.ids, *follows]
+
+
+def _overlap(answer: Sequence[int], follows: Sequence[int]) -> int:
+    """How many of the tokens that are to follow the answer ends in already: its end of turn, if that was sampled."""
+    longest = min(len(answer), len(follows))
+    return next((n for n in range(longest, 0, -1) if [*answer[-n:]] == [*follows[:n]]), 0)
+
+
+def _goes_on(messages: list[Any], turn: Turn) -> bool:
+    asked = len(turn.messages)
+    if len(messages) <= asked + 1:  # with nothing after the answer the model is to write on itself
+        return False
+    same = messages[:asked] == turn.messages or all(map(_same, messages, turn.messages))
+    return same and _is_answer(messages[asked], turn.answer)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(_said(one) == _said(other))
+
+
+def _is_answer(sent: Any, answer: Json) -> bool:
+    """Whether a message is the answer as the agent got it; clients drop reasoning, and count tool calls anew."""
+    sent, answer = _said(sent), _said(answer)
+    if "reasoning" not in sent:
+        answer.pop("reasoning", None)
+    for message in (sent, answer):
+        message["content"] = _text(message.get("content"))
+        message["tool_calls"] = [_called(call) for call in dicts(message.get("tool_calls"))]
+    return bool(sent == answer)
+
+
+def _said(message: Any) -> Json:
+    """A message without what is empty, so that a client's way of sending it again makes no difference."""
+    if not isinstance(message, dict):
+        return {}
+    said = {name: value for name, value in message.items() if value not in (None, "", [])}
+    if "reasoning_content" in said:
+        said["reasoning"] = said.pop("reasoning_content")
+    return said
+
+
+def _called(call: Json) -> tuple[Any, Any]:
+    function = call.get("function")
+    function = function if isinstance(function, dict) else {}
+    arguments = function.get("arguments")
+    try:
+        return function.get("name"), orjson.loads(arguments) if isinstance(arguments, str) else arguments
+    except orjson.JSONDecodeError:
+        return function.get("name"), arguments
+
+
+def _text(content: Any) -> Any:
+    """Texts in parts are one; anything else stays as it is."""
+    if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in dicts(content)):
+        return "".join(part["text"] for part in dicts(content))
+    return content or ""
+
+
+def _is_text(content: Any) -> bool:
+    return not isinstance(content, list) or all(
+        isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content
+    )

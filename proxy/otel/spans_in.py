@@ -1,0 +1,195 @@
+"""`POST /otlp/v1/traces`: model calls and actions that another process told its OpenTelemetry exporter of.
+
+They are recorded in their rollout, durable before they are acknowledged, and taken once however often they are sent.
+Of calls, what has no token ids, log-probabilities and policy version is not trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastapi import APIRouter, Request, Response
+
+from ..apis.tools import tool_calls
+from ..control.parts import Parts
+from ..errors import InvalidRequest, LightningError
+from ..gateway.asgi import unpack
+from ..store.events import redacted
+from ..types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
+from .genai_in import action_of, is_action, is_call, request_of, response_of, tokens_of
+from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
+
+router = APIRouter()
+
+UPSTREAM = "otlp"
+PREFIXES = ("lightning.", "agentlightning.")
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
+_INT32 = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A call that a span tells of."""
+
+    start: CallStart
+    end: CallEnd
+
+    @property
+    def rollout(self) -> RolloutName:
+        return self.start.rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An action that a span tells of; `key` is the span's own."""
+
+    rollout: RolloutName
+    key: str
+    event: Event
+
+
+@router.post("/otlp/v1/traces", include_in_schema=False)
+async def post_traces(request: Request) -> Response:
+    """Record the model calls and the actions among the spans. Errors are told as OTLP's exporters expect them."""
+    encoding: Encoding = "json"
+    try:
+        encoding = encoding_of(request.headers.get("content-type", ""))
+        return Response(await _record(request, encoding), media_type=MEDIA[encoding])
+    except LightningError as error:
+        return Response(refused(encoding, error), error.status, media_type=MEDIA[encoding])
+
+
+async def _record(request: Request, encoding: Encoding) -> bytes:
+    p: Parts = request.app.state.parts
+    await p.keys.authenticate(request.headers)  # before anything is unpacked
+    limit = int(p.config.proxy.max_body_mb * 1_000_000)
+    compression = request.headers.get("content-encoding", "")
+    # In a thread: a large export takes a while to read, and agents wait for their answers meanwhile.
+    found, problems = await asyncio.to_thread(_read, await request.body(), compression, limit, encoding)
+    if found:
+        await p.keys.require_agent(request.headers, {one.rollout.rollout_id for one in found})
+    for one in found:
+        if isinstance(one, Action):
+            await p.events.post(one.rollout, [redacted(one.event, p.redactor)], one.key)
+        else:
+            await _record_call(p, one)
+    return accepted(encoding, len(problems), "; ".join(problems[:3]))
+
+
+def _read(body: bytes, compression: str, limit: int, encoding: Encoding) -> tuple[list[Imported | Action], list[str]]:
+    return read_all(read_spans(unpack(body, compression, limit), encoding))
+
+
+def read_all(spans: Iterable[Span]) -> tuple[list[Imported | Action], list[str]]:
+    """The calls and actions among spans, oldest first, and what is wrong with those that cannot be taken."""
+    found: list[Imported | Action] = []
+    problems: list[str] = []
+    for span in sorted(spans, key=lambda span: span.started_at):
+        try:
+            if is_call(span.attributes):
+                found.append(read_call(span))
+            elif is_action(span.attributes):
+                _check(span)
+                rollout, event = _rollout(span), action_of(span.attributes, span.error)
+                found.append(Action(rollout, f"otlp-{span.trace_id}{span.span_id}-{rollout.rollout_id}", event))
+        except InvalidRequest as error:
+            problems.append(f"span {span.span_id}: {error.message}")
+    return found, problems
+
+
+def read_call(span: Span) -> Imported:
+    """The call that a span tells of. Raises InvalidRequest for ids and times that cannot be."""
+    attributes = span.attributes
+    _check(span)
+    request, response = request_of(attributes), response_of(attributes)
+    tokens, version = tokens_of(attributes, response), _version(attributes)
+    start = CallStart(
+        call_id=f"{span.trace_id}{span.span_id}",
+        rollout=_rollout(span),
+        endpoint="chat/completions",
+        model=_text(response["model"]),
+        policy_version=version,
+        request=request,
+        started_at=span.started_at,
+        upstream=UPSTREAM,
+        pins=False,
+    )
+    reason = tokens.untrainable_reason("error" if span.error else "ok", request)
+    if reason is None and version is None:
+        reason = "no policy version in the span"
+    end = CallEnd(
+        call_id=start.call_id,
+        rollout_id=start.rollout.rollout_id,
+        status="error" if span.error else "ok",
+        response=None if span.error else response,
+        http_status=None,
+        prompt_token_ids=tokens.prompt_token_ids,
+        choices=tokens.choices,
+        usage=tokens.usage,
+        tool_calls=() if span.error else tool_calls(response),
+        error=span.error,
+        untrainable_reason=None if reason is None else f"told of by OpenTelemetry: {reason}",
+        latency_ms=(span.ended_at - span.started_at) * 1000,
+        imported=True,
+    )
+    return Imported(start, end)
+
+
+async def _record_call(p: Parts, call: Imported) -> None:
+    """What is there already, by an earlier try or because it went through the proxy, is passed over."""
+    status = await p.store.call_status(call.end.rollout_id, call.end.call_id)
+    response_id = _text((call.end.response or {}).get("id"))
+    if status not in (None, "incomplete"):
+        return
+    if status is None and response_id and await p.store.is_recorded(call.end.rollout_id, response_id):
+        return
+    start, shown = p.redactor.start(call.start) if p.redactor else (call.start, False)
+    end = p.redactor.end(call.end, shown=shown) if p.redactor else call.end
+    if status is None:
+        await p.recorder.start(start)
+    await p.recorder.end(end)
+    p.metrics.call_ended(end, True)
+
+
+def _check(span: Span) -> None:
+    """Raise InvalidRequest for ids and times that cannot be."""
+    if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
+        raise InvalidRequest("its trace id has not 16 bytes, or its span id not 8")
+    if not 0 < span.started_at <= span.ended_at:
+        raise InvalidRequest("it does not end after it began")
+
+
+def _rollout(span: Span) -> RolloutName:
+    """As the span or its resource names it, else its trace."""
+    found = {name: _named(span.attributes, name) for name in ("rollout_id", "task_id", "agent_name", "rollout_mode")}
+    for name in ("rollout_id", "task_id", "agent_name"):
+        if found[name] is not None:
+            check_id(cast(str, found[name]), f"lightning.{name}")
+    if found["rollout_mode"] not in (None, "train", "eval"):
+        raise InvalidRequest(f"lightning.rollout_mode must be train or eval, got {found['rollout_mode']!r}")
+    agent = found["agent_name"] or _as_id(_text(span.attributes.get("gen_ai.agent.name")))
+    mode = cast(Mode, found["rollout_mode"] or "train")
+    return RolloutName(found["rollout_id"] or span.trace_id, found["task_id"], agent, mode)
+
+
+def _named(attributes: Mapping[str, Any], name: str) -> str | None:
+    value = next((attributes[p + name] for p in PREFIXES if attributes.get(p + name) is not None), None)
+    return None if value is None else str(value)
+
+
+def _as_id(name: str | None) -> str | None:
+    """An agent's name as the conventions allow it, with what ids may not have replaced."""
+    return _NOT_IN_NAMES.sub("_", name)[:200] if name else None
+
+
+def _version(attributes: Mapping[str, Any]) -> int | None:
+    value = attributes.get("lightning.policy_version")
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _INT32 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

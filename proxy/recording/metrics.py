@@ -1,0 +1,125 @@
+"""Prometheus metrics of the proxy, over all its workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+from ..store.training import Collapse
+from ..types import CallEnd, CallStatus, CollapseSign
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+# Where several workers share their counts; prometheus_client looks at it when it is imported.
+SHARED = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class Metrics:
+    """One registry an app, so that several apps in one process do not share counts; but all workers of one proxy do."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._shared = Path(shared) if (shared := os.environ.get(SHARED)) else None
+        if self._shared is not None:
+            _forget_dead(self._shared)
+        r = self._registry
+        calls = Counter("lightning_calls", "Recorded calls by how they ended", ["status"], registry=r)
+        self._calls = {status: calls.labels(status) for status in get_args(CallStatus)}
+        unrecorded = Counter(
+            "lightning_unrecorded_calls", "Calls of which nothing is kept, by how they ended", ["status"], registry=r
+        )
+        self._unrecorded = {status: unrecorded.labels(status) for status in get_args(CallStatus)}
+        self._untrainable = Counter("lightning_untrainable_calls", "Answered calls unfit for training", registry=r)
+        self.redacted = Counter(
+            "lightning_redacted_calls", "Calls that could be trained on but for what was redacted", registry=r
+        )
+        tokens = Counter("lightning_tokens", "Tokens of recorded calls", ["kind"], registry=r)
+        self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
+        self._latency = Histogram("lightning_call_seconds", "Whole calls", buckets=_SECONDS, registry=r)
+        self._ttft = Histogram(
+            "lightning_first_byte_seconds", "Until the answer's first byte", buckets=_SECONDS, registry=r
+        )
+        self._continuity = Counter(
+            "lightning_token_continuity", "Policy chats by how their prompt was made", ["outcome"], registry=r
+        )
+        self.rewards = Counter("lightning_rewards", "Recorded rewards", registry=r)
+        self.deleted = Counter(
+            "lightning_rollouts_deleted", "Rollouts deleted: by request, or for their age or the store's size", ["why"],
+            registry=r,
+        )  # fmt: skip
+        self.queue = Gauge(
+            "lightning_recorder_queue", "Records that wait for their commit", registry=r, multiprocess_mode="livesum"
+        )
+        # Of the store: whoever looked last is right.
+        self.live_version = Gauge(
+            "lightning_policy_version", "The live policy version", registry=r, multiprocess_mode="livemostrecent"
+        )
+        self._collapsed = Gauge(
+            "lightning_policy_collapsed", "1: publication is stopped, for this sign of collapse", ["sign"], registry=r,
+            multiprocess_mode="livemostrecent",
+        )  # fmt: skip
+        self._step = Gauge(
+            "lightning_step", "The last training step's numbers, as docs/metrics.md names them; its own: step",
+            ["metric"], registry=r, multiprocess_mode="livemostrecent",
+        )  # fmt: skip
+        self.upstream_up = Gauge(
+            "lightning_upstream_up", "Servers that are watched: 1 if up", ["upstream", "replica"], registry=r,
+            multiprocess_mode="livemostrecent",
+        )  # fmt: skip
+        self.rollouts = Gauge(
+            "lightning_rollouts", "Rollouts in the store", ["mode", "status"], registry=r,
+            multiprocess_mode="livemostrecent",
+        )  # fmt: skip
+        self.waiting = Gauge(
+            "lightning_rollouts_waiting", "Complete rollouts that no training step has taken yet", registry=r,
+            multiprocess_mode="livemostrecent",
+        )  # fmt: skip
+
+    def call_ended(self, end: CallEnd, recorded: bool) -> None:
+        if not recorded:
+            self._unrecorded[end.status].inc()
+            return
+        self._calls[end.status].inc()
+        if end.status == "ok" and not end.trainable:
+            self._untrainable.inc()
+        self._prompt_tokens.inc(len(end.prompt_token_ids))
+        self._sampled_tokens.inc(sum(len(choice.token_ids) for choice in end.choices))
+        self._latency.observe(end.latency_ms / 1000)
+        if end.ttft_ms is not None:
+            self._ttft.observe(end.ttft_ms / 1000)
+
+    def continued(self, outcome: str) -> None:
+        self._continuity.labels(outcome).inc()
+
+    def step_ended(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """What the trainer said of its last step."""
+        for name, value in {"step": step, **metrics}.items():
+            if isinstance(value, int | float):
+                self._step.labels(name).set(value)
+
+    def stopped_for(self, collapse: Collapse | None) -> None:
+        """Of one sign at most."""
+        for sign in get_args(CollapseSign):
+            self._collapsed.labels(sign).set(collapse is not None and collapse.sign == sign)
+
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        if self._shared is None:
+            return generate_latest(self._registry)
+        all_workers = CollectorRegistry()
+        MultiProcessCollector(all_workers, str(self._shared))
+        return generate_latest(all_workers)
+
+
+def _forget_dead(shared: Path) -> None:
+    """What only a living worker can say must not be said by one that crashed; its counts stay."""
+    for pid in {int(file.stem.rpartition("_")[2]) for file in shared.glob("gauge_live*_*.db")}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            continue
+        mark_process_dead(pid, str(shared))

@@ -1,0 +1,152 @@
+"""What is taken out of records before they are stored: secrets, what patterns match, chosen fields. Pure.
+
+What the agent and the model see is never changed. Ids (of rollouts, tasks, agents) are names, and stored as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..apis.tools import tool_calls
+from ..config.root import RedactConfig
+from ..json_text import dumps
+from ..types import CallEnd, CallStart, Choice
+from .secret_shapes import SHAPES, Shape
+
+MASK = "[redacted]"
+REASON = "redacted"
+
+# A configured key shorter than this might be any word.
+_SHORTEST_KEY = 8
+# Of a request, what no model is shown.
+_NOT_SHOWN = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+# Of an answer, what tells its text once more.
+_TOKENS = frozenset(
+    {"token_ids", "prompt_token_ids", "logprobs", "prompt_logprobs", "input_messages", "output_messages"}
+)
+
+
+class Redactor:
+    """Redacts values without changing them in place: what comes back is the same object if nothing was redacted."""
+
+    def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
+        """`keys`: those of the configuration, secrets whatever they look like."""
+        own = [Shape((key,), re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
+        self._shapes: Sequence[Shape] = (*own, *SHAPES) if config.secrets else ()
+        self._patterns = [re.compile(pattern) for pattern in config.patterns]
+        self._fields = [tuple(path.split(".")) for path in config.fields]
+        shown = any(root != "metadata" and name not in _NOT_SHOWN for root, name, *_ in self._fields)
+        self._hides = shown or bool(self._shapes or self._patterns)  # something that a model is shown, or says
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self._shapes or self._patterns or self._fields)
+
+    def text(self, text: str) -> str:
+        for hints, pattern in self._shapes:
+            if any(hint in text for hint in hints):
+                text = _sub(pattern, text)
+        for pattern in self._patterns:
+            text = _sub(pattern, text)
+        return text
+
+    def value(self, value: Any, root: str) -> Any:
+        """A JSON value; `root` is the first part of the paths of fields that apply to it."""
+        try:
+            for path in self._fields:
+                if path[0] == root:
+                    value = _mask_field(value, path[1:])
+            return self._texts(value, numbers=root == "event")
+        except RecursionError:  # nested deeper than can be looked through
+            return MASK
+
+    def start(self, start: CallStart) -> tuple[CallStart, bool]:
+        """The call's beginning, and whether something may be missing in it that the model was shown.
+
+        That goes for all that the server remembers of an earlier response: the tokens would tell it, looked at or not.
+        Never the agent's own words: of a name that stands there twice, they hold a value that was not looked at.
+        """
+        start = start._replace(request_text=None)
+        unseen = self._hides and start.request.get("previous_response_id") is not None
+        request = self.value(start.request, "request")
+        model = start.model and self.text(start.model)
+        if request is start.request and model is start.model:
+            return start, unseen
+        request = request if isinstance(request, dict) else {}
+        before = start.request
+        shown = any(request.get(name) is not before[name] for name in before if name not in _NOT_SHOWN)
+        return start._replace(request=request, model=model), shown or unseen
+
+    def end(self, end: CallEnd, *, shown: bool) -> CallEnd:
+        """The call's end. If it or its beginning (`shown`) was changed, the tokens, which would tell, go too."""
+        response = self.value(end.response, "response")
+        end = end._replace(error=end.error and self.text(end.error), usage=self._texts(end.usage))
+        if not shown and response is end.response:
+            return end
+        response = _without_tokens(response)
+        return end._replace(
+            response=response,
+            tool_calls=tool_calls(response),
+            prompt_token_ids=(),
+            choices=tuple(Choice(c.index, finish_reason=c.finish_reason) for c in end.choices),
+            untrainable_reason=REASON,  # whatever else speaks against it: nothing is learned from it in any way
+        )
+
+    def _texts(self, value: Any, *, numbers: bool = False) -> Any:
+        """`numbers`: also those that patterns match: what a model wrote as text is a value in some APIs."""
+        match value:
+            case str():
+                return self.text(value)
+            case bool():
+                return value
+            case int() | float() if numbers:
+                return None if any(pattern.search(dumps(value)) for pattern in self._patterns) else value
+            case list():
+                new = [self._texts(item, numbers=numbers) for item in value]
+                return value if all(a is b for a, b in zip(new, value, strict=True)) else new
+            case dict():
+                numbers = numbers or value.get("type") == "tool_use"
+                pairs = [(self.text(name), self._texts(item, numbers=numbers)) for name, item in value.items()]
+                same = all(a is c and b is d for (a, b), (c, d) in zip(pairs, value.items(), strict=True))
+                return value if same else dict(pairs)
+        return value
+
+
+def _sub(pattern: re.Pattern[str], text: str) -> str:
+    new, n = pattern.subn(MASK, text)
+    return new if n else text
+
+
+def _mask_field(value: Any, path: Sequence[str]) -> Any:
+    """The value with everything at `path` masked; `*` stands for any key or index."""
+    if not path:
+        return _masked(value)
+    new: Any
+    match value:
+        case dict():
+            names: Iterable[Any] = list(value) if path[0] == "*" else [path[0]] if path[0] in value else []
+            new = dict(value)
+        case list():
+            index = int(path[0]) if path[0].isdecimal() else len(value)
+            names = range(len(value)) if path[0] == "*" else [index] if index < len(value) else []
+            new = list(value)
+        case _:
+            return value
+    for name in names:
+        new[name] = _mask_field(value[name], path[1:])
+    return new if any(new[name] is not value[name] for name in names) else value
+
+
+def _masked(value: Any) -> Any:
+    """A number becomes null: where one is read back, text would be an error."""
+    return MASK if isinstance(value, str | list | dict) else None
+
+
+def _without_tokens(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_tokens(item) for item in value]
+    if isinstance(value, dict):
+        return {name: None if name in _TOKENS else _without_tokens(item) for name, item in value.items()}
+    return value

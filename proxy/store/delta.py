@@ -1,0 +1,70 @@
+"""Requests and token ids as what they add to an earlier call: an agent re-sends its whole history at every turn. Pure.
+
+A stored request is `{"same": [keys], "grown": {key: [kept, suffix]}, "new": {key: value}}`, relative to its parent's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from ..json_text import dumps
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many leading elements `a` and `b` share."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:  # the usual case, at the speed of one comparison
+        return length
+    return next(i for i in range(length) if a[i] != b[i])
+
+
+def shrink_request(request: dict[str, Any], parent: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the stored form of `request`; `grow_request` with the same parent gives it back."""
+    if parent is None:
+        return {"new": request}
+    same, grown, new = [], {}, {}
+    for key, value in request.items():
+        before = parent.get(key)
+        kept = common_prefix(value, before) if isinstance(value, list) and isinstance(before, list) else 0
+        if key in parent and _same(value, before):
+            same.append(key)
+        elif kept and isinstance(before, list) and _same(value[:kept], before[:kept]):
+            grown[key] = [kept, value[kept:]]
+        else:
+            new[key] = value
+    return {"same": same, "grown": grown, "new": new}
+
+
+def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the request as the agent sent it (the order of its top-level keys apart)."""
+    request = dict(stored["new"])
+    for key in stored.get("same", ()):
+        request[key] = (parent or {})[key]
+    for key, (kept, suffix) in stored.get("grown", {}).items():
+        request[key] = (parent or {})[key][:kept] + suffix
+    return request
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal as JSON. Python alone takes True for 1 and 1.0."""
+    return bool(a == b) and dumps(a) == dumps(b)
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as 32-bit integers, in the machine's byte order."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes | None) -> tuple[int, ...]:
+    return tuple(array("i", data or b""))
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Log-probabilities as 32-bit floats: what the server computed them in."""
+    return array("f", values).tobytes()
+
+
+def unpack_floats(data: bytes | None) -> tuple[float, ...]:
+    return tuple(array("f", data or b""))

@@ -1,0 +1,119 @@
+"""Keys given out by `lightning-proxy keys`, as the store has them: hashed, named, with limits, until revoked."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sqlite3
+import time
+from dataclasses import dataclass
+from typing import Literal
+from uuid import uuid4
+
+from ..access.limits import Limits
+from ..config.root import Config
+from ..errors import ConfigError, Conflict, NotFound
+from ..types import check_id
+from . import sql
+from .database import Database, opened
+
+Role = Literal["agent", "admin", "rollout"]
+
+KEY_PREFIX = "lpk-"
+ROLLOUT_KEY_PREFIX = KEY_PREFIX + "rollout-"
+
+
+def new_key(role: Role) -> str:
+    """A key that says what it is for, with 256 random bits."""
+    return f"{KEY_PREFIX}{role}-{secrets.token_urlsafe(32)}"
+
+
+def hash_key(key: str) -> str:
+    """What is kept of a key. One round of SHA-256 is enough: 256 random bits cannot be guessed, however fast one tries.
+
+    (Passwords need a slow hash because people choose them.)
+    """
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """A key without the key. `recording`: whether its calls are recorded."""
+
+    key_id: str
+    key_hash: str
+    name: str
+    role: Role
+    limits: Limits
+    recording: bool
+    created_at: float
+    revoked_at: float | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.revoked_at is None
+
+
+class Keyring:
+    """The table of keys. Few rows: it is read as a whole."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def keys(self) -> list[StoredKey]:
+        """All keys, the revoked ones too, oldest first."""
+        return [_read(row) for row in await self._db.all(sql.KEYS)]
+
+    async def create(self, name: str, role: Role, limits: Limits, *, recording: bool) -> tuple[str, StoredKey]:
+        """A new key, which only the caller ever sees; Conflict if a live one has this name."""
+        key = new_key(role)
+        stored = StoredKey(
+            uuid4().hex[:12], hash_key(key), check_id(name, "name"), role, limits, recording, time.time()
+        )
+        try:
+            async with self._db.transaction() as db:
+                await db.execute(sql.KEY_NEW, _row(stored))
+        except sqlite3.IntegrityError:
+            raise Conflict(f"there is a key named {name!r}: revoke it first, or choose another name") from None
+        return key, stored
+
+    async def revoke(self, name: str) -> StoredKey:
+        """End a key, and the rollouts' keys that were asked for with it; NotFound if no live key has this name."""
+        async with self._db.transaction() as db:
+            found = list(await db.execute_fetchall(sql.KEY_REVOKE, {"name": name, "at": time.time()}))
+        if not found:
+            raise NotFound(f"no key named {name!r} lets anybody in")
+        return _read(found[0])
+
+    async def purge(self) -> int:
+        """Forget the revoked keys; how many they were."""
+        async with self._db.transaction() as db:
+            return len(list(await db.execute_fetchall(sql.KEYS_PURGE)))
+
+
+async def require_keys(config: Config) -> None:
+    """Raise ConfigError where other machines could reach the proxy and there is no key for agents to show.
+
+    StoreUnavailable for a store that cannot be opened: better now than when a server has begun to start.
+    """
+    proxy = config.proxy
+    async with opened(config.store) as database:
+        if proxy.is_loopback or proxy.api_keys:
+            return
+        if not any(key.live for key in await Keyring(database).keys()):
+            raise ConfigError(
+                f"proxy.host {proxy.host!r} is reachable from other machines, and there is no key: make one with "
+                "`lightning-proxy keys create NAME`, set proxy.api_keys, or keep proxy.host on 127.0.0.1"
+            )
+
+
+def _row(key: StoredKey) -> dict[str, object]:
+    limits = {name: getattr(key.limits, name) for name in ("requests_per_minute", "tokens_per_minute", "concurrent")}
+    names = ("key_id", "key_hash", "name", "role", "recording", "created_at")
+    return {name: getattr(key, name) for name in names} | limits
+
+
+def _read(row: sqlite3.Row) -> StoredKey:
+    limits = Limits(row["requests_per_minute"], row["tokens_per_minute"], row["concurrent"])
+    names = ("key_id", "key_hash", "name", "role", "created_at", "revoked_at")
+    return StoredKey(limits=limits, recording=bool(row["recording"]), **{name: row[name] for name in names})

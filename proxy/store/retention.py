@@ -1,0 +1,201 @@
+"""Keeps the store within `store.retention`, in steps so small that no agent waits for them noticeably.
+
+Deleted are rollouts that are over, oldest first, with all that was recorded of them. Never one with a call under way
+or of a step that is being trained or published; policy versions and the steps' metrics stay. One that nobody ends is
+over after a day without a call. By age it makes no difference whether the trainer has seen a rollout; by size, those
+that still wait for it, by `trainer.failed_rollouts` and `lone_rollouts`, go last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import math
+import sqlite3
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import aiosqlite
+
+from ..config.root import Config
+from ..errors import LightningError, StoreUnavailable
+from . import sql
+from .database import Database
+
+log = logging.getLogger(__name__)
+
+DAY = 86400.0
+EVERY_S = 60.0
+ABANDONED_S = DAY
+IDEMPOTENCY_S = 7 * DAY
+CONVERSATION_S = 30 * DAY
+CONVERSATIONS = 1_000_000  # rows; an answered call of an unnamed rollout takes about five
+LOOK = 200  # rows in one look
+STEP_S = 0.01  # that one of our transactions may take, about
+PAUSE = 4  # times as long as it took, for everybody else
+GIVE_BACK = 256  # pages in one transaction
+SPARE = 0.05  # of the file may stay free: the next records need it
+
+OnDelete = Callable[[str, str], None]  # rollout id, and why: age or size
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is over: ended before `before`; not ended, but nothing was asked since `quiet`. Unix times."""
+
+    before: float
+    quiet: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The file's size and what of it is free, in bytes; whether it can be given back bit by bit."""
+
+    bytes: int
+    free: int
+    gives_back: bool
+
+    @property
+    def used(self) -> int:
+        return self.bytes - self.free
+
+
+class Keeper:
+    """Runs beside the proxy; of several processes on one store, one at a time does the work."""
+
+    def __init__(self, database: Database, config: Config, on_delete: OnDelete) -> None:
+        self._db = database
+        self._retention = config.store.retention
+        trainer = config.trainer
+        self._waiting = {"failed": trainer.failed_reward is not None, "lone": trainer.lone_rollouts == "running"}
+        self._on_delete = on_delete
+
+    async def run(self, every_s: float = EVERY_S) -> None:
+        """Tidy up now and then, until cancelled."""
+        while True:
+            try:
+                with keeping(self._db.path) as alone:
+                    if alone:
+                        await self.tidy()
+            except (LightningError, OSError) as error:  # the next round may find it mended
+                log.warning("the store could not be tidied up: %s", error)
+            await asyncio.sleep(every_s)
+
+    async def tidy(self) -> None:
+        """Delete what the retention no longer allows, and give the space back."""
+        now = time.time()
+        await self._forget_old(sql.IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
+        await self._forget_conversations(now - CONVERSATION_S)
+        if (days := self._retention.max_age_days) is not None:
+            before = now - days * DAY
+            await self._delete_old(Cut(before, min(before, now - ABANDONED_S)))
+        if (gib := self._retention.max_gib) is not None:
+            await self._delete_until(Cut(now, now - ABANDONED_S), gib * 2**30 * (1 - SPARE))
+        await give_back(self._db, SPARE)
+
+    async def _delete_old(self, cut: Cut) -> None:
+        async for numbers in self._over(cut):
+            await self._delete(numbers, cut, "age")
+
+    async def _delete_until(self, cut: Cut, limit: float) -> None:
+        for waiting in (False, True):
+            if (await read_pages(self._db)).used <= limit:
+                return
+            async for numbers in self._over(cut, waiting):
+                if await self._delete(numbers, cut, "size", limit):
+                    return
+
+    async def _over(self, cut: Cut, waiting: bool | None = None) -> AsyncIterator[list[int]]:
+        """The numbers of rollouts that are over, oldest first; with `waiting`, only those that do, or do not, wait."""
+        after, params = 0, {"limit": LOOK, **asdict(cut), **self._waiting}
+        while rows := await self._db.all(sql.ROLLOUTS_OVER, {"after": after, **params}):
+            yield [row["n"] for row in rows if row["is_over"] and waiting in (None, bool(row["waits"]))]
+            after = rows[-1]["n"]
+            if cut.before <= rows[-1]["created_at"] <= time.time():  # not of a clock that was ahead
+                return
+
+    async def _delete(self, numbers: list[int], cut: Cut, reason: str, limit: float = -1.0) -> bool:
+        """Delete rollouts in short transactions; stops, with True, once no more than `limit` bytes are used."""
+        enough, left = False, deque(numbers)
+        while left and not enough:
+            deleted: list[sqlite3.Row] = []
+            async with _in_passing(self._db) as (db, until):
+                while left and not enough and time.perf_counter() < until:
+                    deleted += await db.execute_fetchall(sql.ROLLOUT_FORGET, {"n": left.popleft(), **asdict(cut)})
+                    enough = limit >= 0 and _read_pages(await db.execute_fetchall(sql.PAGES)).used <= limit
+            for row in deleted:
+                self._on_delete(row["rollout_id"], reason)
+        return enough
+
+    async def _forget_conversations(self, before: float) -> None:
+        """Those that were quiet for long, and, of too many, those that were quiet the longest."""
+        counts = await self._db.one(sql.CONVERSATION_COUNTS)
+        assert counts is not None
+        for statement, count in ((sql.POINTS_FORGET, counts["points"]), (sql.TIPS_FORGET, counts["tips"])):
+            await self._forget_old(statement, time.time(), count - CONVERSATIONS)
+            await self._forget_old(statement, before)
+
+    async def _forget_old(self, statement: str, before: float, most: float = math.inf) -> None:
+        """Run a DELETE of `LOOK` rows as long as there are any, for `most` rows."""
+        while most > 0:
+            limit = int(min(LOOK, most))
+            async with _in_passing(self._db) as (db, _):
+                count = (await db.execute(statement, {"before": before, "limit": limit})).rowcount
+            most = most - count if count == limit else 0
+
+
+async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[Pages], None] = lambda _: None) -> None:
+    """Shorten the file, in small steps, until no more than `spare` of it is free; an older file is left as it is."""
+    pages = await read_pages(database)
+    while pages.gives_back and pages.free > spare * pages.bytes:
+        async with _in_passing(database) as (db, _):
+            await db.execute_fetchall(sql.GIVE_BACK.format(pages=GIVE_BACK))
+        before, pages = pages, await read_pages(database)
+        on_step(pages)
+        if pages.free >= before.free:
+            return
+
+
+def rewrite(store: Path) -> None:
+    """Write an older file anew, so that it can give space back from now on; nobody else can write meanwhile."""
+    try:
+        with closing(sqlite3.connect(store, isolation_level=None)) as connection:
+            for statement in sql.REWRITE:
+                connection.execute(statement)
+    except sqlite3.DatabaseError as error:
+        raise StoreUnavailable(f"store {store} could not be written anew, and is as it was: {error}") from error
+
+
+async def read_pages(database: Database) -> Pages:
+    return _read_pages(await database.all(sql.PAGES))
+
+
+def _read_pages(rows: Iterable[sqlite3.Row]) -> Pages:
+    (row,) = rows
+    return Pages(row["bytes"], row["free"], bool(row["gives_back"]))
+
+
+@contextmanager
+def keeping(store: Path) -> Iterator[bool]:
+    """Whether no other process keeps this store; none will while the block runs. The lock goes with the process."""
+    with Path(f"{store}-keeper").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+@asynccontextmanager
+async def _in_passing(database: Database) -> AsyncIterator[tuple[aiosqlite.Connection, float]]:
+    """A transaction that should be over at the time given (of `perf_counter`), and a pause for everybody else."""
+    async with database.transaction() as db:
+        began = time.perf_counter()
+        yield db, began + STEP_S
+    await asyncio.sleep(PAUSE * (time.perf_counter() - began))

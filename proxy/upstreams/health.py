@@ -1,0 +1,90 @@
+"""Which servers are up: what the health checks and the policy's watch found, and whom a rollout is sent to then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import aiohttp
+
+from ..config.root import Config, UpstreamConfig
+
+log = logging.getLogger(__name__)
+
+Server = tuple[str, str]  # the upstream's name, and one of its URLs
+
+
+class Health:
+    """What is known of the servers that are watched; all others count as up."""
+
+    def __init__(self) -> None:
+        self._problems: dict[Server, str | None] = {}
+
+    @property
+    def problems(self) -> Mapping[Server, str | None]:
+        """Of every server that is watched: what is wrong with it, None if nothing is."""
+        return self._problems
+
+    def report(self, upstream: str, url: str, problem: str | None) -> None:
+        server = (upstream, url)
+        if problem is not None and self._problems.get(server) is None:
+            log.warning("upstream %s, %s is down: %s", upstream, replica_name(url), problem)
+        elif problem is None and self._problems.get(server) is not None:
+            log.warning("upstream %s, %s is up again", upstream, replica_name(url))
+        self._problems[server] = problem
+
+    def is_down(self, upstream: UpstreamConfig) -> bool:
+        """Whether none of its servers is up."""
+        return bool(upstream.urls) and all(self._problems.get((upstream.name, url)) for url in upstream.urls)
+
+    def order(self, upstream: UpstreamConfig, rollout_id: str) -> Sequence[str]:
+        """The servers to try for a call of the rollout, one at least; all of them if none is up.
+
+        By rendezvous hashing: a rollout keeps to one server, whose prefix cache knows it, and only the rollouts of a
+        server that goes down move.
+        """
+        if len(upstream.urls) == 1:
+            return upstream.urls
+        up = [url for url in upstream.urls if not self._problems.get((upstream.name, url))]
+        return sorted(up or upstream.urls, key=lambda url: _weight(url, rollout_id), reverse=True)
+
+
+def _weight(url: str, rollout_id: str) -> bytes:
+    return blake2b(f"{url} {rollout_id}".encode(), digest_size=8).digest()
+
+
+def replica_name(url: str) -> str:
+    """Host, port and path: a URL without what may be secret in it."""
+    return url.partition("://")[2].rpartition("@")[2].partition("?")[0].removesuffix("/v1")
+
+
+async def check_health(config: Config, session: aiohttp.ClientSession, health: Health) -> None:
+    """Ask the servers of every upstream with `health_check_s` for their models, again and again, until cancelled.
+
+    Not the policy's: `Policy.watch` knows more of it, whether a server has the live weights for one.
+    """
+    policys = next((upstream for upstream in config.upstreams if upstream.kind == "vllm"), None)
+    checked = [upstream for upstream in config.upstreams if upstream.health_check_s and upstream is not policys]
+    await asyncio.gather(*(_watch(upstream, url, session, health) for upstream in checked for url in upstream.urls))
+
+
+async def _watch(upstream: UpstreamConfig, url: str, session: aiohttp.ClientSession, health: Health) -> None:
+    assert upstream.health_check_s is not None
+    while True:
+        health.report(upstream.name, url, await _problem(upstream, url, session))
+        await asyncio.sleep(upstream.health_check_s)
+
+
+async def _problem(upstream: UpstreamConfig, url: str, session: aiohttp.ClientSession) -> str | None:
+    """Any answer but a server's error is one of a server that is up: it may want a key, or list no models."""
+    limit = aiohttp.ClientTimeout(total=upstream.connect_timeout_s)
+    try:
+        asked = session.get(f"{url}/models", headers=upstream.credentials, timeout=limit, allow_redirects=False)
+        async with asked as answer:
+            return f"it answers HTTP {answer.status}" if answer.status >= 500 else None
+    except TimeoutError:
+        return f"no answer within {upstream.connect_timeout_s:g} s"
+    except (aiohttp.ClientError, OSError) as error:
+        return f"not reachable ({type(error).__name__})"

@@ -1,0 +1,295 @@
+"""An upstream as raw passthrough: bytes and headers in and out, its failures as our errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Iterable
+from functools import lru_cache, partial
+from posixpath import relpath
+from typing import NamedTuple
+from urllib.parse import quote
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from yarl import URL
+
+from ..config.root import UpstreamConfig
+from ..errors import UpstreamTimeout, UpstreamUnreachable
+from ..gateway.asgi import Header
+from .health import Health
+from .key_mask import SHORTEST_KEY, KeyMask
+
+log = logging.getLogger(__name__)
+
+# RFC 9110, section 7.6.1, and what is only about the connection to us.
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding"
+    b" upgrade".split()
+)
+_OUR_REQUEST_HEADERS = frozenset(
+    b"host content-length expect x-rollout-id x-task-id x-agent-name x-rollout-mode x-recording".split()
+)
+_QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
+# Of one answer's headers; more are a fault.
+MAX_HEADER_BYTES = 256 * 1024
+MAX_HEADERS = 1000
+# What aiohttp decodes.
+_DECODED = frozenset(b"gzip deflate br zstd".split())
+_CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
+# By whether the agent's credentials stay here, and whether the answer is to come uncompressed.
+_NOT_PASSED_ON = {
+    (stay, identity): _HOP_BY_HOP.union(
+        _OUR_REQUEST_HEADERS, _CREDENTIALS if stay else (), (b"accept-encoding",) if identity else ()
+    )
+    for stay in (False, True)
+    for identity in (False, True)
+}
+_HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
+
+
+class Request(NamedTuple):
+    """What goes upstream. `path`: percent-decoded, from /v1/ on; `headers`: the agent's; `identity`: uncompressed.
+
+    `rollout_id`: requests with the same one go to the same replica.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[Header]
+    body: bytes
+    forward_authorization: bool
+    identity: bool = False
+    rollout_id: str = ""
+
+    def with_body(self, body: bytes) -> Request:
+        return self._replace(body=body)
+
+
+class _Protocol(ResponseHandler):
+    """Wakes whoever reads a body when its connection ends; after a chunk that is none aiohttp lets them wait."""
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        payload = self._payload
+        super().connection_lost(exc)
+        if payload is not None and not payload.is_eof() and payload.exception() is None:
+            payload.set_exception(aiohttp.ClientPayloadError("its answer is malformed"))
+
+
+def make_session() -> aiohttp.ClientSession:
+    """A session for passthrough: no limit on connections, no cookies, no headers of its own, bodies as they are."""
+    # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4, ttl_dns_cache=60)
+    connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
+    return aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+
+
+class NoConnection(UpstreamUnreachable):
+    """The request did not reach the upstream."""
+
+
+class NoConnectionInTime(UpstreamTimeout, NoConnection):
+    """Nor was it refused."""
+
+
+class HttpUpstream:
+    """Servers that speak the agents' protocol: one, or replicas among which a rollout keeps to its own."""
+
+    def __init__(self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health) -> None:
+        self._config = config
+        self._session = session
+        self._health = health
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
+
+    async def open(self, request: Request) -> HttpAnswer:
+        """Send the request; where there is no connection, to the rollout's next replica."""
+        *others, last = self._health.order(self._config, request.rollout_id)
+        for url in others:
+            try:
+                return HttpAnswer(self._config, await self._open(url, request))
+            except NoConnection as error:
+                log.warning("%s; the next replica is tried", error.message)
+        return HttpAnswer(self._config, await self._open(last, request))
+
+    async def close(self) -> None:
+        """The session is its opener's."""
+
+    async def _open(self, base_url: str, request: Request) -> aiohttp.ClientResponse:
+        upstream = self._config
+        try:
+            async with asyncio.timeout(upstream.first_byte_timeout_s):
+                response = await self._session.request(
+                    request.method,
+                    _url(base_url, request.path, request.query),
+                    headers=_request_headers(upstream, request),
+                    data=aiohttp.BytesPayload(request.body) if request.body else None,
+                    allow_redirects=False,
+                    auto_decompress=request.identity,
+                    timeout=self._timeout,
+                )
+        except aiohttp.ConnectionTimeoutError:
+            raise NoConnectionInTime(
+                f"upstream {upstream.name}: no connection within {upstream.connect_timeout_s} s"
+            ) from None
+        except TimeoutError:
+            raise UpstreamTimeout(
+                f"upstream {upstream.name}: no answer within {upstream.first_byte_timeout_s} s"
+            ) from None
+        except aiohttp.ClientConnectorError as error:
+            raise NoConnection(f"upstream {upstream.name} cannot be reached: {why_not_connected(error)}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _broken_off(upstream, error) from None
+        if response.connection is not None and (protocol := response.connection.protocol) is not None:
+            protocol.read_timeout = upstream.idle_timeout_s
+            protocol.start_timeout()
+        return response
+
+
+class HttpAnswer:
+    """An answer whose headers are there and whose body is on its way."""
+
+    def __init__(self, config: UpstreamConfig, response: aiohttp.ClientResponse) -> None:
+        self._config = config
+        self._response = response
+        self.status = response.status
+        self.is_stream = response.status == 200 and response.content_type == "text/event-stream"
+        self.release = response.release
+
+    @property
+    def retry_after(self) -> str:
+        return self._response.headers.get("Retry-After", "")
+
+    def headers(self, *, keep_length: bool) -> list[Header]:
+        return _response_headers(self._config, self._response, keep_length=keep_length)
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        return _chunks(self._config, self._response.content)
+
+    async def read(self) -> bytes:
+        if _key_mask(self._config) is not None:
+            return b"".join([data async for data in self.chunks()])
+        parts = []
+        while data := await _next(self._config, self._response.content):
+            parts.append(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _chunks(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    mask = _key_mask(upstream)
+    while data := await _next(upstream, content):
+        yield data if mask is None else mask.feed(data)
+    if mask is not None:
+        yield mask.end()
+
+
+async def _next(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> bytes:
+    """What has arrived of a body; nothing at its end."""
+    try:
+        return await content.readany()
+    except TimeoutError:
+        raise UpstreamTimeout(f"upstream {upstream.name}: nothing for {upstream.idle_timeout_s} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise _broken_off(upstream, error) from None
+
+
+def _response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse, *, keep_length: bool) -> list[Header]:
+    """The upstream's headers without those of the connection.
+
+    Without `keep_length` also without those of a body that may change: its length, and an encoding that was undone.
+    """
+    headers = [(name.lower(), value) for name, value in response.raw_headers]
+    dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
+    if not keep_length and _is_decoded(response):
+        dropped |= {b"content-encoding"}
+    if named := _named_by_connection(headers):
+        dropped |= named
+    if "Location" in response.headers:
+        url = response.url
+        headers = [(name, _location(upstream, url, value) if name == b"location" else value) for name, value in headers]
+    mask = _key_mask(upstream)
+    return [(name, value if mask is None else mask.once(value)) for name, value in headers if name not in dropped]
+
+
+def _location(upstream: UpstreamConfig, asked: URL, value: bytes) -> bytes:
+    """Where a redirect leads, relative to the request if that is at the upstream: an agent does not leave us for it.
+
+    Servers name themselves as we call them, in whatever scheme they believe to be called by.
+    """
+    if not value.startswith((b"/", b"http://", b"https://")):
+        return value
+    try:
+        to = asked.join(URL(_text(value), encoded=True))
+    except ValueError:
+        return value
+    base = next(path for url in upstream.urls if asked.raw_path.startswith(path := URL(url).raw_path + "/"))
+    if to.host_port_subcomponent != asked.host_port_subcomponent or not to.raw_path.startswith(base):
+        return value
+    directory, _, name = to.raw_path.rpartition("/")
+    query = f"?{to.raw_query_string}" if to.raw_query_string else ""
+    return f"{relpath(directory, asked.raw_path.rpartition('/')[0])}/{name}{query}".encode()
+
+
+def _is_decoded(response: aiohttp.ClientResponse) -> bool:
+    return response.headers.get("Content-Encoding", "").lower().encode() in _DECODED
+
+
+def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[str, str]]:
+    identity = request.identity or upstream.api_key is not None  # compressed, the key could not be found
+    dropped = _NOT_PASSED_ON[upstream.api_key is not None or not request.forward_authorization, identity]
+    if named := _named_by_connection(request.headers):
+        dropped |= named
+    kept = [(name.decode("latin-1"), _text(value)) for name, value in request.headers if name not in dropped]
+    if request.method != "OPTIONS":  # perhaps a browser's, of whom no key was asked
+        kept += upstream.credentials.items()
+    if identity:
+        kept.append(("accept-encoding", "identity"))
+    return kept
+
+
+def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:
+    """`headers`: with lower-case names."""
+    named = [value for name, value in headers if name == b"connection"]
+    return {token.strip().lower() for value in named for token in value.split(b",")}
+
+
+@lru_cache(1024)
+def _url(base_url: str, path: str, query: bytes) -> URL:
+    """Quoted anew from the decoded path: what was checked is what is asked for."""
+    quoted = quote(path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~")
+    asked = f"?{quote(query, safe=_QUERY_SAFE)}" if query else ""
+    return URL(base_url + quoted + asked, encoded=True)
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def why_not_connected(error: aiohttp.ClientConnectorError) -> str:
+    """In the system's words; asyncio puts an address in their place."""
+    cause = error.os_error
+    return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or type(cause).__name__
+
+
+def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
+    """aiohttp's errors may be empty, or quote what was received."""
+    text, mask = str(error), _key_mask(upstream)
+    text = text if mask is None else mask.once(text.encode()).decode()
+    return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text[:200] or type(error).__name__}")
+
+
+def _key_mask(upstream: UpstreamConfig) -> KeyMask | None:
+    key = "" if upstream.api_key is None else upstream.api_key.get_secret_value()
+    return KeyMask(key) if len(key) >= SHORTEST_KEY else None

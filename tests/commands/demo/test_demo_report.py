@@ -1,0 +1,83 @@
+"""What the demo shows and leaves at its end."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lightning_proxy.commands.demo.config import DemoOptions, dump, empty_directory, write_config
+from lightning_proxy.commands.demo.demo import demo
+from lightning_proxy.commands.demo.report import DemoResult, curve, save_png, show
+from lightning_proxy.commands.run.summary import Totals
+from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.proxy.errors import ConfigError, LightningError
+
+RESULT = DemoResult(
+    seed=0,
+    steps=3,
+    version=3,
+    before=Totals(160, 0, 0, 0.03, 0.0),
+    after=Totals(160, 0, 0, 0.9, 0.85),
+    curve=(0.1, 0.4, 0.8),
+    training_s=600.0,
+    total_s=900.0,
+)
+
+
+def test_the_table_and_the_curve_are_shown_without_a_terminal() -> None:
+    output = io.StringIO()
+    show(RESULT, Console(file=output, width=100))
+    assert "85%" in output.getvalue()
+    assert "mean training reward" in output.getvalue()
+    assert "\x1b" not in output.getvalue()
+    assert max(len(line) for line in output.getvalue().splitlines()) <= 100
+
+
+def test_the_curve_is_saved_as_a_picture_and_the_numbers_as_json(tmp_path: Path) -> None:
+    save_png(RESULT, tmp_path / "reward.png")
+    dump(tmp_path / "result.json", RESULT.as_json())
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "result.json").read_text())["after"]["solved"] == 0.85
+
+
+def test_the_curve_holds_whole_windows_only() -> None:
+    assert curve([0, 1, 1, 1, 5], window=2) == (0.5, 1.0)
+
+
+def test_the_demo_never_empties_a_directory_that_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="choose another --dir"):
+        empty_directory(tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_checkout_with_tasks_is_no_earlier_demo(tmp_path: Path) -> None:
+    """examples/addition/README.md has them written there, beside config.yaml."""
+    (tmp_path / "config.yaml").write_text("proxy:\nstore:\n  url: sqlite:///lightning.db\n")
+    (tmp_path / "tasks").mkdir()
+    with pytest.raises(ConfigError, match="choose another --dir"):
+        empty_directory(tmp_path)
+
+
+def test_an_earlier_demos_directory_is_emptied(tmp_path: Path) -> None:
+    write_config(empty_directory(tmp_path / "demo"), tmp_path / "model", DemoOptions())
+    assert list(empty_directory(tmp_path / "demo").iterdir()) == []
+
+
+def test_a_package_that_the_demo_lacks_is_named_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.commands.demo.model.find_spec", lambda name: name != "matplotlib" or None)
+    with pytest.raises(LightningError, match=r"needs matplotlib: pip install 'lightning-proxy\[demo\]'"):
+        demo(DemoOptions(directory=tmp_path / "demo"))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_the_demo_writes_an_ordinary_configuration(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, tmp_path / "model", DemoOptions(steps=3, seed=5)))
+    assert (config.trainer.max_steps, config.trainer.seed, config.policy.publish) == (3, 5, "merged")
+    assert f":{config.vllm.port}/v1" in config.upstreams[0].base_url

@@ -1,0 +1,306 @@
+"""`eval`: the whole command against a real proxy, agents as real processes and a played vLLM that says its name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from lightning_proxy.commands.eval.eval import Model, Row, parse_models
+from lightning_proxy.commands.eval.report import Scoring, report
+from lightning_proxy.commands.run.run import RolloutResult
+from lightning_proxy.proxy.config.root import UpstreamConfig
+from lightning_proxy.proxy.errors import ConfigError
+from tests.conftest import System
+
+Running = Callable[..., AbstractAsyncContextManager[System]]
+
+# Version 1 does all tasks, the base model every other one, any other model none.
+AGENT = """
+import json, os, sys, urllib.request
+
+def post(url, body):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)
+
+task = json.loads(os.environ["LIGHTNING_TASK"])
+asked = {"model": task.get("asks_for", "policy"), "messages": [{"role": "user", "content": "who are you?"}]}
+said = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked)["choices"][0]["message"]["content"]
+if "untrained_asks_for" in task:
+    post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked | {"model": task["untrained_asks_for"]})
+if task.get("fails"):
+    sys.exit("gave up")
+trained = said.startswith("by policy-v1") or said.endswith("with v1")
+reward = 1.0 if trained else task["x"] % 2 if said.startswith("by base") else 0.0
+if not task.get("silent"):
+    post(os.environ["LIGHTNING_URL"] + "/reward", {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": reward})
+"""
+
+
+class Evaluating:
+    """A system, an agent and its held-out tasks."""
+
+    def __init__(self, system: System, directory: Path, tasks: list[dict[str, Any]]) -> None:
+        self.system, self.out = system, directory / "results.json"
+        self._agent, self._tasks = directory / "agent.py", directory / "tasks.jsonl"
+        self._agent.write_text(AGENT)
+        self.set_tasks(tasks)
+
+    def set_tasks(self, tasks: list[dict[str, Any]]) -> None:
+        lines = [json.dumps({"task_id": f"t{i}"} | task) for i, task in enumerate(tasks)]
+        self._tasks.write_text("\n".join(lines))
+
+    def arguments(self, models: str, *options: str) -> list[str]:
+        which = ["eval", "--tasks", str(self._tasks), "--models", models, "--out", str(self.out), *options]
+        return [*which, "--", sys.executable, str(self._agent)]
+
+    async def run(self, models: str, *options: str) -> tuple[int, str, str]:
+        return await self.system.lightning(*self.arguments(models, *options))
+
+    def rows(self) -> dict[str, Any]:
+        return {row["model"]: row for row in json.loads(self.out.read_text())["rows"]}
+
+    async def rollouts(self) -> list[dict[str, Any]]:
+        _, page = await self.system.call("GET", "/rollouts?limit=1000")
+        return list(page["data"])
+
+    async def live(self) -> int:
+        _, policy = await self.system.call("GET", "/policy")
+        return int(policy["live_version"])
+
+
+@asynccontextmanager
+async def evaluating(
+    running: Running, directory: Path, publish: str = "lora", tasks: int = 4, **more: Any
+) -> AsyncIterator[Evaluating]:
+    """With policy version 1 beside the base model, which is live."""
+    async with running(directory, publish=publish, **more) as system:
+        async with system.ledger() as ledger:
+            assert await system.earlier_version(ledger, directory) == 1
+        yield Evaluating(system, directory, [{"x": x} for x in range(tasks)])
+
+
+@asynccontextmanager
+async def other_provider() -> AsyncIterator[UpstreamConfig]:
+    async def chat(request: web.Request) -> web.Response:
+        message = {"role": "assistant", "content": f"by {(await request.json())['model']}"}
+        return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield UpstreamConfig(name="provider", kind="openai", base_url=url, models=["vendor/gpt-mini"])
+    await runner.cleanup()
+
+
+async def test_versions_other_models_and_power_sampling_are_compared_with_the_first(
+    running: Running, tmp_path: Path
+) -> None:
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
+        code, out, err = await e.run("live,1,base,vendor/gpt-mini,power:4", "--samples", "2", "--json")
+        rollouts = await e.rollouts()
+    assert code == 0, err
+    found, rows = json.loads(out), e.rows()
+    assert found == json.loads(e.out.read_text())
+    assert {name: row["mean_reward"] for name, row in rows.items()} == {
+        "live": 0.5, "1": 1.0, "0": 0.5, "vendor/gpt-mini": 0.0, "power:4": 0.0,
+    }  # fmt: skip
+    assert [row["policy_versions"] for row in rows.values()] == [[0], [1], [0], [None], [None]]
+    assert rows["live"]["by_task"]["t1"]["rewards"] == [1.0, 1.0]
+    assert rows["1"]["versus"] == {
+        "model": "live", "difference": 0.5, "tasks": 4, "p": 0.5, "interval": rows["1"]["versus"]["interval"],
+    }  # fmt: skip
+    assert rows["live"]["pass_at_k"]["2"]["value"] == 0.5
+    assert (found["complete"], found["samples"], len(rollouts)) == (True, 2, 5 * 4 * 2)
+    assert {r["mode"] for r in rollouts} == {"eval"}
+
+
+async def test_a_person_gets_a_table_that_is_plain_when_piped(running: Running, tmp_path: Path) -> None:
+    async with evaluating(running, tmp_path) as e:
+        code, out, _ = await e.run("live,1", "--samples", "2")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert (code, lines[0]) == (0, "model reward 95 % pass@1 pass@2 failed no reward")
+    assert lines[1] == "live (0) 0.500 0.000 to 1.000 50.0 % 50.0 % 0 0"
+    assert lines[2] == "1 1.000 1.000 to 1.000 100.0 % 100.0 % 0 0"
+    assert lines[4] == "model above live 95 % p tasks"
+    assert lines[5] == "1 +0.500 0.000 to 1.000 0.5000 4"
+    assert "reward >= 1" in out.splitlines()[-1]
+    assert "\x1b" not in out
+
+
+async def test_failed_rollouts_and_those_without_a_reward_count_as_0_and_are_counted(
+    running: Running, tmp_path: Path
+) -> None:
+    async with evaluating(running, tmp_path) as e:
+        e.set_tasks([{"x": 1}, {"x": 1, "fails": True}, {"x": 1, "silent": True}, {"x": 1}])
+        code, _, _ = await e.run("1")
+        row = e.rows()["1"]
+    assert (code, row["failed"], row["without_reward"], row["mean_reward"]) == (0, 1, 2, 0.5)
+    assert row["pass_at_k"]["1"]["value"] == 0.5
+    assert row["by_task"]["t1"]["failures"] == ["exit code 1: gave up"]
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ("live,7", "no policy version 7"),
+        ("live,nobody", "no upstream serves the model 'nobody'"),
+        ("live,power:1", "above 1"),
+        ("live,live", "each once"),
+        ("live,", "each once"),
+    ],
+)
+async def test_what_cannot_answer_is_said_before_anything_starts(
+    running: Running, tmp_path: Path, models: str, says: str
+) -> None:
+    async with evaluating(running, tmp_path) as e:
+        code, _, err = await e.run(models)
+        assert (code in (1, 2), says in " ".join(err.split())) == (True, True), err
+        assert await e.rollouts() == []
+
+
+async def test_a_version_whose_files_were_pruned_is_refused(running: Running, tmp_path: Path) -> None:
+    async with evaluating(running, tmp_path) as e:
+        async with e.system.ledger() as ledger:
+            await ledger.forget_files(1)
+        code, _, err = await e.run("live,1")
+        assert (code, "keep_versions" in err) == (1, True)
+        assert await e.rollouts() == []
+
+
+async def test_an_agent_that_asks_for_a_model_by_name_is_found_out(running: Running, tmp_path: Path) -> None:
+    async with evaluating(running, tmp_path) as e:
+        e.set_tasks([{"x": 1}, {"x": 1, "asks_for": "base"}])
+        code, out, err = await e.run("1", "--concurrency", "1")
+    assert (code, "was answered by version 0" in " ".join(err.split())) == (1, True)
+    assert ", stopped" in out
+    assert not e.rows()["1"]["complete"]
+
+
+async def test_an_agent_that_never_asks_for_the_alias_is_found_out_whatever_the_model(
+    running: Running, tmp_path: Path
+) -> None:
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
+        e.set_tasks([{"x": 1, "asks_for": "base"}])
+        code, _, err = await e.run("vendor/gpt-mini")
+    assert (code, "never asked for 'policy' but for base" in " ".join(err.split())) == (1, True), err
+
+
+async def test_agents_that_are_not_trained_may_ask_for_other_models_by_name(running: Running, tmp_path: Path) -> None:
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
+        e.set_tasks([{"x": 1, "untrained_asks_for": name} for name in ("base", "vendor/gpt-mini")])
+        code, _, err = await e.run("1,live,power:4")
+        assert code == 0, err
+        rows = e.rows()
+    assert [row["mean_reward"] for row in rows.values()] == [1.0, 1.0, 0.0]
+    assert [row["policy_versions"] for row in rows.values()] == [[1], [0], [None]]
+
+
+async def test_where_weights_are_merged_only_the_live_version_answers(running: Running, tmp_path: Path) -> None:
+    async with evaluating(running, tmp_path, "merged") as e:
+        code, _, err = await e.run("0,1")
+        assert (code, "--promote" in err) == (1, True)
+        assert await e.rollouts() == []
+        code, _, err = await e.run("0,live,power:4")
+        assert (code, e.rows()["0"]["policy_versions"]) == (0, [0]), err
+
+
+async def test_versions_are_promoted_in_turn_and_the_live_one_is_live_again(running: Running, tmp_path: Path) -> None:
+    async with evaluating(running, tmp_path, "merged") as e:
+        code, _, err = await e.run("live,power:4,1", "--promote")
+        assert code == 0, err
+        rows = e.rows()
+        assert [row["policy_versions"] for row in rows.values()] == [[0], [None], [1]]
+        assert (rows["live"]["mean_reward"], rows["1"]["mean_reward"]) == (0.5, 1.0)
+        assert (await e.live(), "0 is live again" in err) == (0, True)
+        assert (await e.system.chat("after"))[1]["choices"][0]["message"]["content"].endswith(tmp_path.name)
+
+
+async def test_a_version_that_cannot_be_promoted_is_said_before_anything_starts(
+    running: Running, tmp_path: Path
+) -> None:
+    async with evaluating(running, tmp_path, "merged") as e:
+        assert "no policy version 9" in (await e.run("live,9", "--promote"))[2]
+        async with e.system.ledger() as ledger:
+            await ledger.forget_files(1)
+        assert "no files" in (await e.run("live,1", "--promote"))[2]
+        assert await e.rollouts() == []
+
+
+async def test_ctrl_c_leaves_what_was_done_and_puts_the_live_version_back(running: Running, tmp_path: Path) -> None:
+    async with evaluating(running, tmp_path, "merged", tasks=40) as e:
+        await e.system.lightning("policy", "list")  # writes the configuration
+        e.system.vllm.delays = [0.05] * 100
+        config = str(tmp_path / "system.yaml")
+        command = [
+            "-m",
+            "lightning_proxy.cli",
+            "--config",
+            config,
+            *e.arguments("1", "--promote", "--concurrency", "2"),
+        ]
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=PIPE, stderr=PIPE)
+        while sum(r["reward"] is not None for r in await e.rollouts()) < 5:
+            await asyncio.sleep(0.05)
+        assert await e.live() == 1
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+        assert (process.returncode, await e.live()) == (130, 0)
+    row = e.rows()["1"]
+    assert (row["complete"], 0 < row["rollouts"] < 40) == (False, True)
+
+
+async def test_rollouts_are_opened_for_a_model_by_the_control_api(running: Running, tmp_path: Path) -> None:
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
+        answers = {}
+        for choice in ({"policy_version": 1}, {"model": "vendor/gpt-mini"}, {}):
+            _, (opened,) = await e.system.call("POST", "/rollouts", {"task_id": "t", **choice})
+            status, said = await e.system.chat(opened["rollout_id"])
+            assert status == 200
+            answers[json.dumps(choice)] = said["choices"][0]["message"]["content"].split()[1]
+        assert list(answers.values()) == ["policy-v1", "vendor/gpt-mini", "base"]
+        for both, status in (({"policy_version": 1, "model": "base"}, 409), ({"policy_version": 9}, 404)):
+            assert (await e.system.call("POST", "/rollouts", both))[0] == status
+        assert await e.system.call("POST", "/rollouts", {"n": 0}) == (200, [])
+
+
+async def test_a_version_is_loaded_again_where_vllm_has_forgotten_it(running: Running, tmp_path: Path) -> None:
+    async with evaluating(running, tmp_path) as e:
+        e.system.vllm.restart()
+        assert (await e.run("1"))[0] == 0
+        assert list(e.system.vllm.adapters) == ["policy-v1"]
+
+
+def test_models_are_named_between_commas() -> None:
+    assert [m.choice for m in parse_models("live, base,5,power:4")] == [
+        {}, {"policy_version": 0}, {"policy_version": 5}, {"model": "power:4"},
+    ]  # fmt: skip
+    with pytest.raises(ConfigError):
+        parse_models("0,base")
+
+
+def test_rows_are_compared_on_the_tasks_that_both_have() -> None:
+    def row(name: str, rewards: dict[str, list[float]]) -> Row:
+        results = [RolloutResult("r", task, 0, None, reward) for task, own in rewards.items() for reward in own]
+        return Row(Model(name), results)
+
+    first, second = row("0", {"a": [0.0, 1.0], "b": [1.0]}), row("1", {"b": [0.4], "c": [1.0]})
+    found = report([first, second, row("2", {})], Scoring(pass_at=0.4), {})
+    assert [r["model"] for r in found["rows"]] == ["0", "1"]
+    assert (found["rows"][0]["mean_reward"], found["rows"][0]["pass_at_k"]["1"]["value"]) == (0.75, 0.75)
+    assert list(found["rows"][0]["pass_at_k"]) == ["1"]  # task b has one rollout only
+    assert (found["rows"][1]["versus"]["difference"], found["rows"][1]["versus"]["tasks"]) == (pytest.approx(-0.6), 1)
+    assert found["rows"][1]["pass_at_k"]["1"]["value"] == 1.0

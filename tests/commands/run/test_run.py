@@ -1,0 +1,282 @@
+"""`run`: task files, programs, rollouts, rewards, failures and Ctrl-C against a real HTTP control API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from lightning_proxy.commands.control import ControlClient, ControlError
+from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner, Runner, make_runner
+from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
+from lightning_proxy.commands.run.summary import summarize, totals
+from lightning_proxy.commands.run.tasks import Task, read_tasks
+from lightning_proxy.proxy.errors import ConfigError
+
+REWARDS_TEN_TIMES_X = """
+import json, os, urllib.request
+task = json.loads(os.environ["LIGHTNING_TASK"])
+body = {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": 10.0 * task["x"]}
+request = urllib.request.Request(os.environ["LIGHTNING_URL"] + "/reward", json.dumps(body).encode())
+urllib.request.urlopen(request).close()
+"""
+
+
+class ControlApi:
+    """A control API that keeps rollouts in memory."""
+
+    def __init__(self) -> None:
+        self.rollouts: dict[str, dict[str, object]] = {}
+        self.url = ""
+        self.away = 0  # requests to refuse
+
+    async def open(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        names = [f"r{len(self.rollouts) + i}" for i in range(body["n"])]
+        for name in names:
+            self.rollouts[name] = {
+                "task_id": body["task_id"],
+                "mode": body["mode"],
+                "status": "running",
+                "reward": None,
+            }
+        base = f"{self.url}/rollouts"
+        return web.json_response([{"rollout_id": n, "base_url": f"{base}/{n}/v1", "api_key": f"k-{n}"} for n in names])
+
+    async def get(self, request: web.Request) -> web.Response:
+        if self.away > 0:
+            self.away -= 1
+            return web.json_response({"error": {"message": "away"}}, status=503)
+        return web.json_response(self.rollouts[request.match_info["name"]])
+
+    async def end(self, request: web.Request) -> web.Response:
+        rollout = self.rollouts[request.match_info["name"]]
+        if rollout["status"] != "running":
+            return web.json_response({"error": {"message": "ended already"}}, status=409)
+        rollout.update(await request.json())
+        return web.json_response(rollout)
+
+    async def reward(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        self.rollouts[body["rollout_id"]].update(status="completed", reward=body["reward"])
+        return web.json_response({})
+
+
+@pytest.fixture
+async def proxy() -> AsyncIterator[ControlApi]:
+    api, app = ControlApi(), web.Application()
+    app.router.add_post("/rollouts", api.open)
+    app.router.add_get("/rollouts/{name}", api.get)
+    app.router.add_post("/rollouts/{name}/end", api.end)
+    app.router.add_post("/reward", api.reward)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield api
+    await runner.cleanup()
+
+
+@pytest.fixture(params=["process", "preload"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def program(kind: str, directory: Path, text: str, *arguments: str) -> Runner:
+    script = directory / "agent.py"
+    script.write_text(text)
+    command = [sys.executable, str(script), *arguments]
+    return PreloadRunner(command, ["json"]) if kind == "preload" else ProcessRunner(command)
+
+
+async def run_all(proxy: ControlApi, runner: Runner, tasks: list[Task], options: RunOptions) -> list[RolloutResult]:
+    async with ControlClient(proxy.url) as api:
+        try:
+            return await run_tasks(api, tasks, runner, options)
+        finally:
+            await runner.close()
+
+
+def task(x: int) -> Task:
+    return Task(f"t{x}", json.dumps({"x": x}))
+
+
+async def test_every_sibling_of_every_task_runs_in_a_rollout_of_its_own(
+    proxy: ControlApi, tmp_path: Path, kind: str
+) -> None:
+    runner = program(kind, tmp_path, REWARDS_TEN_TIMES_X)
+    results = await run_all(proxy, runner, [task(1), task(2)], RunOptions(group_size=3, concurrency=4, mode="eval"))
+    assert sorted(r.reward or 0 for r in results) == [10, 10, 10, 20, 20, 20]
+    assert len({r.rollout_id for r in results}) == 6
+    assert {r["mode"] for r in proxy.rollouts.values()} == {"eval"}
+    assert {(r.task_id, r.reward) for r in results} == {("t1", 10), ("t2", 20)}
+
+
+async def test_the_program_sees_the_environment_of_the_contract(proxy: ControlApi, tmp_path: Path, kind: str) -> None:
+    names = ["OPENAI_BASE_URL", "OPENAI_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL"]
+    text = f"import os, sys; print(*[os.environ[n] for n in {names!r}], sys.argv[1], __name__, sep='|')"
+    logs = tmp_path / "logs"
+    await run_all(proxy, program(kind, tmp_path, text, "extra"), [task(1)], RunOptions(logs=logs))
+    seen = (logs / "r0.log").read_text().strip().split("|")
+    assert seen == [f"{proxy.url}/rollouts/r0/v1", "k-r0", "r0", '{"x": 1}', proxy.url, "extra", "__main__"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "reason"),
+    [
+        ("raise ValueError('bad luck')", 1, "exit code 1: ValueError: bad luck"),
+        ("import sys; print('x', file=sys.stderr); sys.exit(3)", 3, "exit code 3: x"),
+        ("raise SystemExit('gave up')", 1, "exit code 1: gave up"),
+        ("import os; os.kill(os.getpid(), 9)", -9, "exit code -9: no output"),
+    ],
+)
+async def test_a_program_that_fails_ends_its_rollout_as_failed(
+    proxy: ControlApi, tmp_path: Path, kind: str, text: str, code: int, reason: str
+) -> None:
+    (result,) = await run_all(proxy, program(kind, tmp_path, text), [task(1)], RunOptions())
+    assert (result.exit_code, result.reason) == (code, reason)
+    assert (proxy.rollouts["r0"]["status"], proxy.rollouts["r0"]["reason"]) == ("failed", reason)
+
+
+async def test_a_failure_after_the_reward_leaves_the_rollout_complete(
+    proxy: ControlApi, tmp_path: Path, kind: str
+) -> None:
+    runner = program(kind, tmp_path, REWARDS_TEN_TIMES_X + "\nraise SystemExit(2)")
+    (result,) = await run_all(proxy, runner, [task(1)], RunOptions())
+    assert result.failed
+    assert proxy.rollouts["r0"]["status"] == "completed"
+
+
+async def test_exit_0_without_a_reward_leaves_the_rollout_open_and_is_counted(
+    proxy: ControlApi, tmp_path: Path, kind: str
+) -> None:
+    results = await run_all(proxy, program(kind, tmp_path, "pass"), [task(1)], RunOptions(group_size=2))
+    assert {r["status"] for r in proxy.rollouts.values()} == {"running"}
+    assert totals(results).without_reward == 2
+
+
+async def test_ctrl_c_ends_programs_and_discards_their_rollouts(proxy: ControlApi, tmp_path: Path, kind: str) -> None:
+    pids = tmp_path / "pids"
+    text = f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(1000)"
+    running = asyncio.create_task(
+        run_all(proxy, program(kind, tmp_path, text), [task(1)], RunOptions(group_size=3, concurrency=2))
+    )
+    while not pids.exists() or pids.read_text().count("\n") < 2:
+        await asyncio.sleep(0.02)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [r["status"] for r in proxy.rollouts.values()] == ["discarded"] * 3
+    for pid in pids.read_text().split():
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_program_that_cannot_be_started_fails_its_rollout(proxy: ControlApi, tmp_path: Path) -> None:
+    script = tmp_path / "agent"
+    script.write_text("no shebang, no format")
+    script.chmod(0o755)
+    (result,) = await run_all(proxy, ProcessRunner([str(script)]), [task(1)], RunOptions())
+    assert (result.exit_code, "cannot be started" in (result.reason or "")) == (126, True)
+    assert proxy.rollouts["r0"]["status"] == "failed"
+
+
+async def test_a_proxy_that_is_away_for_a_moment_is_waited_for(
+    proxy: ControlApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.commands.control.RETRY_S", 0.05)
+    async with ControlClient(proxy.url, patience_s=30) as api:
+        assert len(await api.open_rollouts("t", "train", 1)) == 1
+        proxy.away = 3
+        assert (await api.rollout("r0"))["task_id"] == "t"
+        proxy.away = 1
+    async with ControlClient(proxy.url, patience_s=30) as fresh:
+        with pytest.raises(ControlError, match="HTTP 503"):  # never reached: said at once
+            await fresh.rollout("r0")
+
+
+async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, tmp_path: Path) -> None:
+    open_at_gate: list[int] = []
+    told: list[str] = []
+
+    class Gate:
+        async def wait(self) -> None:
+            open_at_gate.append(sum(r["status"] == "running" for r in proxy.rollouts.values()))
+
+        def opened(self, rollout_ids: Iterable[str]) -> None:
+            told.extend(f"{name} opened" for name in rollout_ids)
+
+        def ended(self, rollout_id: str) -> None:
+            told.append(f"{rollout_id} ended")
+
+    async with ControlClient(proxy.url) as api:
+        runner = program("process", tmp_path, REWARDS_TEN_TIMES_X)
+        await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), gate=Gate())
+    assert open_at_gate == [0, 0, 0]
+    assert sorted(told) == sorted(f"{name} {what}" for name in proxy.rollouts for what in ("opened", "ended"))
+
+
+async def test_a_proxy_that_is_not_there_is_one_error(tmp_path: Path) -> None:
+    async with ControlClient("http://127.0.0.1:9") as api:
+        with pytest.raises(ControlError, match="no proxy answers at http://127.0.0.1:9; start it"):
+            await run_tasks(api, [task(1)], ProcessRunner(["true"]), RunOptions(concurrency=2))
+
+
+async def test_modules_that_cannot_be_imported_are_named(proxy: ControlApi, tmp_path: Path) -> None:
+    runner = PreloadRunner([sys.executable, "agent.py"], ["no_such_module"])
+    with pytest.raises(Exception, match="cannot import no_such_module"):
+        await run_all(proxy, runner, [task(1)], RunOptions())
+
+
+def test_a_program_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="no program '/nowhere/agent'"):
+        make_runner(["/nowhere/agent", "x"])
+
+
+def test_preload_needs_a_python_script() -> None:
+    with pytest.raises(ConfigError, match=r"python script\.py"):
+        make_runner(["node", "agent.js"], ["openai"])
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("[1]", "a task is a JSON object, got list"),
+        ("{", "not JSON"),
+        ('{"task_id": "a b"}', "task_id must be 1 to 200 characters"),
+        ('{"task_id": true}', "task_id must be a string, got bool"),
+    ],
+)
+def test_a_bad_task_is_named_by_file_and_line(tmp_path: Path, line: str, fault: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"ok": 1}\n' + line + "\n")
+    with pytest.raises(ConfigError, match="tasks.jsonl:2: ") as caught:
+        read_tasks(path)
+    assert fault in caught.value.message
+
+
+def test_a_task_without_an_id_is_named_by_what_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"a": 1, "b": 2}\n{"b": 2, "a": 1}\n{"a": 2}\n{"task_id": 7}\n')
+    first, same, other, named = read_tasks(path)
+    assert first.task_id == same.task_id != other.task_id
+    assert named.task_id == "7"
+
+
+def test_the_summary_holds_exact_numbers_by_task() -> None:
+    results = [
+        RolloutResult("r1", "t1", 0, None, 1.0),
+        RolloutResult("r2", "t1", 0, None, 0.5),
+        RolloutResult("r3", "t2", 1, "exit code 1: x", None),
+    ]
+    summary = summarize(results)
+    assert summary["mean_reward"] == 0.75
+    assert (summary["rollouts"], summary["failed"], summary["without_reward"]) == (3, 1, 1)
+    assert summary["tasks"]["t1"]["rewards"] == [1.0, 0.5]  # type: ignore[index]
+    assert summary["tasks"]["t2"]["failures"] == ["exit code 1: x"]  # type: ignore[index]

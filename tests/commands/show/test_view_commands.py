@@ -1,0 +1,331 @@
+"""Commands that look at a running system and steer it, from outside: a real proxy, a real store, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from datetime import datetime
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.formats import cut, duration, sparkline
+from lightning_proxy.commands.show.conversation import additions
+from lightning_proxy.commands.show.rollout_view import rollout_detail
+from lightning_proxy.commands.show.rollouts import changed
+from lightning_proxy.commands.show.status import next_step
+from lightning_proxy.commands.show.steps import step_line
+from lightning_proxy.commands.system.steps import tell_steps, teller
+from lightning_proxy.proxy.config.root import Config, TrainerConfig
+from lightning_proxy.proxy.store.training import Collapse
+from support.relaying import speaking
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+Message = dict[str, Any]
+
+
+def said(role: str, content: str | None, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
+
+
+def call(messages: list[Message], answer: Message, **more: Any) -> dict[str, Any]:
+    response = {"choices": [{"index": 0, "message": answer}]}
+    facts = {"call_id": "c", "seq": 0, "status": "ok", "error": None, "policy_versions": [3], "finish_reason": "stop"}
+    facts |= {"prompt_token_ids": [1, 2], "response_token_ids": [3], "latency_ms": 12.0, "reward": None}
+    facts |= {"trainable": True, "agent": None, "untrainable_reason": None, "tool_calls": []}
+    return {**facts, "request": {"messages": messages}, "response": response, **more}
+
+
+def rollout(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    facts = {"rollout_id": "r1", "task_id": "t", "mode": "train", "status": "completed", "reason": None, "reward": 1.0}
+    facts |= {"step": None, "dropped": None, "tokens": 1, "rewards": []}
+    return {**facts, "calls": calls}
+
+
+def printed(rollout: dict[str, Any], *, full: bool = False) -> str:
+    console = Console(width=80, file=StringIO(), record=True, highlight=False)
+    console.print(rollout_detail(rollout, full))
+    return console.export_text()
+
+
+TOOL = {"id": "k1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ASKS = said("assistant", None, tool_calls=[TOOL], refusal=None)
+SENT_BACK = said("assistant", "", tool_calls=[TOOL])  # as clients do: other empty fields
+
+
+def test_each_message_is_shown_once_however_the_agent_sent_it_back() -> None:
+    first = [said("user", "add one")]
+    second = [*first, SENT_BACK, said("tool", "2", tool_call_id="k1")]
+    assert additions([call(first, ASKS), call(second, said("assistant", "It is 2."))]) == [first, second[2:]]
+
+
+def test_a_branch_adds_what_its_own_parent_lacks() -> None:
+    start, other = [said("user", "a")], [said("user", "b")]
+    on = [*start, said("assistant", "x"), said("user", "c")]
+    calls = [call(start, said("assistant", "x")), call(other, said("assistant", "y")), call(on, said("assistant", "z"))]
+    assert additions(calls) == [start, other, on[2:]]
+
+
+def test_a_rollout_shows_its_tool_calls_and_what_failed() -> None:
+    tool = {"id": "k1", "name": "add", "arguments": '{"a": 1}', "result": "boom", "is_error": True}
+    page = printed(rollout([call([said("user", "add one")], ASKS, tool_calls=[tool])]))
+    assert 'add({"a": 1})' in page
+    assert "add failed" in page
+
+
+def test_long_texts_are_cut_unless_asked_for() -> None:
+    long = rollout([call([said("user", "start " + "x" * 5000 + " end")], said("assistant", "y"))])
+    assert "characters, --full shows them" in printed(long).replace("\n", " ")
+    assert printed(long, full=True).count("x") == 5000
+
+
+def test_recorded_texts_cannot_steer_the_terminal_or_style_themselves() -> None:
+    page = printed(rollout([call([said("user", "\x1b[2J[red]hi[/red]")], said("assistant", "y"))]))
+    assert "\x1b" not in page
+    assert "\\x1b[2J[red]hi[/red]" in page
+
+
+def test_tail_shows_the_newest_first_and_then_only_what_changed() -> None:
+    page = [{"rollout_id": str(i), "calls": 0} for i in range(20)]
+    assert [r["rollout_id"] for r in changed(page, None)] == [str(i) for i in range(9, -1, -1)]
+    known = {r["rollout_id"]: r for r in page}
+    assert changed([page[0] | {"calls": 1}, *page[1:]], known) == [{"rollout_id": "0", "calls": 1}]
+
+
+def test_formats_say_it_shortly() -> None:
+    assert [duration(s) for s in (0.04, 59, 61, 7200, 200_000)] == ["0.0s", "59s", "1m", "2h", "2d"]
+    assert sparkline([0, 1, 2]) == "▁▅█"
+    assert sparkline([1, 1]) == "▁▁"
+    assert cut("short", 10) == "short"
+
+
+async def test_rollouts_are_listed_and_shown_at_80_columns(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("a-rollout-with-a-rather-long-name-of-its-own", X_Task_Id="add-1-2")
+        code, out, _ = await system.lightning("rollouts", "list")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 80
+        assert all(word in out for word in ("a-rollout", "add-1-2", "train", "running"))
+        _, out, _ = await system.lightning("rollouts", "list", "--mode", "eval", "--json")
+        assert json.loads(out)["data"] == []
+        code, out, _ = await system.lightning("rollouts", "show", "a-rollout")
+        assert code == 0
+        assert all(word in out for word in ("by base with", "version 0", "3 + 2 tokens", "trainable"))
+        _, out, _ = await system.lightning("rollouts", "show", "a-rollout", "--json")
+        assert json.loads(out)["calls"][0]["prompt_token_ids"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["nobody", "", ".", ".."])
+async def test_an_unknown_rollout_is_one_line(running: Running, tmp_path: Path, name: str) -> None:
+    async with running(tmp_path) as system:
+        code, out, err = await system.lightning("rollouts", "show", name)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert f"no rollout {name!r}" in err
+
+
+async def test_a_negative_reward_is_posted_and_a_wrong_one_refused(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        code, out, _ = await system.lightning("reward", "r1", "-0.5", "--comment", "too slow", "--no-final", "--json")
+        assert (code, json.loads(out)["status"]) == (0, "recorded")
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert (rollout["reward"], rollout["status"], rollout["rewards"][0]["comment"]) == (-0.5, "running", "too slow")
+        assert (await system.lightning("reward", "r1", "nan"))[0] == 2
+        code, _, err = await system.lightning("reward", "nobody", "1")
+        assert (code, err.count("\n")) == (1, 1)
+
+
+async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        assert await system.lightning("policy", "promote", str(version)) == (0, "policy version 1 is live\n", "")
+        _, out, _ = await system.lightning("policy", "list", "--json")
+        assert [v["live"] for v in json.loads(out)["data"]] == [False, True]
+        _, out, _ = await system.lightning("policy", "list")
+        assert "base model" in out
+        assert await system.lightning("policy", "rollback") == (0, "policy version 0 is live\n", "")
+        code, _, err = await system.lightning("policy", "rollback")
+        assert (code, err.count("\n")) == (1, 1)
+
+
+async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        await system.chat("r1")
+        step = await ledger.claim(["r1"], 0)
+        metrics = {"reward_mean": 0.5, "reward_std": 0.25, "reward_max": 1.0, "rollouts": 8.0, "step_s": 2.5}
+        await ledger.trained(step, None, metrics)
+        code, out, _ = await system.lightning("status")
+        assert code == 0
+        assert all(word in out for word in ("ready", "version 0", "1 running", "0.5 ± 0.25", "training 2.5s"))
+        _, out, _ = await system.lightning("status", "--json")
+        assert json.loads(out)["rollouts"] == {"train": {"running": 1}}
+        assert json.loads(out)["next_step"] == "0 complete rollouts wait; it takes 8 groups of 8"
+        await system.chat("r2", X_Task_Id="t1")
+        await system.lightning("reward", "r2", "1")
+        assert json.loads((await system.lightning("status", "--json"))[1])["waiting"] == 1
+        assert "of the newest" not in (await system.lightning("status"))[1]
+        await ledger.drop({"all rewards of the group are equal": ["r2"]})
+        _, out, _ = await system.lightning("status")
+        assert "of the newest 200 rollouts: all rewards" in out
+
+
+def test_what_the_trainer_waits_for_is_what_its_schedule_says() -> None:
+    now = datetime(2026, 11, 20, 23, 0).timestamp()  # a Friday
+    for schedule, said in (
+        ({"when": "rollouts", "every_rollouts": 32}, "12 complete rollouts wait; a round begins with 32"),
+        ({"when": "times", "at": ["03:00"]}, "12 complete rollouts wait; the next round begins Sat 03:00"),
+        ({"when": "idle"}, "12 complete rollouts wait; while the machine is idle"),
+    ):
+        assert next_step(TrainerConfig.model_validate({"schedule": schedule}), 12, now) == said
+
+
+async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        for i in range(12):
+            tasks = {
+                "t1": {"mean": 0.25, "std": 0.1, "rollouts": 4.0},
+                "t2": {"mean": 1.0, "std": 0.0, "rollouts": 4.0},
+            }
+            step = await ledger.claim([], 0)
+            await ledger.trained(step, None, {**STEP, "reward_mean": i / 12, "reward_by_task": tasks})
+        code, out, _ = await system.lightning("status")
+        lines = out.splitlines()
+        assert code == 0 and max(map(len, lines)) <= 80
+        table = lines[next(i for i, line in enumerate(lines) if line.startswith("step ")) + 1 :]
+        assert [line.split()[0] for line in table] == [str(n) for n in range(3, 13)]
+        assert table[-1].split() == ["12", "0.917", "0.31", "6/8", "3.2k", "0.0021", "2%", "1.3", "2.1s", "3.5s", "-"]
+        assert "2, from t1 0.25 to t2 1" in out and "▁▂" in out
+        assert "advantage_std 0.9" in out and "ratio_mean 1.01" in out
+        _, out, _ = await system.lightning("status", "--json")
+        assert [step["step"] for step in json.loads(out)["steps"]] == list(range(1, 13))
+        _, page = await system.call("GET", "/policy/steps?limit=2")
+        assert [(step["step"], step["metrics"]["reward_by_task"]["t1"]["mean"]) for step in page["data"]] == [
+            (12, 0.25), (11, 0.25),
+        ]  # fmt: skip
+        assert (await system.call("GET", "/policy/steps?limit=0"))[0] == 422
+        async with system.session.get(system.url + "/metrics") as answer:
+            text = await answer.text()
+        assert 'lightning_step{metric="step"} 12.0' in text and 'lightning_step{metric="kl"} 0.0021' in text
+
+
+STEP = {
+    "reward_mean": 0.5, "reward_std": 0.31, "groups": 8.0, "groups_trained": 6.0, "trained_tokens": 3240.0,
+    "kl": 0.0021, "clip_share": 0.02, "entropy": 1.3, "step_s": 2.1, "publish_s": 3.5, "trained_tokens_per_s": 1540.0,
+    "advantage_std": 0.9, "ratio_mean": 1.01,
+}  # fmt: skip
+
+
+def test_a_step_is_one_line_that_keeps_what_matters_most() -> None:
+    whole = step_line(7, {**STEP, "version": 8.0}).plain
+    assert whole == (
+        "step 7  reward 0.500  ± 0.31  6/8 groups  3,240 tokens at 1,540/s  kl 0.0021  2% clipped  entropy 1.3"
+        "  train 2.1s, publish 3.5s  version 8"
+    )
+    for width in (40, 80, 120):
+        line = step_line(7, {**STEP, "version": 8.0}, width).plain
+        assert len(line) <= width and line.startswith("step 7  reward 0.500") and line.endswith("version 8")
+    assert step_line(7, STEP).plain.endswith("not published")
+    stopped = step_line(7, {**STEP, "warnings": {"kl": "…", "entropy": "…"}, "collapse": {}}, 80).plain
+    assert stopped.startswith("step 7  reward 0.500") and stopped.endswith("warning: kl, entropy  stopped")
+    assert step_line(7, {"skipped": 1.0}).plain == "step 7  skipped"  # of an older store
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_steps_are_told_in_colours_on_a_terminal_and_plainly_elsewhere(
+    terminal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    console = Console(file=StringIO(), force_terminal=terminal, width=80, highlight=False, color_system="standard")
+    teller(console)(7, STEP)
+    assert isinstance(console.file, StringIO)
+    screen = console.file.getvalue()
+    assert ("\x1b[" in screen, screen.count("\n")) == (terminal, int(terminal))
+    assert ("step 7  reward 0.500" in caplog.text) is not terminal
+
+
+async def test_up_tells_each_step_of_the_trainer_once(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        console = Console(file=StringIO(), width=200)
+        assert isinstance(console.file, StringIO)
+        await ledger.trained(await ledger.claim([], 0), None, STEP)  # before
+        telling = asyncio.create_task(tell_steps(system.config.store, console))
+        await asyncio.sleep(0.3)
+        await ledger.trained(await ledger.claim([], 0), None, {**STEP, "version": 1.0})
+        while "version 1" not in console.file.getvalue():
+            await asyncio.sleep(0.05)
+        telling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await telling
+        assert console.file.getvalue().count("step ") == 1
+
+
+async def test_a_collapse_is_said_everywhere_until_a_version_is_made_live_by_hand(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        console = Console(file=StringIO(), width=80)
+        assert isinstance(console.file, StringIO)
+        telling = asyncio.create_task(tell_steps(system.config.store, console))
+        what = "the reward fell from 0.9 to 0.1 with policy version 1 (7.2 sigmas, 64 compared with 64)"
+        collapse = Collapse("reward", what, time.time(), (await ledger.live()).live_at, 0)
+        metrics = {**STEP, "warnings": {"reward": what}, "collapse": asdict(collapse)}
+        await ledger.trained(await ledger.claim([], 0), None, metrics)
+        assert (await system.call("GET", "/policy"))[1]["collapse"] == asdict(collapse)
+        _, out, _ = await system.lightning("status")
+        assert max(map(len, out.splitlines())) <= 80
+        for said in (f"s: {what}. Agents are served", "`lightning-proxy policy promote 0`", f"warning {what}"):
+            assert said in " ".join(out.split())
+        async with system.session.get(system.url + "/metrics") as answer:
+            text = await answer.text()
+        assert 'lightning_policy_collapsed{sign="reward"} 1.0' in text
+        assert 'lightning_policy_collapsed{sign="kl"} 0.0' in text
+        while "stopped: the reward fell" not in console.file.getvalue():
+            await asyncio.sleep(0.05)
+        assert (await system.call("POST", "/policy/promote", {"version": 0}))[0] == 200
+        assert (await system.call("GET", "/policy"))[1]["collapse"] is None
+        assert "stopped" not in (await system.lightning("status"))[1].split("step ")[0]
+        while "not stopped any more" not in console.file.getvalue():
+            await asyncio.sleep(0.05)
+        telling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await telling
+
+
+def test_without_a_proxy_one_line_says_what_to_start(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("proxy: {port: 9}\n")
+    command = [sys.executable, "-m", "lightning_proxy.cli", "status"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    line = "lightning-proxy: no proxy answers at http://127.0.0.1:9; start it with `lightning-proxy serve`\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"), [("status", "<html>"), ("status", '{"hello": "world"}'), ("policy list", "<html>")]
+)
+async def test_another_server_on_the_port_is_one_line_that_says_so(tmp_path: Path, command: str, answer: str) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n{answer}".encode())
+        await writer.drain()
+
+    async with speaking(greet) as url:
+        (tmp_path / "config.yaml").write_text(f"proxy: {{port: {url.rpartition(':')[2]}}}\n")
+        argv = [sys.executable, "-m", "lightning_proxy.cli", *command.split()]
+        done = await asyncio.to_thread(subprocess.run, argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert f"what answers at {url} is no lightning-proxy" in done.stderr
+
+
+def test_a_key_in_the_environment_may_end_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that is read from a file; a header cannot carry it."""
+    monkeypatch.setenv("LIGHTNING_API_KEY", "lpk-agent-1\n")
+    assert ControlClient.of(Config()).headers == {"Authorization": "Bearer lpk-agent-1"}

@@ -1,0 +1,193 @@
+"""The supervisor: health, order, Ctrl-C, deaths, and no orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.commands.signals import Interrupted, run_until_signal
+from lightning_proxy.commands.system import processes
+from lightning_proxy.commands.system.processes import ChildDied, ChildSpec, Supervisor, free_port
+from support.paths import ROOT
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(1000)"]
+# Says so when it is ready, then ignores both polite signals; its own child does too.
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = os.fork()
+if child: print(os.getpid(), child, flush=True)
+time.sleep(1000)
+"""
+
+
+def exists(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+async def until_gone(*pids: int) -> None:
+    while any(exists(pid) for pid in pids):
+        await asyncio.sleep(0.02)
+
+
+async def written(path: Path) -> list[int]:
+    while not (path.exists() and path.read_text().endswith("\n")):
+        await asyncio.sleep(0.02)
+    return [int(word) for word in path.read_text().split()]
+
+
+def http_server(port: int) -> list[str]:
+    return [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+
+
+async def test_a_child_is_well_once_its_health_url_answers(tmp_path: Path) -> None:
+    port = free_port()
+    async with Supervisor(tmp_path) as supervisor:
+        child = await supervisor.start(ChildSpec("web", http_server(port), health_url=f"http://127.0.0.1:{port}/"))
+        await supervisor.wait_healthy(child)
+        assert child.running
+    assert not child.running
+
+
+async def test_a_child_that_dies_while_starting_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    spec = ChildSpec(
+        "web", [sys.executable, "-c", "print('no room'); raise SystemExit(7)"], health_url="http://127.0.0.1:9"
+    )
+    async with Supervisor(tmp_path) as supervisor:
+        with pytest.raises(ChildDied, match=r"web ended \(exit code 7\)[\s\S]*no room"):
+            await supervisor.wait_healthy(await supervisor.start(spec))
+
+
+async def test_work_ends_when_a_child_is_killed(tmp_path: Path) -> None:
+    async with Supervisor(tmp_path) as supervisor:
+        child = await supervisor.start(ChildSpec("one", ["sh", "-c", "echo ready; kill -9 $$"]))
+        with pytest.raises(ChildDied, match="one ended .signal SIGKILL"):
+            await supervisor.guard(asyncio.sleep(1000))
+        assert not child.running
+
+
+async def test_a_child_that_may_end_does_not_disturb_the_work(tmp_path: Path) -> None:
+    async with Supervisor(tmp_path) as supervisor:
+        child = await supervisor.start(ChildSpec("one", ["true"], may_end=True))
+        assert await supervisor.guard(child.process.wait()) == 0
+
+
+async def test_children_are_ended_newest_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    async with Supervisor(tmp_path, said.append) as supervisor:
+        for name in ("vllm", "proxy", "trainer"):
+            await supervisor.start(ChildSpec(name, SLEEPS))
+    assert said == ["stopping trainer", "stopping proxy", "stopping vllm"]
+
+
+async def test_a_stubborn_child_is_killed_with_its_own_children(tmp_path: Path) -> None:
+    said: list[str] = []
+    async with Supervisor(tmp_path, said.append) as supervisor:
+        await supervisor.start(ChildSpec("stubborn", [sys.executable, "-c", STUBBORN], grace_s=0.2))
+        pids = await written(tmp_path / "stubborn.log")
+        assert all(exists(pid) for pid in pids)
+    await until_gone(*pids)
+    killed = "killing stubborn, which did not end in 0.2 s; what it committed is kept"
+    assert said == ["stopping stubborn", killed]
+
+
+async def test_no_process_survives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    program = f"""
+import asyncio
+from pathlib import Path
+from lightning_proxy.commands.system.processes import ChildSpec, Supervisor
+async def main():
+    async with Supervisor(Path({str(tmp_path)!r})) as supervisor:
+        await supervisor.start(ChildSpec("stubborn", [{sys.executable!r}, "-c", {STUBBORN!r}]))
+        await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+    supervisor = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    pids = await written(tmp_path / "stubborn.log")
+    supervisor.kill()
+    await supervisor.wait()
+    await until_gone(*pids)
+
+
+def test_sigterm_while_starting_stops_the_children_too(tmp_path: Path) -> None:
+    children: list[int] = []
+
+    async def start_and_wait_in_vain() -> None:
+        async with Supervisor(tmp_path) as supervisor:
+            child = await supervisor.start(ChildSpec("slow", SLEEPS, health_url="http://127.0.0.1:9/"))
+            children.append(child.process.pid)
+            asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
+            await supervisor.wait_healthy(child)
+
+    with pytest.raises(Interrupted):
+        run_until_signal(start_and_wait_in_vain())
+    assert not exists(children[0])
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    async def start() -> None:
+        async with Supervisor(tmp_path) as supervisor:
+            await supervisor.wait_healthy(
+                await supervisor.start(ChildSpec("x", ["/no/such"], health_url="http://[::1]:9"))
+            )
+
+    with pytest.raises(ChildDied, match="/no/such: No such file"):
+        asyncio.run(start())
+
+
+def test_the_guard_starts_without_the_package(tmp_path: Path) -> None:
+    guard = ROOT / "commands" / "system" / "guard.py"
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-S", "-E", str(guard), str(read_end), "sh", "-c", "exit 5"]
+    assert subprocess.run(command, pass_fds=(read_end,), check=False).returncode == 5
+    os.close(read_end)
+    os.close(write_end)
+
+
+async def test_a_child_that_dies_is_started_again_as_often_as_it_may(tmp_path: Path) -> None:
+    said: list[str] = []
+    starts = str(tmp_path / "starts")
+    script = f"import pathlib; pathlib.Path({starts!r}).open('a').write('x'); raise SystemExit(3)"
+    async with Supervisor(tmp_path, said.append) as children:
+        await children.start(ChildSpec("moody", [sys.executable, "-c", script], restarts=2))
+        with pytest.raises(ChildDied, match="exit code 3"):
+            await children.guard(asyncio.Event().wait())
+    assert Path(starts).read_text() == "xxx"
+    assert sum("starting it again" in line for line in said) == 2
+
+
+async def test_the_others_go_on_without_a_child_that_is_not_vital(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "RESTARTS_S", 1.5)
+    said: list[str] = []
+    starts = tmp_path / "starts"
+    script = f"import pathlib; pathlib.Path({str(starts)!r}).open('a').write('x'); raise SystemExit(3)"
+
+    async def see_it_started(times: int) -> None:
+        while not starts.exists() or len(starts.read_text()) < times:
+            await asyncio.sleep(0.05)
+
+    async with Supervisor(tmp_path, said.append) as children:
+        await children.start(ChildSpec("moody", [sys.executable, "-c", script], restarts=1, vital=False))
+        await children.guard(see_it_started(4))
+    assert any("the others go on" in line for line in said)
+
+
+@pytest.mark.parametrize("vital", [True, False])
+async def test_a_child_that_was_told_something_wrong_is_not_started_again(tmp_path: Path, vital: bool) -> None:
+    async with Supervisor(tmp_path) as children:
+        spec = ChildSpec("wrong", [sys.executable, "-c", "raise SystemExit(2)"], restarts=2, vital=vital)
+        await children.start(spec)
+        with pytest.raises(ChildDied, match="exit code 2"):
+            await children.guard(asyncio.Event().wait())

@@ -1,0 +1,181 @@
+"""The command line from outside: exit codes, one-line errors, what it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.commands.system.processes import free_port
+from lightning_proxy.commands.system.system import Launch
+from lightning_proxy.commands.vllm import served_model, vllm_program
+from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.errors import ConfigError
+
+
+def lightning(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_proxy.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "tiny-model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def policy(model: Path | str, **more: object) -> Config:
+    return Config.model_validate({"policy": {"model": str(model), **more}})
+
+
+def option(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_a_wrong_key_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("proxy: {prot: 1}\n")
+    done = lightning("serve", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "lightning-proxy: config.yaml: proxy.prot: unknown key\n"
+
+
+def test_a_missing_configuration_file_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
+    done = lightning("--config", "no.yaml", "serve", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "lightning-proxy: cannot read no.yaml: No such file or directory\n"
+
+
+def test_a_missing_model_directory_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
+    done = lightning("vllm", "--model", "./nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "lightning-proxy: policy.model: there is no directory ./nowhere\n"
+
+
+def test_a_port_in_use_ends_with_one_line_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = lightning("up", "--model", model, "--port", str(port), cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port} cannot be bound" in done.stderr
+    assert "proxy.port" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "lightning-logs" / "vllm.log").exists()
+
+
+def test_a_host_that_is_not_this_machine_is_named_in_place_of_the_port(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("proxy: {host: 192.0.2.1, api_keys: [k]}\n")
+    done = lightning("serve", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.endswith("choose another proxy.host\n")
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    heavy = ("torch", "vllm", "fastapi", "aiohttp")
+    look = f"import sys, lightning_proxy.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_merged_publishing_opens_the_operator_routes_and_loads_no_adapters(model: Path) -> None:
+    program = vllm_program(policy(model, publish="merged"))
+    assert "--enable-lora" not in program.argv
+    assert program.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert option(program.argv, "--host") == "127.0.0.1"
+
+
+def test_lora_publishing_lets_adapters_be_loaded_at_a_rank_that_vllm_has(model: Path) -> None:
+    config = Config.model_validate({"policy": {"model": str(model), "publish": "lora"}, "trainer": {"lora_rank": 12}})
+    program = vllm_program(config)
+    assert "--enable-lora" in program.argv
+    assert option(program.argv, "--max-lora-rank") == "16"
+    assert program.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+
+
+def test_the_behaviour_logprobs_are_those_after_temperature(model: Path) -> None:
+    assert option(vllm_program(policy(model)).argv, "--logprobs-mode") == "processed_logprobs"
+
+
+def test_the_routes_between_messages_and_tokens_are_opened(model: Path) -> None:
+    assert "--enable-scale-out" in vllm_program(policy(model)).argv
+
+
+def test_a_model_directory_is_served_under_its_name_and_an_id_under_itself(model: Path) -> None:
+    assert served_model(policy(model)) == "tiny-model"
+    assert served_model(policy("org/name")) == "org/name"
+
+
+def test_operator_routes_are_never_bound_to_other_than_loopback(model: Path) -> None:
+    config = Config.model_validate({"policy": {"model": str(model)}, "vllm": {"host": "0.0.0.0"}})
+    with pytest.raises(ConfigError, match=r"vllm\.host"):
+        vllm_program(config)
+
+
+def test_options_reach_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch(None, {"policy.model": "a/b", "proxy.port": 9000, "trainer.max_steps": None})
+    for name, value in launch.env().items():
+        monkeypatch.setenv(name, value)
+    config = load_config()
+    assert (config.policy.model, config.proxy.port, config.trainer.max_steps) == ("a/b", 9000, None)
+
+
+def test_run_names_the_bad_line_of_a_task_file(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"a": 1}) + "\n\n{oops\n")
+    done = lightning("run", "--tasks", "tasks.jsonl", "--", "true", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lightning-proxy: tasks.jsonl:3: not JSON: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["run --tasks t.jsonl --logs", "eval --tasks t.jsonl --logs", "demo --dir"])
+def test_a_file_where_a_directory_is_to_be_is_one_line_and_code_2(tmp_path: Path, command: str) -> None:
+    (tmp_path / "t.jsonl").write_text("{}\n")
+    done = lightning(*command.split(), "t.jsonl", *(["--", "true"] if "--tasks" in command else []), cwd=tmp_path)
+    option = command.split()[-1]
+    assert (done.returncode, done.stderr) == (
+        2, f"lightning-proxy: {option}: cannot make the directory t.jsonl: File exists\n"
+    )  # fmt: skip
+
+
+def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Path, model: Path) -> None:
+    port, vllm = free_port(), free_port()
+    upstream = {"name": "policy", "base_url": f"http://127.0.0.1:{vllm}/v1"}
+    settings = {"proxy": {"port": port}, "vllm": {"port": vllm}, "upstreams": [upstream]}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    done = lightning("up", "--model", model, "--logs", "config.yaml", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "--logs: cannot make the directory config.yaml" in done.stderr
+
+
+def test_the_version_is_told(tmp_path: Path) -> None:
+    done = lightning("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"lightning-proxy {version('lightning-proxy')}\n")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_serve_says_where_it_listens_also_on_a_port_of_the_systems_choice(tmp_path: Path, workers: int) -> None:
+    settings = {"proxy": {"port": 0, "workers": workers}, "store": {"url": "sqlite:///records.db"}}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "lightning_proxy.cli", "serve"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as serve:
+        assert serve.stderr is not None
+        said = serve.stderr.readline()
+        url = re.fullmatch(r"serving: OPENAI_BASE_URL=(\S+)/v1; records in records.db; Ctrl-C stops\n", said)
+        try:
+            assert url is not None, said
+            with urllib.request.urlopen(f"{url[1]}/healthz", timeout=30) as answer:
+                assert answer.status == 200
+        finally:
+            serve.send_signal(signal.SIGINT)
+            serve.stderr.read()
+    assert serve.returncode == 0

@@ -1,0 +1,338 @@
+"""Conversations with a real vLLM, through a proxy that sends turns as exact tokens and through one that sends text.
+
+The model may say one sentence only, but in which tokens is sampled: seldom those that its text is tokenised as again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+
+from lightning_proxy.commands.demo.model import cache_directory, prepare_model
+from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.trainer.rows.samples import rollout_samples
+from support.paths import EXAMPLES
+from support.tool_template import TEMPLATE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Json = dict[str, Any]
+ADDITION = EXAMPLES / "addition" / "agent.py"
+SENTENCE = "The astonishingly quick fox jumps over 1234 lazy dogs, doesn't it?"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Reykjavik"}}\n</tool_call>'
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "the weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@dataclass
+class Served:
+    """The same vLLM behind both proxies, by `policy.token_continuity`."""
+
+    config: Path
+    url: dict[str, str]
+    store: dict[str, Path]
+
+    def client(self, way: str, rollout: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url[way]}/rollouts/{rollout}/v1", api_key="unused")
+
+    def calls(self, way: str, rollout: str) -> list[ModelCall]:
+        async def read() -> list[ModelCall]:
+            async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
+                return await Store(database).calls(rollout)
+
+        return asyncio.run(read())
+
+    def rows(self, way: str, rollout: str) -> int:
+        calls = self.calls(way, rollout)
+        assert all(call.trainable for call in calls), [call.untrainable_reason for call in calls]
+        return len(rollout_samples(calls, [1.0] * len(calls), task_id=None, max_tokens=10_000).samples)
+
+    def outcomes(self, way: str) -> dict[str, int]:
+        text = urllib.request.urlopen(f"{self.url[way]}/metrics").read().decode()
+        lines = (line for line in text.splitlines() if line.startswith("lightning_token_continuity_total{"))
+        return {line.split('"')[1]: int(float(line.split()[1])) for line in lines}
+
+    def serve_adapter(self, way: str, directory: Path) -> None:
+        """Make an adapter live, as the policy version that the trainer would have published it as."""
+
+        async def record() -> int:
+            async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
+                ledger = Ledger(database)
+                version = await ledger.new_version("lora", 1, {})
+                await ledger.saved(version, str(directory), f"policy-v{version}")
+                await ledger.set_live(version)
+                await ledger.set_live(0)
+                return version
+
+        self.promote(way, asyncio.run(record()))
+
+    def promote(self, way: str, version: int) -> None:
+        body = json.dumps({"version": version}).encode()
+        headers = {"content-type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(f"{self.url[way]}/policy/promote", body, headers)).close()
+
+
+def adapter(config: Path, directory: Path) -> Path:
+    """Files of an adapter of the model, with weights that change what it says."""
+    torch = pytest.importorskip("torch")
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(yaml.safe_load(config.read_text())["policy"]["model"])
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("continuity")
+    (directory / "template.jinja").write_text(TEMPLATE.strip())
+    vllm_port = free_port()
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    settings = {
+        "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
+        "policy": {"model": str(prepare_model(cache_directory())), "publish": "lora", "token_continuity": "exact"},
+        "vllm": {
+            "port": vllm_port, "max_model_len": 1024, "kv_cache_gib": 1,
+            "extra_args": [*tools, "--chat-template", str(directory / "template.jinja")],
+        },
+    }  # fmt: skip
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+    found = Served(directory / "config.yaml", {}, {})
+    parts: list[subprocess.Popen[bytes]] = []
+
+    def start(part: str, **environment: str) -> None:
+        with (directory / "log").open("ab") as log:
+            command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(directory / "config.yaml"), part]
+            env = os.environ | {"LIGHTNING_POLICY__DIRECTORY": str(directory / "policy"), **environment}
+            parts.append(subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True))
+
+    try:
+        start("vllm")
+        for way in ("exact", "text"):
+            port, found.store[way] = free_port(), directory / f"{way}.db"
+            found.url[way] = f"http://127.0.0.1:{port}"
+            start(
+                "serve",
+                LIGHTNING_PROXY__PORT=str(port),
+                LIGHTNING_STORE__URL=f"sqlite:///{found.store[way]}",
+                LIGHTNING_POLICY__TOKEN_CONTINUITY=way,
+            )
+        for url in found.url.values():
+            wait_until_ready(f"{url}/readyz", directory / "log")
+        yield found
+    finally:
+        for started in parts:
+            started.send_signal(signal.SIGINT)
+        for started in parts:
+            started.wait(60)
+
+
+def say(client: openai.OpenAI, messages: list[Any], text: str, *, stream: bool, **more: Any) -> Any:
+    """The answer's choice; a streamed one as the client assembles it. `text`: what the model is to say."""
+    asked: Json = {"model": "policy", "messages": messages, "temperature": 1.0, "max_tokens": 200} | more
+    asked["extra_body"] = {"structured_outputs": {"choice": [text]}}
+    if not stream:
+        return client.chat.completions.create(**asked).choices[0]
+    state = openai.lib.streaming.chat.ChatCompletionStreamState(input_tools=more.get("tools", openai.NOT_GIVEN))
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot.choices[0]
+
+
+def converse(client: openai.OpenAI, *, stream: bool) -> list[str | None]:
+    """Four turns, one of them cut short and one stopped by a string; what the agent was told."""
+    messages: list[Any] = [{"role": "system", "content": "You are brief."}]
+    told = []
+    for turn, more in enumerate(({}, {"max_tokens": 6}, {"stop": ["lazy"], "logprobs": True}, {"top_p": 0.9})):
+        messages.append({"role": "user", "content": f"Say it again, {turn} times."})
+        choice = say(client, messages, SENTENCE, stream=stream, **more)
+        assert choice.finish_reason == ("length" if turn == 1 else "stop")
+        assert (choice.logprobs is not None) == ("logprobs" in more)
+        messages.append(choice.message.model_dump(exclude_none=True))
+        told.append(choice.message.content)
+    return told
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_is_one_row_only_as_exact_tokens(served: Served, stream: bool) -> None:
+    name = f"talk-{stream}"
+    told = {way: converse(served.client(way, name), stream=stream) for way in served.url}
+    for texts in told.values():
+        assert [texts[0], texts[2], texts[3]] == [SENTENCE, SENTENCE[: SENTENCE.index("lazy")], SENTENCE]
+        assert SENTENCE.startswith(texts[1] or "-")
+    assert served.rows("exact", name) == 1
+    assert served.rows("text", name) > 1
+    for call in served.calls("exact", name):
+        assert call.usage and call.usage["prompt_tokens"] == len(call.prompt_token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_and_their_results_stay_in_the_row(served: Served, stream: bool) -> None:
+    name = f"tools-{stream}"
+    for way in served.url:
+        client, messages = served.client(way, name), [{"role": "user", "content": "How is it in Reykjavik?"}]
+        for _ in range(2):
+            choice = say(client, messages, CALL, stream=stream, tools=[WEATHER])
+            (call,) = choice.message.tool_calls
+            assert (call.function.name, choice.finish_reason) == ("get_weather", "tool_calls")
+            assert call.function.arguments.replace(" ", "") == '{"city":"Reykjavik"}'
+            messages.append(choice.message.model_dump(exclude_none=True))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "Rain."})
+        assert say(client, messages, SENTENCE, stream=stream, tools=[WEATHER]).message.content == SENTENCE
+    assert served.rows("exact", name) == 1
+    assert served.rows("text", name) > 1
+
+
+def test_a_conversation_with_an_adapter_is_one_row_too(served: Served, tmp_path: Path) -> None:
+    served.serve_adapter("exact", adapter(served.config, tmp_path / "v1"))
+    before = served.outcomes("exact")
+    try:
+        converse(served.client("exact", "adapted"), stream=True)
+    finally:
+        served.promote("exact", 0)
+    assert served.rows("exact", "adapted") == 1
+    assert {call.policy_version for call in served.calls("exact", "adapted")} == {1}
+    after = served.outcomes("exact")
+    assert {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k)} == {"first": 1, "exact": 3}
+
+
+def test_the_end_of_a_turn_is_there_once(served: Served) -> None:
+    client, messages = served.client("exact", "ends"), []
+    for more in ({}, {"max_tokens": 3}, {}):
+        messages.append({"role": "user", "content": "Again."})
+        messages.append(say(client, messages, SENTENCE, stream=False, **more).message.model_dump(exclude_none=True))
+    last = served.calls("exact", "ends")[-1]
+    start, end = last.prompt_token_ids[0], last.response_token_ids[-1]
+    marks = [token for token in last.prompt_token_ids if token in (start, end)]
+    assert marks == [start, end] * 5 + [start]
+
+
+def test_answers_have_the_shape_that_they_have_as_text(served: Served) -> None:
+    answers = {}
+    for way in served.url:
+        client, messages = served.client(way, "shape"), [{"role": "user", "content": "Hello."}]
+        messages.append(say(client, messages, SENTENCE, stream=False).message.model_dump(exclude_none=True))
+        messages.append({"role": "user", "content": "Again."})
+        asked: Json = {"model": "policy", "messages": messages, "temperature": 0, "max_tokens": 5, "logprobs": True}
+        whole = client.chat.completions.create(**asked)
+        streamed = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        answers[way] = [keys(whole.model_dump()), *(keys(chunk.model_dump()) for chunk in streamed)]
+    assert answers["exact"] == answers["text"]
+
+
+def test_an_edited_history_goes_as_text_and_errors_are_vllms_own(served: Served) -> None:
+    before = served.outcomes("exact")
+    client, messages = served.client("exact", "edits"), [{"role": "user", "content": "Hello."}]
+    say(client, messages, SENTENCE, stream=False)
+    messages += [{"role": "assistant", "content": "Something else."}, {"role": "user", "content": "Again."}]
+    say(client, messages, SENTENCE, stream=False)
+    after = served.outcomes("exact")
+    assert {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k)} == {"first": 1, "edited": 1}
+    messages = [{"role": "user", "content": "Hello."}]
+    messages.append(say(client, messages, SENTENCE, stream=False).message.model_dump(exclude_none=True))
+    messages.append({"role": "user", "content": "no " * 2000})
+    errors = []
+    for way in served.url:
+        with pytest.raises(openai.BadRequestError) as caught:
+            served.client(way, "edits").chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+        errors.append(caught.value.body)
+    assert errors[0] == errors[1]
+    assert "maximum context length" in str(errors[0])
+
+
+def keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: keys(item) for name, item in value.items()}
+    return [keys(item) for item in value[:1]] if isinstance(value, list) else type(value).__name__
+
+
+def wait_until_ready(url: str, log: Path) -> None:
+    for _ in range(480):
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(f"not ready: {log.read_text()[-3000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(served: Served) -> None:
+    """By vLLM's own routes between messages and tokens: text, tokens and log-probabilities are of one answer."""
+    questions = ["What is the capital of France?", "Name a colour.", "Count to five.", "Say hello."]
+
+    def ask(model: str, **more: Any) -> None:
+        def one(question: str) -> Any:
+            messages: list[Any] = [{"role": "user", "content": question}]
+            client = served.client("text", f"likely-{model}".replace(":", "-"))
+            return client.chat.completions.create(model=model, messages=messages, max_tokens=12, logprobs=True, **more)
+
+        with ThreadPoolExecutor(len(questions)) as pool:
+            for answer in pool.map(one, questions):
+                for choice in answer.choices:
+                    tokens = [entry.token for entry in choice.logprobs.content]
+                    assert (choice.message.content or "") == "".join(tokens).removesuffix("<|im_end|>")
+
+    def likelihoods(model: str) -> list[float]:
+        calls = served.calls("text", f"likely-{model}".replace(":", "-"))
+        return [sum(choice.logprobs) for call in calls for choice in call.choices]
+
+    ask("policy", n=8, temperature=1.0)
+    ask("power:4", temperature=0.3)
+    before, after = likelihoods("policy"), likelihoods("power:4")
+    assert (len(before), len(after)) == (32, 4)
+    assert sum(after) / len(after) > sum(before) / len(before) + 2
+
+
+def test_an_agent_is_evaluated_with_the_base_model_and_with_power_sampling(served: Served, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("\n".join(json.dumps({"a": a, "b": 2}) for a in range(3)))
+    command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(served.config), "eval"]
+    command += ["--tasks", str(tasks), "--models", "base,power:4", "--samples", "2", "--json", "--concurrency", "6"]
+    env = os.environ | {"LIGHTNING_PROXY__PORT": served.url["text"].rpartition(":")[2]}
+    done = subprocess.run([*command, "--", sys.executable, str(ADDITION)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    base, power = json.loads(done.stdout)["rows"]
+    for row in (base, power):
+        assert [reason for task in row["by_task"].values() for reason in task["failures"]] == []
+        assert (row["rollouts"], row["failed"], row["without_reward"], row["complete"]) == (6, 0, 0, True)
+        assert row["tokens"] > 0
+    assert (base["policy_versions"], power["policy_versions"]) == ([0], [None])
+    assert power["versus"]["tasks"] == 3

@@ -1,0 +1,279 @@
+"""The same requests to a real vLLM directly and through the proxy: what the agent receives must not differ."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_proxy.commands.demo.model import cache_directory, prepare_model
+from support.clients import CLIENTS, Client
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NAME = "SmolLM2-135M-Instruct"
+SAY = [{"role": "user", "content": "Say hello to Zoë, in French."}]
+SUM = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds two digits",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"type": "integer", "maximum": 9}},
+            "required": ["a", "b"],
+        },
+    },
+}
+FORCED = {"tools": [SUM], "tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 40}
+TREE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}}}  # fmt: skip  # noqa: E501
+
+# Each is asked whole and streamed, greedily.
+CHAT: list[dict[str, Any]] = [
+    {"messages": SAY},
+    {"messages": SAY, "logprobs": True},
+    {"messages": SAY, "logprobs": True, "top_logprobs": 2},
+    {"messages": SAY, "return_token_ids": True},
+    {"messages": SAY, "stream_options": {"include_usage": True}},
+    {"messages": SAY, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"messages": SAY, "n": 2},
+    {"messages": SAY, "stop": ["o"]},
+    {"messages": SAY, "response_format": TREE, "max_tokens": 30},
+    {"messages": [*SAY, {"role": "assistant", "content": "Bonjour"}, {"role": "user", "content": "😀 again"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Say hello."}]}]},
+    {"messages": SAY, "unknown_field": {"kept": [1, 2.50, None]}},
+    {"messages": SAY, **FORCED},
+    {"messages": SAY, "max_tokens": 1},
+    {"messages": []},
+    {"messages": "hello"},
+    {"messages": SAY, "temperature": "hot"},
+    {"messages": SAY, "max_tokens": 100_000},
+    {"messages": SAY, "model": "nobody"},
+]
+COMPLETIONS: list[dict[str, Any]] = [
+    {"prompt": "One, two,"},
+    {"prompt": "One, two,", "logprobs": 2},
+    {"prompt": ["One, two,", "A, B,"]},
+    {"prompt": "One, two,", "echo": True},
+    {"prompt": [1, 2, 3]},
+    {"prompt": 5},
+]
+RESPONSES: list[dict[str, Any]] = [
+    {"input": "Say hello."},
+    {"input": SAY, "instructions": "Be brief."},
+    {"input": SAY, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    {"input": SAY, "max_output_tokens": 2},
+    {"input": SAY, "enable_response_messages": True},
+    {"input": 5},
+]
+MESSAGES: list[dict[str, Any]] = [
+    {"messages": SAY},
+    {"messages": SAY, "system": "Be brief."},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Say hello."}]}]},
+    {"messages": SAY, "stop_sequences": ["o"]},
+    {"messages": []},
+]
+CASES = [
+    (path, body | {"stream": stream})
+    for path, bodies in {
+        "chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES
+    }.items()
+    for body in bodies
+    for stream in (False, True)
+]  # fmt: skip
+
+
+@dataclass
+class Served:
+    direct: str
+    proxied: str
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("transparency")
+    port, vllm_port = free_port(), free_port()
+    config = directory / "config.yaml"
+    settings = {
+        "proxy": {"port": port},
+        "store": {"url": f"sqlite:///{directory}/store.db"},
+        "upstreams": [
+            {"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"},
+            litellm_upstream("hosted_vllm", f"http://127.0.0.1:{vllm_port}/v1"),
+            litellm_upstream("anthropic", f"http://127.0.0.1:{vllm_port}"),
+        ],
+        "policy": {
+            "model": str(prepare_model(cache_directory())),
+            "publish": "merged",
+            "directory": str(directory / "policy"),
+        },
+        "vllm": {
+            "port": vllm_port, "max_model_len": 512, "kv_cache_gib": 1,
+            "extra_args": ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
+        },
+    }  # fmt: skip
+    config.write_text(yaml.safe_dump(settings))
+    cli = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(config)]
+    with (directory / "log").open("wb") as log:
+        parts = [
+            subprocess.Popen([*cli, part], stdout=log, stderr=log, start_new_session=True) for part in ("vllm", "serve")
+        ]
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}/readyz", directory / "log")
+        yield Served(f"http://127.0.0.1:{vllm_port}", f"http://127.0.0.1:{port}/rollouts/r")
+    finally:
+        for part in parts:
+            part.send_signal(signal.SIGINT)
+        for part in parts:
+            part.wait(60)
+
+
+@pytest.mark.parametrize(("path", "body"), CASES, ids=lambda value: json.dumps(value)[:70])
+def test_the_agent_sees_no_difference(served: Served, path: str, body: dict[str, Any]) -> None:
+    body = {"max_tokens": 8, "temperature": 0} | body
+    if path == "responses":
+        body.setdefault("max_output_tokens", body.pop("max_tokens"))
+    ours = body | {"model": body.get("model", "policy")}
+    theirs = body | {"model": body.get("model", NAME)}
+    post(f"{served.direct}/v1/{path}", theirs)  # fills vLLM's prefix cache, which `usage` shows
+    several = body["stream"] and (body.get("n") or isinstance(body.get("prompt"), list))  # vLLM sends as they come
+    for _ in range(3):  # where it falls behind, vLLM joins tokens in one frame: then both are asked anew
+        expected = post(f"{served.direct}/v1/{path}", theirs)
+        got = post(f"{served.proxied}/v1/{path}", ours)
+        assert (got.status, got.headers) == (expected.status, expected.headers)
+        frames, expected_frames = (
+            sorted(answer.body.split("\n\n")) if several else answer.body.split("\n\n") for answer in (got, expected)
+        )
+        if frames == expected_frames:
+            break
+    assert frames == expected_frames
+
+
+def test_what_was_sampled_is_recorded_with_its_tokens(served: Served) -> None:
+    url = served.proxied.replace("/rollouts/r", "/rollouts/sampled")
+    for stream in (False, True):
+        post(f"{url}/v1/chat/completions", {"model": "policy", "messages": SAY, "max_tokens": 5, "stream": stream})
+        post(f"{url}/v1/completions", {"model": "policy", "prompt": "One,", "max_tokens": 5, "stream": stream})
+    post(f"{url}/v1/responses", {"model": "policy", "input": SAY, "max_output_tokens": 5})
+    post(f"{url}/v1/messages", {"model": "policy", "messages": SAY, "max_tokens": 5})
+    calls = json.loads(urllib.request.urlopen(url.replace("/v1", "")).read())["calls"]
+    assert [call["trainable"] for call in calls] == [True] * 5 + [False]
+    for call in calls[:5]:
+        assert len(call["response_token_ids"]) == len(call["logprobs"]) > 0
+        assert call["prompt_token_ids"]
+    assert calls[5]["untrainable_reason"] == "no token ids from the upstream"
+    assert calls[5]["response"]["content"][0]["type"] == "text"
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+async def test_an_official_client_sees_no_difference(served: Served, client: Client) -> None:
+    if client.missing:
+        pytest.skip(client.missing)
+    await client.run(served.direct, NAME)  # fills vLLM's prefix cache
+    expected = await client.run(served.direct, NAME)
+    got = await client.run(served.proxied.replace("/rollouts/r", "/rollouts/clients"), "policy")
+    assert got.keys() == expected.keys()
+    for step in got:
+        assert _shown(got[step]) == _shown(expected[step]), step
+
+
+def _shown(value: Any) -> str:
+    """Also of JSON in a string."""
+    return _without_ids(json.dumps(value, separators=(",", ":")).replace('\\"', '"'))
+
+
+# What litellm changes: docs/providers.md.
+@pytest.mark.parametrize("provider", ["hosted_vllm", "anthropic"])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_litellm_gives_the_same_text_and_tool_calls(served: Served, provider: str, path: str) -> None:
+    short: dict[str, Any] = {"temperature": 0, "max_output_tokens" if path == "responses" else "max_tokens": 16}
+    bodies: list[dict[str, Any]] = [{"input": SAY} if path == "responses" else {"messages": SAY}]
+    if path == "chat/completions":
+        bodies.append({"messages": SAY, **FORCED})
+    for body, stream in itertools.product(bodies, (False, True)):
+        if (path, provider, stream) == ("messages", "anthropic", True):
+            continue  # needs the packages of litellm's own proxy
+        asked, rollout = short | body | {"stream": stream}, f"through-{uuid.uuid4().hex}"
+        url = served.proxied.replace("/rollouts/r", f"/rollouts/{rollout}")
+        post(f"{url}/v1/{path}", asked | {"model": "policy"})
+        assert post(f"{url}/v1/{path}", asked | {"model": provider}).status == 200
+        direct, through = json.loads(urllib.request.urlopen(url).read())["calls"]
+        assert said(through) == said(direct)
+        assert [t["arguments"] for t in through["tool_calls"]] == [t["arguments"] for t in direct["tool_calls"]]
+        assert (through["upstream"], through["policy_version"], through["trainable"]) == (provider, None, False)
+
+
+def said(call: dict[str, Any]) -> Any:
+    """The text of the recorded answer, whole or streamed, of any API."""
+    response = call["response"]
+    if "choices" in response:
+        return response["choices"][0]["message"].get("content") or ""
+    blocks = response["content"] if "content" in response else response["output"][0]["content"]
+    return [block["text"] for block in blocks]
+
+
+def post(url: str, body: dict[str, Any]) -> Answer:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        answer = urllib.request.urlopen(request, timeout=120)
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        text = answer.read().decode()
+        return Answer(answer.status, _comparable(dict(answer.headers)), _without_ids(text))
+
+
+def litellm_upstream(provider: str, base_url: str) -> dict[str, Any]:
+    return {
+        "name": provider, "kind": "litellm", "base_url": base_url, "api_key": "unused",
+        "model_map": {provider: f"{provider}/{NAME}"},
+    }  # fmt: skip
+
+
+def _comparable(headers: dict[str, str]) -> dict[str, str]:
+    """Without what is new in every answer, ours, and how the body's end is shown."""
+    changing = ("date", "content-length", "transfer-encoding", "x-rollout-id", "x-call-id", "x-policy-version")
+    return {name.lower(): value for name, value in headers.items() if name.lower() not in changing}
+
+
+def _without_ids(text: str) -> str:
+    text = re.sub(r"\b(chatcmpl|chatcmpl-tool|cmpl|resp|msg|fc|call|rs)[-_][0-9a-f-]{8,}", "ID", text)
+    return re.sub(r'"(created|created_at)":[0-9.]+', '"TIME"', text)
+
+
+def wait_until_ready(url: str, log: Path) -> None:
+    for _ in range(480):
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(f"not ready: {log.read_text()[-3000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

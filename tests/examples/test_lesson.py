@@ -1,0 +1,65 @@
+"""How `examples/learn.py` sets up a lesson; nothing is served here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.commands.vllm import vllm_program
+from lightning_proxy.proxy.config.root import Config, TrainerConfig
+from support.examples import EXAMPLES, NAMES, learned
+
+
+@pytest.fixture
+def lesson(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """examples/lesson.py."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module("lesson")
+    del sys.modules["lesson"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_published_model_has_settings_of_its_own_size(lesson: Any, name: str, tmp_path: Path) -> None:
+    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 0, 100, 200, 32, 4)
+    config = Config.model_validate(lesson.Lesson(plan, 0, tmp_path)._settings())
+    assert (config.policy.publish, config.vllm.max_model_len) == ("auto", config.trainer.max_sample_tokens)
+    assert (config.trainer.group_size, config.trainer.tasks_per_step, config.trainer.loss_type) == (4, 32, "grpo")
+    # A minute is what rollouts of the small model take at most.
+    assert config.trainer.group_timeout_s == TrainerConfig().group_timeout_s
+    assert "hermes" in vllm_program(config).argv
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("imitate", "steps"), [(48, 17), (0, 16)])
+def test_the_rate_falls_over_the_steps_of_the_lesson(
+    lesson: Any, name: str, imitate: int, steps: int, tmp_path: Path
+) -> None:
+    """Imitation is one step more; without a number of steps the configuration would be refused."""
+    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", imitate, 16, 200, 32, 4)
+    assert Config.model_validate(lesson.Lesson(plan, 0, tmp_path)._settings()).trainer.max_steps == steps
+
+
+def test_what_rl_adds_is_compared_task_by_task() -> None:
+    """Where each task's reward was kept: two tasks, of which one got better by a half."""
+
+    def row(*rewards: float) -> dict[str, Any]:
+        mean = {"mean_reward": sum(rewards) / 2, "interval": {"low": 0.0, "high": 1.0}}
+        return mean | {"by_task": dict(zip("ab", rewards, strict=True))}
+
+    held_out = {"base": row(0.0, 0.0), "sft": row(0.0, 1.0), "rl": row(0.5, 1.0)}
+    result = {"seed": 0, "steps": [], "minutes": {}, "held_out": held_out}
+    assert "| 0.75 (0.00-1.00) | +0.25 (+0.00 to +0.50) |" in learned().markdown([result])
+    del held_out["sft"]["by_task"]
+    assert "| 0.75 (0.00-1.00) | 0 | 0.0 |" in learned().markdown([result])
+
+
+def test_a_lesson_without_a_step_of_rl_has_its_picture(tmp_path: Path) -> None:
+    """Its model solved nothing, so that there was nothing to learn from."""
+    row = {"mean_reward": 0.0, "interval": {"low": 0.0, "high": 0.0}}
+    result = {"example": "calculator", "seed": 0, "steps": [], "minutes": {}, "held_out": {"base": row, "rl": row}}
+    learned().save([result], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "reward.png"]

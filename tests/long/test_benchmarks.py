@@ -1,0 +1,175 @@
+"""The benchmarks' own instruments: what they count, and that they run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.paths import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+HEAD = b"HTTP/1.1 200 OK\r\n"
+EVENT = b'data: {"choices": []}\n\n'
+
+
+def length(body: bytes, claimed: int | None = None) -> bytes:
+    return HEAD + b"content-length: %d\r\n\r\n" % (claimed or len(body)) + body
+
+
+def chunked(*parts: bytes) -> bytes:
+    framed = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    return HEAD + b"transfer-encoding: chunked\r\n\r\n" + framed + b"0\r\n\r\n"
+
+
+async def run(script: str, *arguments: str) -> tuple[int | None, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(BENCHMARKS / script), *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    return process.returncode, out.decode()
+
+
+@pytest.mark.parametrize("named", [[], ["litellm"], ["litellm", "nobody"]])
+async def test_peers_are_installed_by_name_or_all_of_them(named: list[str]) -> None:
+    script = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import peers; print(len(peers.chosen({named})))"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    if "nobody" in named:
+        assert (process.returncode, b"unknown: nobody (known: agent-lightning, " in err) == (2, True)
+    else:
+        assert (process.returncode, int(out)) == (0, len(named) or 4)
+
+
+async def load_on_a_server_that_answers(answer: bytes, *, stream: bool) -> dict[str, Any]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0]))
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    options = {"port": port, "connections": 1, "seconds": 0, "prompt": 5_000, "options": {"stream": stream}}
+    async with server:
+        _, out = await run("load.py", json.dumps(options))
+    return json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("stream", "answer"),
+    [
+        (False, length(b'{"choices": [{"finish_reason": "stop"}]}')),
+        (False, chunked(b'{"choices": [', b'{"finish_reason": "stop"}]}')),
+        (True, chunked(*[EVENT] * 41, b"data: [DONE]\n\n")),
+        (True, chunked(b"da", b"ta" + EVENT[4:], *[EVENT] * 39, b"data: [DONE]\n\n")),
+    ],
+    ids=["length", "chunked", "stream", "stream, cut within an event"],
+)
+async def test_a_whole_answer_counts(stream: bool, answer: bytes) -> None:
+    result = await load_on_a_server_that_answers(answer, stream=stream)
+    assert (result["answers"], result["failed"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("stream", "answer"),
+    [
+        (False, length(b'{"choices": [{"finish_reason": "stop"}]}', claimed=100)),
+        (False, length(b'{"error": {}}')),
+        (False, HEAD.replace(b"200 OK", b"503 No") + length(b'{"finish_reason": 1}')[len(HEAD) :]),
+        (True, chunked(*[EVENT] * 39, b"data: [DONE]\n\n")),
+        (True, chunked(*[EVENT] * 41)),
+        (True, chunked(*[EVENT] * 41, b"data: [DONE]\n\n")[:-5]),
+    ],
+    ids=["cut short", "no completion", "status", "an event is missing", "no [DONE]", "no end"],
+)
+async def test_an_answer_that_is_not_whole_or_not_right_is_a_failed_one(stream: bool, answer: bytes) -> None:
+    result = await load_on_a_server_that_answers(answer, stream=stream)
+    assert (result["answers"], result["failed"]) == (0, 1)
+
+
+async def test_the_benchmark_runs(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    status, out = await run(
+        "proxy.py", "--quick", "--seconds", "0.05", "--streams", "20", "--json", str(file), "--only"
+    )
+    assert status == 0
+    assert "| JSON | 1 KB | 1 |" in out
+    assert "20 streams open at once" in out
+    figures = json.loads(file.read_text())
+    assert {row["target"] for row in figures["rows"]} == {"direct", "forwarder", "forwarder that commits", "ours"}
+    assert (await run("report.py", str(file)))[1] == out
+
+
+async def test_the_soak_runs_and_loses_nothing() -> None:
+    status, out = await run("soak.py", "--minutes", "0.05", "--rate", "50", "--every", "1")
+    assert status == 0
+    assert "lost: 0 answers, 0 rewards" in out
+
+
+def test_the_soak_sees_what_is_not_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import soak  # type: ignore[import-not-found]
+
+    with closing(sqlite3.connect(tmp_path / "store.db")) as db, db:
+        db.execute("CREATE TABLE calls (call_id, status)")
+        db.execute("CREATE TABLE rewards (value)")
+        db.executemany("INSERT INTO calls VALUES (?, ?)", [("a", "ok"), ("b", "incomplete")])
+    assert soak.missing(tmp_path / "store.db", soak.Seen(whole=["a", "b", "c"], rewards=1)) == (2, 1)
+
+
+def test_the_slope_is_that_of_the_last_two_thirds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import soak
+
+    def sample(minute: int) -> Any:
+        return soak.Sample(60.0 * minute, 0, 100.0 if minute < 10 else 200.0 + minute, 0, 0.0, 0.0, 0.0)
+
+    assert soak.slope_mib_per_hour([sample(minute) for minute in range(30)]) == pytest.approx(60)
+
+
+async def test_the_credit_benchmark_shows_what_uniform_cannot_learn() -> None:
+    code, out = await run("credit.py")
+    rows = {cells[1].strip(): cells for line in out.splitlines() if (cells := line.split("|"))[0] == "" and cells[1:]}
+    column = [title.strip() for title in rows["strategy"]].index("equal sums, sooner is better")
+    scores = {name: float(rows[name][column].split("±")[0]) for name in ("uniform", "discounted, 0.9", "anchor, 0.9")}
+    assert code == 0
+    assert scores["uniform"] < 0.6
+    assert min(scores["discounted, 0.9"], scores["anchor, 0.9"]) > 0.9
+    delayed, *_, sparse = (float(cell.split("±")[0]) for cell in rows["judge, 0 (scripted)"][2:-1])
+    assert min(delayed, sparse) > 0.8, "discounted, 0 learns neither"
+    # Two agents, "planner, executor" in each cell: with rewards of their own, and with the executor's for both.
+    own, team = (
+        [float(cell.split("±")[0]) for cell in rows[f"uniform, {name}"][2:4]]
+        for name in ("by agent (own)", "all as one")
+    )
+    assert own[0] > 0.85 > 0.7 > team[0]
+    assert team[1] > 0.8 > 0.6 > own[1]
+
+
+SMALL = ("--rounds", "1", "--layers", "2", "--work", "3,3,200,20,20", "--vocabulary", "1000")
+
+
+async def test_the_training_benchmark_finds_one_gradient_whatever_the_way(tmp_path: Path) -> None:
+    code, out = await run("train.py", *SMALL, "--budget", "400", "--json", str(tmp_path / "figures.json"))
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    ways = figures["ways"]
+    assert code == 0, out
+    assert max(figures["differing"]) < 1e-4
+    assert ways["lightning-proxy"]["tokens"] < ways["TRL, a row per rollout"]["tokens"]
+    assert out.count("\n| ") == 1 + len(ways)
+
+
+@pytest.mark.gpu
+async def test_the_training_benchmark_runs_on_a_gpu() -> None:
+    code, out = await run("train.py", *SMALL, "--model", "qwen2.5-0.5b", "--device", "cuda")
+    assert code == 0, out

@@ -1,0 +1,277 @@
+"""Keys as the command line makes and revokes them, and what a running proxy does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from lightning_proxy.commands.run.programs import make_runner
+from lightning_proxy.proxy.access.limits import Limits
+from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.errors import Conflict, NotFound
+from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.keys import Keyring
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+NOTICED_S = 5.0  # it takes half a second; the machine may be busy
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def create(system: Any, name: str, **more: Any) -> str:
+    """A key made by another process than the proxy's."""
+    async with opened(system.config.store) as database:
+        role, recording = more.pop("role", "agent"), more.pop("recording", True)
+        return (await Keyring(database).create(name, role, Limits(**more), recording=recording))[0]
+
+
+async def noticed(system: Any, key: str) -> bool:
+    """Whether the proxy lets this key in, and nobody without one, sooner or later."""
+    return await becomes(system, 401) and await becomes(system, 200, **bearer(key))
+
+
+async def revoke(system: Any, name: str) -> None:
+    async with opened(system.config.store) as database:
+        await Keyring(database).revoke(name)
+
+
+async def becomes(system: Any, status: int, path: str = "/policy", method: str = "GET", **headers: str) -> bool:
+    """Whether a request gets this status, sooner or later."""
+    deadline = time.monotonic() + NOTICED_S
+    while (await system.call(method, path, **headers))[0] != status:
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.05)
+    return True
+
+
+async def test_a_key_is_printed_once_and_kept_as_a_hash(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        code, out, err = await system.lightning("keys", "create", "ci", "--requests-per-minute", "5")
+        key = out.strip()
+        assert (code, key.startswith("lpk-agent-"), len(key)) == (0, True, 53)
+        assert "not shown again" in err
+        code, out, _ = await system.lightning("keys", "list", "--json")
+        (listed,) = json.loads(out)["data"]
+        assert (listed["name"], listed["role"], listed["requests_per_minute"]) == ("ci", "agent", 5)
+        assert await becomes(system, 401)
+        assert await noticed(system, key)
+        await create(system, name := "k" * 40, tokens_per_minute=2**31 - 1)
+        await revoke(system, name)
+        _, out, _ = await system.lightning("keys", "list")
+        assert max(map(len, out.splitlines())) <= 80
+        assert sum(line.count("k") for line in out.splitlines()[2:]) == len(name)
+        assert ("2147483647" in out, "…" in out) == (True, False)
+    files = b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
+    assert key.encode() not in files and b"ci" in files
+
+
+async def test_the_first_key_closes_the_door_and_revoking_the_last_one_does_not_open_it(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as system:
+        assert (await system.chat("r1"))[0] == 200
+        key = await create(system, "ci")
+        assert await becomes(system, 401)
+        assert (await system.chat("r1"))[0] == 401
+        assert (await system.chat("r1", **bearer(key)))[0] == 200
+        assert (await system.chat("r1", **bearer("lpk-agent-" + "A" * 43)))[0] == 401
+        code, out, _ = await system.lightning("keys", "revoke", "ci")
+        assert code == 0 and "no key is left" in out
+        assert await becomes(system, 401, **bearer(key))
+        assert (await system.chat("r1"))[0] == 401
+        await system.lightning("keys", "purge")
+        assert await becomes(system, 200)
+
+
+async def test_keys_of_configuration_and_store_count_side_by_side(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["configured"]) as system:
+        key = await create(system, "stored")
+        assert await noticed(system, key)
+        assert (await system.chat("r1", **bearer("configured")))[0] == 200
+        await revoke(system, "stored")
+        assert await becomes(system, 401, **bearer(key))
+        assert (await system.chat("r1", **bearer("configured")))[0] == 200
+
+
+async def test_once_there_was_an_admins_key_agents_are_no_admins(running: Running, tmp_path: Path) -> None:
+    body = json.dumps({"version": 0}).encode()
+
+    async def promotes(key: str) -> int:
+        return (await system.call("POST", "/policy/promote", body, **bearer(key)))[0]
+
+    async with running(tmp_path) as system:
+        agent = await create(system, "agent")
+        assert await noticed(system, agent)
+        assert await promotes(agent) == 200
+        admin = await create(system, "ops", role="admin")
+        assert await noticed(system, admin)
+        assert (await promotes(agent), await promotes(admin)) == (401, 200)
+        assert (await system.chat("r1", **bearer(admin)))[0] == 200
+        await revoke(system, "ops")
+        assert await becomes(system, 401, **bearer(admin))
+        assert await promotes(agent) == 401
+
+
+async def test_a_revoked_key_ends_the_rollouts_keys_that_it_asked_for(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        key, other = await create(system, "a"), await create(system, "b")
+        assert await noticed(system, other)
+        _, (mine,) = await system.call("POST", "/rollouts", {}, **bearer(key))
+        _, (theirs,) = await system.call("POST", "/rollouts", {}, **bearer(other))
+        for opened_rollout in (mine, theirs):
+            assert (await system.chat(opened_rollout["rollout_id"], **bearer(opened_rollout["api_key"])))[0] == 200
+        await revoke(system, "a")
+        assert await becomes(system, 401, **bearer(key))
+        assert (await system.chat(mine["rollout_id"], **bearer(mine["api_key"])))[0] == 401
+        assert (await system.chat(theirs["rollout_id"], **bearer(theirs["api_key"])))[0] == 200
+
+
+async def test_the_host_rule_counts_stored_keys(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        assert (await system.call("GET", "/policy", Host="evil.example"))[0] == 403
+        key = await create(system, "ci")
+        assert await becomes(system, 200, Host="proxy.example", **bearer(key))
+        assert (await system.call("GET", "/policy", Host="proxy.example"))[0] == 401
+
+
+async def test_another_host_is_closed_even_while_there_is_no_key(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, host="0.0.0.0") as system:
+        assert (await system.chat("r1"))[0] == 401
+        assert (await system.call("POST", "/policy/rollback"))[0] == 401
+        key = await create(system, "ci")
+        assert await noticed(system, key)
+
+
+def test_serving_other_machines_without_a_key_is_refused_in_one_line(tmp_path: Path) -> None:
+    def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "lightning_proxy.cli", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "config.yaml").write_text(f"proxy: {{host: 0.0.0.0, port: {port}}}\n")
+        done = serve("serve")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "lightning-proxy keys create" in done.stderr and "proxy.api_keys" in done.stderr
+        assert serve("keys", "create", "ci").returncode == 0
+        assert "proxy.port" in serve("serve").stderr, "the key is enough: now it is the port that cannot be had"
+    assert serve("keys", "create", "many", "--concurrent", str(2**64)).returncode == 2
+    (tmp_path / "lightning.db").write_bytes(b"no database, but as long as the head of one" * 100)
+    for command in (["serve"], ["keys", "list"]):
+        done = serve(*command)
+        assert (done.returncode, done.stderr.count("\n"), "lightning.db cannot be opened" in done.stderr) == (
+            1,
+            1,
+            True,
+        )
+
+
+async def test_names_are_unique_among_the_keys_that_let_somebody_in(tmp_path: Path) -> None:
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/s.db")) as database:
+        ring = Keyring(database)
+        first, _ = await ring.create("ci", "agent", Limits(), recording=True)
+        with pytest.raises(Conflict, match="'ci'"):
+            await ring.create("ci", "admin", Limits(), recording=True)
+        await ring.revoke("ci")
+        with pytest.raises(NotFound, match="'ci'"):
+            await ring.revoke("ci")
+        second, _ = await ring.create("ci", "agent", Limits(), recording=True)
+        assert first != second
+        assert [key.live for key in await ring.keys()] == [False, True]
+        assert (await ring.purge(), len(await ring.keys())) == (1, 1)
+
+
+async def test_commands_take_their_key_from_the_environment(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as system:
+        key = await create(system, "ci")
+        assert await becomes(system, 401)
+        code, _, err = await system.lightning("rollouts", "list")
+        assert code == 1 and "LIGHTNING_API_KEY" in err
+        monkeypatch.setenv("LIGHTNING_API_KEY", key)
+        assert (await system.lightning("rollouts", "list"))[0] == 0
+        checks = {check["name"]: check for check in json.loads((await system.lightning("doctor", "--json"))[1])}
+        assert checks["alias"]["outcome"] == "ok", checks["alias"]
+
+
+async def test_a_key_over_its_limit_gets_429_in_the_shape_of_openais_api(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        key, other = await create(system, "a", requests_per_minute=2), await create(system, "b")
+        assert await noticed(system, other)
+        _, (opened_rollout,) = await system.call("POST", "/rollouts", {}, **bearer(key))
+        assert (await system.chat(opened_rollout["rollout_id"], **bearer(opened_rollout["api_key"])))[0] == 200
+        assert (await system.chat("r1", **bearer(key)))[0] == 200
+        assert (await system.chat("r1", **bearer(other)))[0] == 200
+        async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key=key, max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError) as refused:
+                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+        assert refused.value.code == "rate_limit_exceeded"
+        headers = refused.value.response.headers
+        assert 1 <= int(headers["retry-after"]) <= 30
+        assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("2", "0")
+        assert len((await system.call("GET", "/rollouts/r1", **bearer(other)))[1]["calls"]) == 2
+
+
+async def test_tokens_and_requests_at_once_are_limited_by_default_limits_too(running: Running, tmp_path: Path) -> None:
+    limits = {"tokens_per_minute": 3, "concurrent": 1}
+    async with running(tmp_path, limits=limits) as system:
+        system.vllm.delays.append(0.5)
+        first = asyncio.create_task(system.chat("r1"))
+        while not system.vllm.headers:
+            await asyncio.sleep(0.01)
+        status, body = await system.chat("r1")
+        assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (await first)[0] == 200  # of 5 tokens
+        status, body = await system.chat("r1")
+        assert (status, "3 tokens a minute" in body["error"]["message"]) == (429, True)
+
+
+async def chat_unrecorded(system: Any, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    body = {"model": "policy", "messages": [{"role": "user", "content": "between us"}]}
+    async with system.session.post(f"{system.url}/v1/chat/completions", json=body, headers=headers) as answer:
+        return answer.status, await answer.json(), {name.lower(): value for name, value in answer.headers.items()}
+
+
+async def test_a_call_with_recording_off_leaves_nothing_behind(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        key = await create(system, "silent", recording=False)
+        assert await noticed(system, key)
+        off = await create(system, "ci")
+        assert await noticed(system, off)
+        for headers in (bearer(key), bearer(off) | {"X-Recording": "off"}, bearer(key) | {"X-Recording": "on"}):
+            status, body, got = await chat_unrecorded(system, **headers)
+            assert (status, body["choices"][0]["message"]["content"][:7]) == (200, "by base")
+            assert body["choices"][0]["token_ids"] is None, "what the proxy asked for is taken out"
+            assert not {"x-call-id", "x-rollout-id"} & got.keys()
+        assert not any("x-recording" in {name.lower() for name in seen} for seen in system.vllm.headers)
+        assert (await system.call("GET", "/rollouts", **bearer(off)))[1]["data"] == []
+        async with system.session.get(f"{system.url}/metrics") as answer:
+            assert 'lightning_unrecorded_calls_total{status="ok"} 3.0' in await answer.text()
+        status, body, _ = await chat_unrecorded(system, **bearer(off), **{"X-Recording": "maybe"})
+        assert (status, body["error"]["param"]) == (400, "X-Recording")
+        assert (await chat_unrecorded(system, **bearer(off)))[2]["x-call-id"]
+    assert b"between us" in b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
+
+
+async def test_agent_programs_do_not_inherit_our_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LIGHTNING_API_KEY", "LIGHTNING_PROXY__ADMIN_KEYS", "LIGHTNING_UPSTREAMS"):
+        monkeypatch.setenv(name, "our-secret")
+    monkeypatch.setenv("LIGHTNING_NOTE", "theirs")
+    assert await make_runner(["env"]).run({"OPENAI_API_KEY": "of-the-rollout"}, tmp_path / "log") == 0
+    env = (tmp_path / "log").read_text()
+    assert "our-secret" not in env and "OPENAI_API_KEY=of-the-rollout" in env and "LIGHTNING_NOTE=theirs" in env

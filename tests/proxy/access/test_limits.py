@@ -1,0 +1,134 @@
+"""Limits of keys, with a clock that is played."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_proxy.proxy.access.limits import Bucket, Limiter, Limits
+from lightning_proxy.proxy.errors import RateLimited
+from lightning_proxy.proxy.types import CallEnd, Choice
+
+
+class PlayedClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> PlayedClock:
+    return PlayedClock()
+
+
+def ended(usage: dict[str, int] | None = None, ids: tuple[int, ...] = ()) -> CallEnd:
+    return CallEnd("c", "r", "ok", None, 200, prompt_token_ids=ids, choices=(Choice(0, ids),), usage=usage)
+
+
+def enters(limiter: Limiter, times: int = 1) -> int:
+    """How many of so many requests are let in, one after the other."""
+    let_in = 0
+    for _ in range(times):
+        try:
+            limiter.enter()
+        except RateLimited:
+            continue
+        limiter.leave()
+        let_in += 1
+    return let_in
+
+
+def test_a_minutes_requests_may_come_at_once_and_then_one_at_a_time(clock: PlayedClock) -> None:
+    limiter = Limiter(Limits(requests_per_minute=6), clock)
+    assert enters(limiter, 10) == 6
+    clock.now += 9.9
+    assert enters(limiter) == 0
+    clock.now += 0.1
+    assert enters(limiter, 2) == 1
+    clock.now += 3600
+    assert enters(limiter, 10) == 6
+
+
+def test_a_refusal_says_when_to_come_again_and_coming_then_is_right(clock: PlayedClock) -> None:
+    limiter = Limiter(Limits(requests_per_minute=6), clock)
+    enters(limiter, 6)
+    with pytest.raises(RateLimited) as refused:
+        limiter.enter()
+    assert dict(refused.value.headers) == {
+        b"retry-after": b"10",
+        b"retry-after-ms": b"10000",
+        b"x-ratelimit-limit-requests": b"6",
+        b"x-ratelimit-remaining-requests": b"0",
+        b"x-ratelimit-reset-requests": b"10.000s",
+    }
+    clock.now += 10
+    assert enters(limiter) == 1
+
+
+def test_refused_requests_cost_nothing(clock: PlayedClock) -> None:
+    limiter = Limiter(Limits(requests_per_minute=6), clock)
+    assert enters(limiter, 1000) == 6
+    clock.now += 10
+    assert enters(limiter) == 1
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        ended({"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}),
+        ended({"input_tokens": 100, "output_tokens": 20}),
+        ended(None, tuple(range(60))),
+    ],
+)
+def test_tokens_are_counted_when_a_call_has_ended(clock: PlayedClock, end: CallEnd) -> None:
+    limiter = Limiter(Limits(tokens_per_minute=60), clock)
+    limiter.enter()
+    limiter.spend(end, 0)  # 120, twice a minute's worth
+    limiter.leave()
+    clock.now += 60.9
+    assert enters(limiter) == 0
+    clock.now += 0.1
+    assert enters(limiter, 5) == 5, "what a request will cost is not known when it comes"
+
+
+def test_a_usage_that_is_no_count_counts_as_nothing(clock: PlayedClock) -> None:
+    limiter = Limiter(Limits(tokens_per_minute=60), clock)
+    limiter.spend(ended({"prompt_tokens": -5, "completion_tokens": "many"}), 0)  # type: ignore[dict-item]
+    assert enters(limiter) == 1
+
+
+def test_an_answer_without_usage_counts_by_its_bytes(clock: PlayedClock) -> None:
+    limiter = Limiter(Limits(tokens_per_minute=60), clock)
+    limiter.spend(ended(None)._replace(response={"content": "x" * 200}, http_status=200), 280)
+    assert enters(limiter) == 0
+    clock.now += 70
+    assert enters(limiter) == 1
+
+
+def test_requests_at_once_are_counted_until_they_leave(clock: PlayedClock) -> None:
+    limiter = Limiter(Limits(concurrent=2), clock)
+    limiter.enter()
+    limiter.enter()
+    assert enters(limiter) == 0
+    limiter.leave()
+    assert enters(limiter, 3) == 3
+
+
+def test_a_keys_own_limits_win_over_the_default() -> None:
+    assert Limits(requests_per_minute=5) | Limits(9, 10, None) == Limits(5, 10, None)
+    assert not Limits()
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 500)), max_size=50), st.integers(1, 1000))
+def test_a_bucket_never_gives_more_than_it_was_filled_with(steps: list[tuple[float, int]], per_minute: int) -> None:
+    now, taken, bucket = 0.0, 0, Bucket(per_minute, 0.0)
+    for seconds, amount in steps:
+        now += seconds
+        if bucket.wait(now) == 0:
+            taken += amount
+            assert taken - amount <= per_minute * (1 + now / 60) + 1e-6
+        bucket.take(amount if bucket.wait(now) == 0 else 0, now)
+        assert bucket.left(now) <= per_minute

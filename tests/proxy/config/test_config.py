@@ -1,0 +1,138 @@
+"""The configuration file, its defaults and its one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.errors import ConfigError
+from support.paths import ROOT
+
+URL = "base_url: 'http://h/v1'"
+
+
+def keys(data: Any, prefix: str = "") -> set[str]:
+    if isinstance(data, list):
+        return keys(data[0], prefix) if data and isinstance(data[0], dict) else set()
+    if not isinstance(data, dict):
+        return set()
+    return {f"{prefix}{k}" for k in data} | {found for k, v in data.items() for found in keys(v, f"{prefix}{k}.")}
+
+
+def test_the_commented_file_shows_every_default() -> None:
+    assert load_config(ROOT / "config.yaml") == Config()
+
+
+def test_the_commented_file_names_every_key() -> None:
+    assert keys(yaml.safe_load((ROOT / "config.yaml").read_text())) == keys(json.loads(Config().model_dump_json()))
+
+
+def test_a_file_with_some_keys_keeps_the_other_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("proxy: {port: 9000}\n")
+    assert load_config(path).proxy.port == 9000
+    assert load_config(path).trainer == Config().trainer
+
+
+def test_the_environment_wins_over_the_file_and_options_over_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("proxy: {port: 9000}\ntrainer: {seed: 1}\n")
+    monkeypatch.setenv("LIGHTNING_PROXY__PORT", "9001")
+    monkeypatch.setenv("LIGHTNING_TRAINER__SEED", "2")
+    config = load_config(path, {"proxy.port": 9002, "proxy.host": None})
+    assert (config.proxy.port, config.trainer.seed, config.proxy.host) == (9002, 2, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("proxy: {prot: 1}", "proxy.prot: unknown key"),
+        ("proxi: {}", "proxi: unknown key"),
+        ("proxy: {port: 70000}", "proxy.port"),
+        ("proxy: {port: high}", "proxy.port"),
+        ("proxy: {limits: {concurrent: 0}}", "proxy.limits.concurrent"),
+        ("proxy: {max_body_mb: .inf}", "proxy.max_body_mb"),
+        ("proxy: {api_keys: ['']}", "proxy.api_keys: a key cannot be sent: it may not be empty"),
+        ("proxy: {admin_keys: [good, 'two words']}", "proxy.admin_keys: a key cannot be sent"),
+        (f"upstreams: [{{name: a, {URL}, api_key: ''}}]", "upstreams.0: api_key cannot be sent"),
+        ("upstreams: []", "upstreams"),
+        ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url must be"),
+        ("upstreams: [{name: a}]", "upstreams.0: base_url must be"),
+        (f"upstreams: [{{name: a, {URL}, replicas: ['http://h']}}]", "upstreams.0: replicas must be"),
+        (f"upstreams: [{{name: a, {URL}, replicas: ['http://h/v1/']}}]", "replicas must differ"),
+        (f"upstreams: [{{name: a, {URL}}}, {{name: a, {URL}}}]", "a name of its own"),
+        (f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}]", "a falls back to 'b', which is no upstream"),
+        (f"upstreams: [{{name: a, {URL}, fallbacks: [a]}}]", "in a circle: a -> a"),
+        (
+            f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}, {{name: b, {URL}, fallbacks: [a]}}]",
+            "fallbacks go in a circle",
+        ),
+        (f"upstreams: [{{name: a, {URL}, litellm_params: {{x: 1}}}}]", "litellm_params is for kind litellm"),
+        ("upstreams: [{name: a, kind: litellm}]", "serves only what models or model_map name"),
+        ("upstreams: [{name: a, kind: litellm, models: [m], health_check_s: 1}]", "health_check_s needs a base_url"),
+        ("store: {url: 'mysql://h'}", "only sqlite:///FILE"),
+        ("store: {busy_timeout_s: .inf}", "store.busy_timeout_s"),
+        ("trainer: {group_size: 1}", "trainer.group_size"),
+        ("trainer: {baseline: best}", "trainer.baseline"),
+        ("trainer: {running_window: 3}", "trainer.running_window"),
+        ("trainer: {agent_credit: own}", "agent_credit own needs agents"),
+        ("trainer: {agent_credit: own, agents: ['*']}", "agent_credit own needs agents"),
+        ("trainer: {warmup_steps: 5}", "warmup_steps needs lr_scheduler"),
+        ("trainer: {collapse: {reward_stop: 2}}", "trainer.collapse: reward_stop is less than reward_warn"),
+        ("[1, 2]", "expected sections"),
+        ("proxy: [", "not valid YAML"),
+        ("policy: {model: 2026-13-01}", "not valid YAML: what looks like a date"),
+        ("proxy: " + "[" * 3000, "not valid YAML: it is nested too deeply"),
+        ("proxy: {port: 1}\nstore: {}\nproxy: {workers: 2}", "'proxy' is there twice, line 3, column 1"),
+        ("proxy: {port: 1, port: 2}", "'port' is there twice"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line_that_names_it(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert named in caught.value.message
+    assert str(path) in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_variable_may_have_one_underscore_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_PROXY_PORT", "9001")
+    monkeypatch.setenv("LIGHTNING_TRAINER__LEARNING_RATE", "0.5")
+    monkeypatch.setenv("LIGHTNING_TASK", "{not configuration")
+    config = load_config()
+    assert (config.proxy.port, config.trainer.learning_rate) == (9001, 0.5)
+
+
+def test_what_the_file_does_not_say_is_not_put_down_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("proxy: {port: 9000}\n")
+    with pytest.raises(ConfigError, match=r"^command line: proxy\.port: Input should be less"):
+        load_config(path, {"proxy.port": 70000})
+    monkeypatch.setenv("LIGHTNING_PROXY__LIMITS__CONCURENT", "3")
+    with pytest.raises(ConfigError, match=r"^LIGHTNING_PROXY__LIMITS__CONCURENT: proxy\.limits\.concurent: unknown"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("LIGHTNING_PROXY_API_KEYS", "[a"), ("LIGHTNING_PROXY_PROT", "1")])
+def test_a_wrong_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as error:
+        load_config()
+    assert "\n" not in error.value.message
+    assert name.lower().removeprefix("lightning_proxy_") in error.value.message.lower()
+
+
+def test_an_empty_section_has_its_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("proxy:\ntrainer: {group_size: 4}\n")
+    config = load_config(tmp_path / "c.yaml")
+    assert (config.proxy.port, config.trainer.group_size) == (8080, 4)

@@ -1,0 +1,493 @@
+"""The control API over HTTP, with a real store; vLLM's operator routes are played by `PolicyServer`."""
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+async def test_a_rollout_is_recorded_rewarded_and_read_back(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        assert (await system.chat("r1", X_Task_Id="t1"))[0] == 200
+        status, answer = await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1})
+        assert status == 200
+        assert answer == {"reward_id": 1, "rollout_id": "r1", "status": "recorded"}
+        status, rollout = await system.call("GET", "/rollouts/r1")
+        assert (rollout["status"], rollout["task_id"], rollout["reward"]) == ("completed", "t1", 1.0)
+        call = rollout["calls"][0]
+        assert call["prompt_token_ids"] == [1, 2, 3]
+        assert call["response_token_ids"] == [5, 6]
+        assert call["logprobs"] == [-0.5, -1.5]
+        assert call["trainable"] is True
+        assert call["policy_version"] == 0
+        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
+        (only,) = transitions["data"]
+        assert (only["kind"], only["reward"], only["done"]) == ("llm", 1.0, True)
+        assert only["action"]["message"]["content"].startswith("by base")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"rollout_id": "r1", "reward": "1"}, 422, "reward"),
+        ({"rollout_id": "r1", "reward": True}, 422, "reward"),
+        (b'{"rollout_id": "r1", "reward": NaN}', 422, "reward"),
+        (b'{"rollout_id": "r1", "reward": Infinity}', 422, "reward"),
+        ({"rollout_id": "r1"}, 422, "reward"),
+        ({"rollout_id": "r1", "reward": 1, "surprise": 1}, 422, "surprise"),
+        ({"rollout_id": "r1", "reward": 1, "final": 1}, 422, "final"),
+        ({"rollout_id": "a b", "reward": 1}, 422, "rollout_id"),
+        ({"rollout_id": "x" * 201, "reward": 1}, 422, "rollout_id"),
+        ({"rollout_id": "nobody", "reward": 1}, 404, "rollout_id"),
+        ({"rollout_id": "r1", "reward": 1, "call_id": "nope"}, 404, "call_id"),
+        ([{"rollout_id": "r1", "reward": 1}, {"rollout_id": "nobody", "reward": 1}], 404, "rollout_id"),
+        (b'{"rollout_id": "r1", ', 400, None),
+    ],
+)
+async def test_a_bad_reward_is_refused_by_name_and_leaves_nothing(
+    running: Running, tmp_path: Path, body: Any, status: int, param: str | None
+) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        got, answer = await system.call("POST", "/reward", body)
+        assert (got, (answer["error"]["param"] or "").split(".")[-1] or None) == (status, param)
+        assert answer["error"]["message"]
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert (rollout["rewards"], rollout["status"]) == ([], "running")
+
+
+async def test_a_body_that_does_not_say_that_it_is_json_is_told_so(running: Running, tmp_path: Path) -> None:
+    """As `curl -d` sends it without a header."""
+    async with running(tmp_path) as system:
+        body, form = b'{"rollout_id": "r1", "reward": 1}', "application/x-www-form-urlencoded"
+        for path in ("/reward", "/rollouts", "/rollouts/r1/end", "/rollouts/r1/events", "/policy/promote"):
+            status, answer = await system.call("POST", path, body, Content_Type=form)
+            assert status == 422
+            assert answer["error"]["message"] == (
+                f"the body needs the header Content-Type: application/json; this one is called {form}"
+            )
+            status, answer = await system.call("POST", path)
+            assert (status, answer["error"]["message"]) == (422, "a JSON body is needed")
+        for path, body in (("/reward", b"5"), ("/rollouts/r1/events", b'{"kind": "song"}')):
+            status, answer = await system.call("POST", path, body)
+            assert (status, answer["error"]["message"][:6]) == (422, "Input ")
+
+
+async def test_the_newest_reward_counts_and_the_history_stays(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        await system.call("POST", "/reward", [{"rollout_id": "r1", "reward": r} for r in (0.1, 0.9)])
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert rollout["reward"] == 0.9
+        assert [r["reward"] for r in rollout["rewards"]] == [0.1, 0.9]
+
+
+async def test_a_reward_of_a_call_leaves_the_rollout_open(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        call_id = rollout["calls"][0]["call_id"]
+        await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 0.3, "call_id": call_id})
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert (rollout["status"], rollout["reward"], rollout["calls"][0]["reward"]) == ("running", None, 0.3)
+
+
+async def test_an_idempotency_key_makes_a_repeated_post_harmless(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        body = {"rollout_id": "r1", "reward": 1}
+        first = await system.call("POST", "/reward", body, Idempotency_Key="k")
+        assert await system.call("POST", "/reward", body, Idempotency_Key="k") == first
+        other = await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 0}, Idempotency_Key="k")
+        assert other[0] == 409
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert len(rollout["rewards"]) == 1
+
+
+async def test_an_idempotency_key_is_its_senders_own(running: Running, tmp_path: Path) -> None:
+    """Agents that count their posts all begin with the same key."""
+    async with running(tmp_path) as system:
+        _, siblings = await system.call("POST", "/rollouts", {"task_id": "t", "n": 2})
+        for one in siblings:
+            own = {"Authorization": f"Bearer {one['api_key']}", "Idempotency_Key": "1"}
+            body = {"rollout_id": one["rollout_id"], "reward": 1}
+            answers = [await system.call("POST", "/reward", body, **own) for _ in range(2)]
+            assert [status for status, _ in answers] == [200, 200] and answers[0] == answers[1]
+            own["Idempotency_Key"] = "2"
+            events = f"/rollouts/{one['rollout_id']}/events"
+            assert (await system.call("POST", events, {"kind": "note", "value": 1}, **own))[0] == 200
+        rewards = [(await system.call("GET", f"/rollouts/{one['rollout_id']}"))[1]["rewards"] for one in siblings]
+        assert [len(posted) for posted in rewards] == [1, 1]
+
+
+async def test_siblings_are_opened_with_urls_and_keys_of_their_own(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        status, opened = await system.call("POST", "/rollouts", {"task_id": "t", "mode": "eval", "n": 2})
+        assert (status, len({o["rollout_id"] for o in opened})) == (200, 2)
+        first, second = opened
+        body = {"model": "policy", "messages": []}
+        key = {"Authorization": f"Bearer {first['api_key']}"}
+        assert (await system.call("POST", "/v1/chat/completions", body, **key))[0] == 200
+        _, rollout = await system.call("GET", f"/rollouts/{first['rollout_id']}")
+        assert (rollout["mode"], rollout["call_count"]) == ("eval", 1)
+        status, _ = await system.call("POST", "/reward", {"rollout_id": second["rollout_id"], "reward": 1}, **key)
+        assert status == 403, "a rollout's key is for that rollout alone"
+        assert (await system.chat(second["rollout_id"], **key))[0] == 403
+
+
+async def test_pages_go_on_where_the_last_one_ended(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        _, opened = await system.call("POST", "/rollouts", {"task_id": "t", "n": 5})
+        seen, cursor = [], ""
+        while cursor is not None:
+            _, page = await system.call("GET", f"/rollouts?task_id=t&limit=2{cursor and '&cursor=' + cursor}")
+            seen += [r["rollout_id"] for r in page["data"]]
+            cursor = page["next_cursor"]
+        assert seen == [o["rollout_id"] for o in reversed(opened)]
+        assert (await system.call("GET", "/rollouts?status=failed"))[1]["data"] == []
+        assert (await system.call("GET", "/rollouts?limit=0"))[0] == 422
+        assert (await system.call("GET", "/rollouts?cursor=x"))[0] == 400
+
+
+async def test_a_rollout_ends_once(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        failed = {"status": "failed", "reason": "the tool crashed"}
+        assert (await system.call("POST", "/rollouts/r1/end", failed))[1]["reason"] == "the tool crashed"
+        assert (await system.call("POST", "/rollouts/r1/end", failed))[0] == 200
+        assert (await system.call("POST", "/rollouts/r1/end", {"status": "completed"}))[0] == 409
+        assert (await system.call("POST", "/rollouts/nobody/end", failed))[0] == 404
+        assert (await system.call("POST", "/rollouts/r1/end", {"status": "won"}))[0] == 422
+
+
+async def test_an_ended_rollout_can_be_deleted_with_all_that_is_known_of_it(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["agent"], admin_keys=["admin"]) as system:
+        agent, admin = {"Authorization": "Bearer agent"}, {"Authorization": "Bearer admin"}
+        await system.chat("r1", **agent)
+        assert (await system.call("DELETE", "/rollouts/r1", **agent))[0] == 401
+        assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 409
+        await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1}, **agent)
+        assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 204
+        for path in ("/rollouts/r1", "/rollouts/r1/transitions"):
+            assert (await system.call("GET", path, **agent))[0] == 404
+        assert (await system.call("DELETE", "/rollouts/r1", **admin))[0] == 404
+    async with running(tmp_path) as system:
+        for name in ("r2", "r3"):
+            await system.chat(name)
+            await system.call("POST", f"/rollouts/{name}/end", {"status": "discarded"})
+        assert (await system.lightning("rollouts", "delete", "r2"))[:2] == (0, "deleted 1 rollout\n")
+        code, out, err = await system.lightning("rollouts", "delete", "r2", "r3", "r4")
+        assert (code, out) == (1, "deleted 1 rollout\n")  # what cannot be does not keep the others
+        assert ["no rollout 'r2'" in line for line in err.splitlines()] == [True, False]
+    with sqlite3.connect(tmp_path / "store.db") as db:
+        left = [db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in ("calls", "rewards", "rollouts")]
+    assert left == [0, 0, 0]
+
+
+async def test_a_deleted_rollout_is_gone_from_every_table_and_from_the_log(running: Running, tmp_path: Path) -> None:
+    def kept() -> bytes:
+        return b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
+
+    async with running(tmp_path) as system:
+        said = [{"role": "user", "content": "zebra " * 1000}]
+        tell = {True: "a zebra, as far as I can tell from here", False: "nothing"}
+        system.vllm.answer = lambda body: {"role": "assistant", "content": tell[len(body["messages"]) > 1]}
+        for turn in range(3):
+            said.append({"role": "user", "content": f"zebra {turn}"})
+            body = {"model": "policy", "messages": said}
+            async with system.session.post(f"{system.url}/v1/chat/completions", json=body) as answer:
+                rollout_id = answer.headers["X-Rollout-Id"]
+                said.append((await answer.json())["choices"][0]["message"])
+            await system.chat("another")
+        event = {"kind": "note", "value": "zebra"}
+        assert (await system.call("POST", f"/rollouts/{rollout_id}/events", event))[0] == 200
+        reward = {"rollout_id": rollout_id, "reward": 1, "comment": "zebra"}
+        assert (await system.call("POST", "/reward", reward))[0] == 200
+        assert b"zebra" in kept() and rollout_id.encode() in kept()
+        assert (await system.call("DELETE", f"/rollouts/{rollout_id}"))[0] == 204
+        assert b"zebra zebra" not in kept()
+        assert b"zebra" not in (tmp_path / "store.db-wal").read_bytes()
+        assert (await system.call("GET", "/rollouts/another"))[0] == 200
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
+        left = "".join(db.iterdump())
+    assert (rollout_id in left, "zebra" in left, "another" in left) == (False, False, True)
+
+
+async def test_the_id_of_a_deleted_rollout_can_be_used_again(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        await system.call("POST", "/rollouts/r1/end", {"status": "discarded"})
+        assert (await system.call("DELETE", "/rollouts/r1"))[0] == 204
+        await system.chat("r1")
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert rollout["calls"][0]["request"]["messages"] == [{"role": "user", "content": "hi"}]
+        assert rollout["calls"][0]["prompt_token_ids"] == [1, 2, 3]
+        await system.call("POST", "/rollouts/r1/end", {"status": "discarded"})
+        assert (await system.call("DELETE", "/rollouts/r1"))[0] == 204
+        event = {"kind": "action", "name": "look", "result": "x"}
+        assert (await system.call("POST", "/rollouts/r1/events", event))[0] == 200
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert (rollout["status"], rollout["calls"], len(rollout["events"])) == ("running", [], 1)
+
+
+async def test_configured_keys_close_every_door_and_admins_hold_the_policy(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["agent-key"], admin_keys=["admin-key"]) as system:
+        agent, admin = {"Authorization": "Bearer agent-key"}, {"Authorization": "Bearer admin-key"}
+        for path in ("/rollouts", "/policy", "/policy/versions", "/v1/models"):
+            assert (await system.call("GET", path))[0] == 401
+            assert (await system.call("GET", path, **agent))[0] == 200
+        assert (await system.chat("r1"))[0] == 401
+        assert (await system.chat("r1", X_Api_Key="agent-key"))[0] == 200
+        assert (await system.call("POST", "/policy/promote", {"version": 0}, **agent))[0] == 401
+        assert (await system.call("POST", "/policy/promote", {"version": 0}, **admin))[0] == 200
+        assert (await system.call("GET", "/healthz"))[0] == 200
+
+
+async def test_merged_weights_are_promoted_rolled_back_and_named_on_calls(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        assert (await system.call("POST", "/policy/promote", {"version": version}))[1]["live"] is True
+        _, answer = await system.chat("r1")
+        assert answer["choices"][0]["message"]["content"] == "by base with v1"
+        assert (await system.call("GET", "/rollouts/r1"))[1]["calls"][0]["policy_version"] == 1
+        assert (await system.call("POST", "/policy/rollback"))[1]["version"] == 0
+        assert system.vllm.weights == str(tmp_path)
+        assert (await system.call("POST", "/policy/rollback"))[0] == 409
+        assert (await system.call("POST", "/policy/promote", {"version": 9}))[0] == 404
+
+
+async def test_rollouts_keep_the_adapter_they_began_with(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, publish="lora") as system, system.ledger() as ledger:
+        await system.chat("old")
+        version = await system.earlier_version(ledger, tmp_path)
+        await system.call("POST", "/policy/promote", {"version": version})
+        _, again = await system.chat("old")
+        _, fresh = await system.chat("new")
+        assert again["choices"][0]["message"]["content"].startswith("by base ")
+        assert fresh["choices"][0]["message"]["content"].startswith("by policy-v1 ")
+        _, rollout = await system.call("GET", "/rollouts/new")
+        assert rollout["calls"][0]["policy_version"] == 1
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_a_restarted_vllm_serves_the_live_version_again(running: Running, tmp_path: Path, publish: str) -> None:
+    async with running(tmp_path, publish=publish) as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        await system.call("POST", "/policy/promote", {"version": version})
+        system.vllm.restart()
+        for _ in range(100):
+            _, answer = await system.chat("after")
+            content = answer.get("choices", [{"message": {"content": ""}}])[0]["message"]["content"]
+            if content in ("by base with v1", f"by policy-v1 with {tmp_path.name}"):
+                break
+            await asyncio.sleep(0.1)
+        else:
+            pytest.fail(f"the restarted server still answers {content!r}")
+
+
+async def test_a_server_left_paused_is_resumed(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        system.vllm.paused = True
+        for _ in range(100):
+            if not system.vllm.paused:
+                break
+            await asyncio.sleep(0.1)
+        assert not system.vllm.paused
+
+
+async def test_a_request_that_the_client_sends_again_is_one_decision(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        for retry in ({}, {"X_Stainless_Retry_Count": "1"}, {"X_Stainless_Retry_Count": "2"}):
+            assert (await system.chat("r1", **retry))[0] == 200
+        await system.chat("r1", X_Stainless_Retry_Count="0")  # the agent asked again by itself
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        ids = [call["call_id"] for call in rollout["calls"]]
+        assert [call["superseded_by"] for call in rollout["calls"]] == [ids[1], ids[2], None, None]
+        assert [call["trainable"] for call in rollout["calls"]] == [False, False, True, True]
+        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
+        assert [t["call_id"] for t in transitions["data"]] == ids[2:]
+
+
+async def test_the_openai_clients_own_retry_is_one_decision(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        system.vllm.delays = [5.0]
+        async with openai.AsyncOpenAI(base_url=f"{system.url}/rollouts/r1/v1", api_key="k", timeout=0.5) as client:
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        first, second = rollout["calls"]
+        assert (first["status"], first["superseded_by"]) == ("cancelled", second["call_id"])
+        assert (second["status"], second["superseded_by"]) == ("ok", None)
+        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
+        assert len(transitions["data"]) == 1
+
+
+async def test_a_call_names_every_version_that_was_live_while_it_ran(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        versions = [await system.earlier_version(ledger, tmp_path) for _ in range(2)]
+        system.vllm.delays = [1.0]
+        call = asyncio.create_task(system.chat("r1"))
+        await asyncio.sleep(0.2)
+        for version in versions:
+            assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
+        await call
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert rollout["calls"][0]["policy_versions"] == [0, *versions]
+        system.vllm.delays = [1.0]
+        call = asyncio.create_task(system.chat("r2"))
+        await asyncio.sleep(0.2)
+        for version in (0, versions[-1]):  # there and back
+            assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
+        await call
+        _, rollout = await system.call("GET", "/rollouts/r2")
+        assert rollout["calls"][0]["policy_versions"] == [versions[-1], 0]
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key", "api-key"])
+async def test_a_rollouts_key_counts_wherever_clients_put_it(running: Running, tmp_path: Path, header: str) -> None:
+    async with running(tmp_path, api_keys=["secret"]) as system:
+        _, (opened,) = await system.call("POST", "/rollouts", {}, Authorization="Bearer secret")
+        key = opened["api_key"]
+        body = {"model": "policy", "messages": []}
+        value = f"Bearer {key}" if header == "authorization" else key
+        assert (await system.call("POST", "/v1/chat/completions", body, **{header: value}))[0] == 200
+        _, rollout = await system.call("GET", f"/rollouts/{opened['rollout_id']}", Authorization="Bearer secret")
+        assert len(rollout["calls"]) == 1
+        seen = system.vllm.headers[-1]
+        assert key not in str(seen) and "secret" not in str(seen)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "localhost:8080"}, 200),
+        ({"Host": "[::1]:8080", "Origin": "http://127.0.0.1:3000"}, 200),
+        ({"Origin": "vscode-file://vscode-app"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "http://["}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+async def test_without_keys_no_web_page_is_served(
+    running: Running, tmp_path: Path, headers: dict[str, str], status: int
+) -> None:
+    async with running(tmp_path) as system:
+        for method, path, body in (
+            ("GET", "/rollouts", None),
+            ("POST", "/v1/chat/completions", {"model": "policy", "messages": []}),
+        ):
+            got, answer = await system.call(method, path, body, **headers)
+            assert (got, "error" in answer) == (status, status != 200)
+    async with running(tmp_path, api_keys=["secret"]) as system:
+        got, _ = await system.call("GET", "/rollouts", Authorization="Bearer secret", **headers)
+        assert got == 200
+
+
+async def test_readiness_metrics_and_unknown_routes(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        assert await system.call("GET", "/readyz") == (200, {"status": "ready", "store": "ok", "upstream": "ok"})
+        async with system.session.get(system.url + "/metrics") as answer:
+            text = await answer.text()
+        assert 'lightning_calls_total{status="ok"} 1.0' in text
+        assert 'lightning_rollouts{mode="train",status="running"} 1.0' in text
+        status, answer = await system.call("GET", "/nowhere")
+        assert (status, answer["error"]["type"]) == (404, "not_found_error")
+        assert (await system.call("GET", "/openapi.json"))[0] == 200
+
+
+async def test_a_vllm_that_stays_away_is_told_of_once(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(dict[str, str]):
+        asked = 0
+
+        def items(self) -> Any:
+            Broken.asked += 1
+            raise OSError("broken")
+
+    monkeypatch.setattr("lightning_proxy.proxy.policy.routing.WATCH_S", 0.01)
+    async with running(tmp_path) as system:
+        system.vllm.adapters = Broken()
+        while Broken.asked < 5:
+            await asyncio.sleep(0.01)
+        records = [record for record in caplog.records if record.name == "lightning_proxy.proxy.policy.routing"]
+        told = [record.getMessage() for record in records]
+    assert len(told) == 1, told
+
+
+async def test_a_damaged_store_is_a_503_at_every_door(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        for i in range(30):
+            await system.chat(f"r{i}")
+        with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with (tmp_path / "store.db").open("r+b") as file:
+            for page in range(1, file.seek(0, 2) // 4096):
+                file.seek(page * 4096)
+                file.write(b"\x99" * 200)
+        for method, path, body in (
+            ("GET", "/rollouts", None),
+            ("GET", "/rollouts/r1", None),
+            ("POST", "/reward", {"rollout_id": "r1", "reward": 1}),
+            ("POST", "/v1/chat/completions", {"model": "policy", "messages": []}),
+            ("GET", "/readyz", None),
+        ):
+            status, answer = await system.call(method, path, body)
+            assert (status, "malformed" in str(answer)) == (503, True), (path, answer)
+
+
+async def test_a_body_over_the_limit_is_refused(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, max_body_mb=0.01) as system:
+        status, answer = await system.call(
+            "POST", "/reward", {"rollout_id": "r1", "reward": 1, "comment": "x" * 20_000}
+        )
+        assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+
+
+async def test_a_method_that_a_path_does_not_have_is_answered_with_those_that_it_has(running, tmp_path):
+    async with (
+        running(tmp_path) as system,
+        system.session.put(system.url + "/rollouts") as answer,
+    ):
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, POST")
+
+
+async def test_an_integer_may_be_written_with_a_point(running, tmp_path):
+    async with running(tmp_path) as system:
+        assert len((await system.call("POST", "/rollouts", {"n": 3.0}))[1]) == 3
+        assert (await system.call("POST", "/rollouts", {"n": 3.5}))[0] == 422
+        assert (await system.call("POST", "/rollouts", {"n": True}))[0] == 422
+
+
+async def test_a_version_whose_files_are_gone_is_not_promoted(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        (tmp_path / f"v{version}").rmdir()
+        status, answer = await system.call("POST", "/policy/promote", {"version": version})
+        assert status == 404 and "the files of policy version 1 are gone" in answer["error"]["message"]
+        code, _, err = await system.lightning("policy", "promote", str(version))
+        assert (code, err.count("\n")) == (1, 1) and "are gone" in err
+        assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
+        assert (await system.chat("r1"))[0] == 200
+
+
+async def test_an_adapter_that_vllm_refuses_is_not_promoted(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, publish="lora") as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        system.vllm.refuses = "/v1/load_lora_adapter"
+        status, answer = await system.call("POST", "/policy/promote", {"version": version})
+        assert status == 502 and "LoRA rank 64 is greater than max_lora_rank 16" in answer["error"]["message"]
+        code, _, err = await system.lightning("policy", "promote", str(version))
+        assert (code, err.count("\n")) == (1, 1) and "LoRA rank 64" in err
+        assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
+        assert (await system.chat("r1"))[0] == 200

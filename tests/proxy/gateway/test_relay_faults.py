@@ -1,0 +1,392 @@
+"""The relay between an agent and things that go wrong: upstreams, the store, and agents that leave."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from lightning_proxy.proxy.apis.stream import MAX_EVENT_BYTES
+from lightning_proxy.proxy.config.root import Config, UpstreamConfig
+from lightning_proxy.proxy.errors import StoreUnavailable
+from lightning_proxy.proxy.gateway.relay import Relay
+from lightning_proxy.proxy.types import CallEnd, CallStart
+from lightning_proxy.proxy.upstreams.attempts import Upstreams
+from lightning_proxy.proxy.upstreams.http import make_session
+from support.relaying import Handler, MemoryRecorder, OneUpstream, OpenDoor, relaying, speaking
+
+CHAT = {"model": "policy", "messages": []}
+STREAM = CHAT | {"stream": True}
+
+
+class FullAtStart(MemoryRecorder):
+    async def start(self, start: CallStart) -> None:
+        raise StoreUnavailable("disk full")
+
+
+class FullAtEnd(MemoryRecorder):
+    async def end(self, end: CallEnd) -> None:
+        raise StoreUnavailable("disk full")
+
+
+class SlowAtEnd(MemoryRecorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+
+    async def end(self, end: CallEnd) -> None:
+        await self.go.wait()
+        await super().end(end)
+
+
+def event(text: str) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    return b"data: " + orjson.dumps({"id": "c", "object": "chat.completion.chunk", "choices": [choice]}) + b"\n\n"
+
+
+def http_chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+DONE = b"data: [DONE]\n\n"
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+JSON_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+
+
+def sending(*pieces: bytes) -> Handler:
+    """An upstream that sends these bytes and closes the connection."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"".join(pieces))
+        await writer.drain()
+
+    return handle
+
+
+class HangingUpstream:
+    """Sends these bytes, then nothing; notices when it is left."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.reached, self.left = asyncio.Event(), asyncio.Event()
+        self._pieces = pieces
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"".join(self._pieces))
+        self.reached.set()
+        while await reader.read(65536):
+            pass
+        self.left.set()
+
+
+@asynccontextmanager
+async def between(handler: Handler, recorder: Any = None, **upstream: Any) -> AsyncIterator[tuple[str, Any]]:
+    recorder = recorder or MemoryRecorder()
+    async with speaking(handler) as base, relaying(base, recorder, **upstream) as url:
+        yield url, recorder
+
+
+async def post(url: str, body: Any) -> tuple[int, bytes, bool]:
+    """Status, body as far as it came, and whether the answer was complete."""
+    got = b""
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/chat/completions", json=body) as response:
+        try:
+            async for data in response.content.iter_any():
+                got += data
+        except aiohttp.ClientPayloadError:
+            return response.status, got, False
+        return response.status, got, True
+
+
+@pytest.mark.parametrize("name", ["resets", "ends without DONE", "stalls"])
+async def test_a_stream_that_breaks_is_seen_as_broken_and_recorded_as_error(name):
+    handler = {
+        "resets": sending(STREAM_HEAD, http_chunk(event("a"))),
+        "ends without DONE": sending(STREAM_HEAD, http_chunk(event("a")), b"0\r\n\r\n"),
+        "stalls": HangingUpstream(STREAM_HEAD, http_chunk(event("a"))),
+    }[name]
+    async with between(handler, idle_timeout_s=0.2) as (url, recorder):
+        status, got, complete = await post(url, STREAM)
+    assert (status, got, complete) == (200, event("a"), False)
+    [end] = recorder.ends
+    assert (end.status, end.trainable, end.http_status) == ("error", False, 200)
+    assert end.response["choices"][0]["message"] == {"content": "a"}
+    assert end.error
+
+
+@pytest.mark.parametrize("last", [b"0\r\n\r\n", b""])
+async def test_a_whole_answer_may_end_without_done_but_not_break_off(last):
+    choice = {"index": 0, "delta": {}, "finish_reason": "stop"}
+    finish = b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n"
+    handler = sending(STREAM_HEAD, http_chunk(event("a")), http_chunk(finish), last)
+    async with between(handler, kind="openai") as (url, recorder):
+        assert await post(url, STREAM) == (200, event("a") + finish, bool(last))
+    assert recorder.ends[0].status == ("ok" if last else "error")
+    assert recorder.ends[0].response["choices"][0]["message"] == {"content": "a"}
+
+
+@pytest.mark.parametrize("garbage", [b"data: {garbage\n\n", b'data: {"error": {"message": "boom"}}\n\n'])
+async def test_garbage_and_error_events_are_relayed_as_they_are_and_recorded_as_error(garbage):
+    handler = sending(STREAM_HEAD, http_chunk(event("a") + garbage), http_chunk(DONE), b"0\r\n\r\n")
+    async with between(handler, kind="openai") as (url, recorder):
+        assert await post(url, STREAM) == (200, event("a") + garbage + DONE, True)
+    assert recorder.ends[0].status == "error"
+
+
+async def test_garbage_instead_of_json_passes_through_and_is_recorded_as_error():
+    async with between(sending(JSON_HEAD, b"x" * 20)) as (url, recorder):
+        assert await post(url, CHAT) == (200, b"x" * 20, True)
+    assert (recorder.ends[0].status, recorder.ends[0].response) == ("error", "x" * 20)
+
+
+@pytest.mark.parametrize(
+    ("handler", "status"),
+    [
+        (sending(b""), 502),
+        (sending(b"SSH-2.0-nonsense\r\n"), 502),
+        (sending(JSON_HEAD, b"{"), 502),
+        (HangingUpstream(), 504),
+        (HangingUpstream(JSON_HEAD, b"{"), 504),
+    ],
+)
+async def test_an_upstream_that_fails_before_the_answer_is_502_or_504(handler, status):
+    async with between(handler, first_byte_timeout_s=0.2, idle_timeout_s=0.2) as (url, recorder):
+        got, body, _ = await post(url, CHAT)
+    assert (got, orjson.loads(body)["error"]["type"]) == (status, "upstream_error")
+    assert (recorder.ends[0].status, recorder.ends[0].http_status) == ("error", status)
+
+
+async def test_an_upstream_that_takes_no_connection_is_504_in_time():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+        for _ in range(3):  # more than fit into its queue
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        base, recorder = f"http://127.0.0.1:{full.getsockname()[1]}", MemoryRecorder()
+        async with relaying(base, recorder, connect_timeout_s=0.2) as url:
+            status, body, _ = await post(url, CHAT)
+    assert (status, orjson.loads(body)["error"]["message"]) == (504, "upstream up: no connection within 0.2 s")
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+async def test_an_upstream_that_takes_no_more_of_a_request_is_504_in_time():
+    large = CHAT | {"messages": [{"role": "user", "content": "x" * 16_000_000}]}
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        base, recorder = f"http://127.0.0.1:{deaf.getsockname()[1]}", MemoryRecorder()
+        async with relaying(base, recorder, max_body_mb=20, first_byte_timeout_s=0.3) as url:
+            status, body, _ = await post(url, large)
+    assert (status, orjson.loads(body)["error"]["message"]) == (504, "upstream up: no answer within 0.3 s")
+
+
+async def test_an_upstream_that_is_down_is_502():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        recorder = MemoryRecorder()
+        async with relaying(f"http://127.0.0.1:{unused.getsockname()[1]}", recorder) as url:
+            status, body, _ = await post(url, CHAT)
+    assert status == 502
+    assert b"cannot be reached" in body
+    assert recorder.ends[0].http_status == 502
+
+
+BUSY = b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\nRetry-After: %s\r\n\r\nbusy"
+
+
+@pytest.mark.parametrize(("retries", "expected"), [(0, 503), (1, 503), (2, 200)])
+@pytest.mark.parametrize("wait", [b"0", b"Wed, 21 Oct 2015 07:28:00 GMT"])
+async def test_an_upstream_that_is_busy_is_asked_again_if_so_configured(retries, expected, wait):
+    answers = [BUSY % wait, BUSY % wait, JSON_HEAD + b'{"choices": []}     ']
+    served = []
+
+    async def handle(reader, writer):
+        served.append(1)
+        writer.write(answers[len(served) - 1])
+        await writer.drain()
+
+    async with between(handle, retries=retries) as (url, recorder):
+        status, _, complete = await post(url, CHAT)
+    assert (status, complete, len(served)) == (expected, True, min(retries, 2) + 1)
+    assert len(recorder.starts) == len(recorder.ends) == 1
+
+
+async def test_an_upstream_that_asks_for_more_patience_than_there_is_is_not_asked_again():
+    served = []
+
+    async def handle(reader, writer):
+        served.append(1)
+        await sending(BUSY % b"2")(reader, writer)
+
+    async with between(handle, retries=3, retry_wait_s=1) as (url, recorder):
+        assert await post(url, CHAT) == (503, b"busy", True)
+    assert (len(served), recorder.ends[0].http_status) == (1, 503)
+
+
+async def test_an_upstream_that_comes_back_is_reached_if_so_configured():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = listener.getsockname()
+    recorder = MemoryRecorder()
+    async with relaying(f"http://127.0.0.1:{address[1]}", recorder, retries=8, retry_wait_s=0.2) as url:
+        call = asyncio.create_task(post(url, CHAT))
+        await asyncio.sleep(0.3)
+        assert not call.done()
+
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(JSON_HEAD + b'{"choices": []}     ')
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(handle, *address):
+            assert (await call)[0] == 200
+    assert [end.status for end in recorder.ends] == ["ok"]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_answer_that_takes_too_long_is_broken_off(streamed):
+    async def drip(reader, writer):
+        writer.write(STREAM_HEAD if streamed else JSON_HEAD)
+        for _ in range(100):
+            writer.write(http_chunk(event("a")) if streamed else b"x" * 0)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    async with between(drip, total_timeout_s=0.3) as (url, recorder):
+        status, _, complete = await post(url, STREAM if streamed else CHAT)
+    assert (status, complete) == ((200, False) if streamed else (504, True))
+    assert (recorder.ends[0].status, "no whole answer within 0.3 s" in recorder.ends[0].error) == ("error", True)
+
+
+async def test_a_call_that_cannot_be_stored_is_503_and_leaves_the_upstream():
+    upstream = HangingUpstream()
+    async with between(upstream, FullAtStart()) as (url, recorder):
+        status, body, _ = await post(url, CHAT)
+        assert (status, orjson.loads(body)["error"]["message"]) == (503, "disk full")
+        if upstream.reached.is_set():
+            await upstream.left.wait()
+    assert recorder.ends == []
+
+
+async def test_an_answer_that_cannot_be_stored_is_not_given_out():
+    async with between(sending(JSON_HEAD, b'{"choices":[],"a":1}'), FullAtEnd()) as (url, _):
+        assert (await post(url, CHAT))[0] == 503
+    async with between(sending(STREAM_HEAD, http_chunk(event("a") + DONE), b"0\r\n\r\n"), FullAtEnd()) as (url, _):
+        assert await post(url, STREAM) == (200, event("a"), False)
+
+
+async def test_the_terminal_event_waits_for_the_record():
+    recorder = SlowAtEnd()
+    handler = sending(STREAM_HEAD, http_chunk(event("a")), http_chunk(DONE), b"0\r\n\r\n")
+    async with (
+        between(handler, recorder, kind="openai") as (url, _),
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/v1/chat/completions", json=STREAM) as response,
+    ):
+        assert await response.content.readany() == event("a")
+        rest = asyncio.create_task(response.content.read())
+        await asyncio.wait((rest,), timeout=0.1)
+        assert not rest.done()
+        assert recorder.ends == []
+        recorder.go.set()
+        assert await rest == DONE
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+async def test_an_agent_that_leaves_stops_the_upstream_call_and_is_recorded(body):
+    upstream = HangingUpstream(*([STREAM_HEAD, http_chunk(event("a"))] if body is STREAM else []))
+    async with between(upstream) as (url, recorder), aiohttp.ClientSession() as http:
+        call = asyncio.create_task(http.post(f"{url}/v1/chat/completions", json=body))
+        await upstream.reached.wait()
+        if body is STREAM:
+            response = await call
+            assert await response.content.readany() == event("a")
+            response.close()
+        else:
+            call.cancel()
+        await upstream.left.wait()
+        await recorder.ended.wait()
+    assert (recorder.ends[0].status, recorder.ends[0].trainable) == ("cancelled", False)
+    if body is STREAM:
+        assert recorder.ends[0].response["choices"][0]["message"]["content"] == "a"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+async def test_the_upstream_may_finish_for_the_record_when_the_agent_leaves(kind):
+    goes_on = asyncio.Event()
+
+    async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + http_chunk(event("a")))
+        await goes_on.wait()
+        writer.write(http_chunk(event("b") + DONE) + b"0\r\n\r\n")
+
+    async with between(upstream, kind=kind, on_disconnect="finish") as (url, recorder), aiohttp.ClientSession() as http:
+        async with http.post(f"{url}/v1/chat/completions", json=STREAM) as response:
+            assert await response.content.readany()
+            response.close()
+        await asyncio.sleep(0.2)  # the proxy notices
+        assert recorder.ends == []
+        goes_on.set()
+        await recorder.ended.wait()
+    [end] = recorder.ends
+    assert end.response["choices"][0]["message"]["content"] == "ab"
+    assert (end.status, end.trainable, "finished for the record" in end.error) == ("cancelled", False, True)
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+async def test_what_the_upstream_refuses_is_asked_again_without_our_additions(body):
+    asked = []
+
+    async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(orjson.loads(await reader.read(65536)))
+        if "return_token_ids" in asked[-1]:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 8\r\n\r\nno such!")
+        else:
+            writer.write(JSON_HEAD + b'{"choices":[],"a":1}')
+
+    async with between(upstream) as (url, recorder):
+        assert await post(url, body) == (200, b'{"choices":[],"a":1}', True)
+    assert asked[-1] == body | {"model": "base"}
+    assert (recorder.ends[0].status, len(asked)) == ("ok", 2)
+
+
+async def test_a_call_that_is_stopped_with_the_server_is_recorded():
+    upstream, recorder, messages = (
+        HangingUpstream(STREAM_HEAD, http_chunk(event("a"))),
+        MemoryRecorder(),
+        asyncio.Queue(),
+    )
+    messages.put_nowait({"type": "http.request", "body": orjson.dumps(STREAM)})
+    sent = asyncio.Queue()
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+    async with speaking(upstream) as base, make_session() as session:
+        target = OneUpstream(UpstreamConfig(name="up", base_url=f"{base}/v1", kind="openai"))
+        relay = Relay(Config(), Upstreams(session), recorder, target, OpenDoor())
+        call = asyncio.create_task(relay(scope, messages.get, sent.put))
+        while (await sent.get()).get("body") != event("a"):
+            pass
+        call.cancel()
+        await asyncio.wait((call,))
+        await upstream.left.wait()
+    assert call.cancelled()
+    assert recorder.ends[0].status == "cancelled"
+    assert recorder.ends[0].response["choices"][0]["message"]["content"] == "a"
+
+
+async def test_an_event_without_end_is_not_kept_in_memory_for_ever():
+    piece = http_chunk(b"x" * 2**20)
+    handler = sending(STREAM_HEAD, http_chunk(event("a") + b"data: "), *[piece] * (MAX_EVENT_BYTES // 2**20 + 1))
+    async with between(handler) as (url, recorder):
+        status, got, complete = await post(url, STREAM)
+    assert (status, got, complete) == (200, event("a"), False)
+    assert "without the end of an event" in recorder.ends[0].error
+
+
+async def test_a_stream_may_end_with_an_error():
+    failure = b'data: {"error": {"message": "boom"}}\n\n'
+    async with between(sending(STREAM_HEAD, http_chunk(event("a") + failure), b"0\r\n\r\n")) as (url, recorder):
+        assert await post(url, STREAM) == (200, event("a") + failure, True)
+    assert (recorder.ends[0].status, "boom" in recorder.ends[0].error) == ("error", True)

@@ -1,0 +1,185 @@
+"""Several workers over one store: real processes, one of them killed under load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store import sql
+from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
+from support.served import Client, Proxy, proxy_in_front
+
+
+@asynccontextmanager
+async def two_workers(directory: Path) -> AsyncIterator[Proxy]:
+    async with proxy_in_front(directory) as proxy:
+        settings = yaml.safe_load(proxy.config.read_text())
+        settings["proxy"]["workers"] = 2
+        settings["store"]["busy_timeout_s"] = 20
+        proxy.config.write_text(yaml.safe_dump(settings))
+        await proxy.start()
+        await settled(proxy, 2)
+        yield proxy
+        await proxy.end(signal.SIGTERM)
+
+
+def workers(proxy: Proxy) -> set[int]:
+    """The processes that serve; multiprocessing's own helper is not one of them."""
+    assert proxy.process is not None
+    path = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children")
+    children = {int(pid) for pid in path.read_text().split()}
+    return {pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+async def settled(proxy: Proxy, count: int, without: set[int] | None = None) -> set[int]:
+    """Wait until so many workers answer, none of them in `without`."""
+    for _ in range(300):
+        found = workers(proxy)
+        if len(found) == count and not found & (without or set()) and all(map(serves, found)):
+            return found
+        await asyncio.sleep(0.1)
+    pytest.fail(f"no {count} workers")
+
+
+def serves(pid: int) -> bool:
+    """Whether a worker has opened the store."""
+    with contextlib.suppress(OSError):
+        return any(fd.readlink().name == "store.db" for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return False
+
+
+class Talker(Client):
+    """Turns of a rollout that it shares with others, each on a connection, and so on a worker, of its own."""
+
+    def __init__(self, proxy: Proxy, name: str, rollout_id: str) -> None:
+        super().__init__(proxy, name)
+        self.rollout_id = rollout_id
+
+    async def work(self, session: aiohttp.ClientSession) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"{self._name} begins"}]
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                body = {"model": "policy", "messages": messages, "stream": len(messages) % 4 == 1}
+                url = f"{self._proxy.url}/rollouts/{self.rollout_id}/v1/chat/completions"
+                async with session.post(url, json=body) as answer:
+                    await answer.read()
+                    self.statuses.add(answer.status)
+                    self.calls.add(answer.headers["X-Call-Id"])
+                said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": f"turn {len(messages)}"}]
+                messages = [*messages, *said]
+
+
+async def test_a_killed_worker_has_lost_no_answer_and_another_takes_its_place(tmp_path: Path) -> None:
+    async with two_workers(tmp_path) as proxy:
+        talkers = [Talker(proxy, f"t{i}", f"r{i % 4}") for i in range(12)]
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            working = [asyncio.create_task(talker.work(session)) for talker in talkers]
+            for _ in range(3):
+                await asyncio.sleep(1)
+                before = workers(proxy)
+                os.kill(min(before), signal.SIGKILL)
+                await settled(proxy, 2, without={min(before)})
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
+            received = {call for talker in talkers for call in talker.calls}
+            assert {200} == set().union(*(talker.statuses for talker in talkers))
+            assert received <= {call for (call,) in proxy.rows("SELECT call_id FROM calls WHERE status = 'ok'")}
+            for i in range(4):
+                async with session.get(f"{proxy.url}/rollouts/r{i}") as answer:
+                    calls = (await answer.json())["calls"]
+                assert [call["seq"] for call in calls] == list(range(len(calls)))
+                assert all(call["request"]["messages"][0]["content"].endswith("begins") for call in calls)
+                assert received & {call["call_id"] for call in calls}
+        print(f"3 kills of a worker, 12 clients: {len(received)} answers received whole")
+
+
+async def test_the_metrics_are_those_of_all_workers(tmp_path: Path) -> None:
+    async with two_workers(tmp_path) as proxy:
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            client = Client(proxy, "c")
+            await asyncio.gather(*(client.turn(session, f"r{i}", stream=False) for i in range(40)))
+            for _ in range(6):
+                async with session.get(proxy.url + "/metrics") as answer:
+                    text = await answer.text()
+                assert re.findall(r'^lightning_calls_total\{status="ok"\} (\S+)$', text, re.MULTILINE) == ["40.0"]
+                assert re.findall(r'^lightning_rollouts\{.*"completed"\} (\S+)$', text, re.MULTILINE) == ["40.0"]
+
+
+async def test_workers_end_with_their_supervisor_however_it_ends(tmp_path: Path) -> None:
+    async with two_workers(tmp_path) as proxy:
+        assert proxy.process is not None
+        for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
+            left = workers(proxy)
+            await proxy.end(number)
+            assert proxy.process.returncode == code
+            for _ in range(100):
+                if not any(Path(f"/proc/{pid}").exists() for pid in left):
+                    break
+                await asyncio.sleep(0.1)
+            assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
+            await proxy.start()
+            await settled(proxy, 2)
+
+
+def test_workers_that_cannot_start_end_the_proxy_with_an_error(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    settings = {"proxy": {"workers": 2, "port": 0}, "store": {"url": f"sqlite:///{tmp_path}/store.db"}}
+    config.write_text(yaml.safe_dump(settings | {"telemetry": {"otlp_endpoint": "http://127.0.0.1:9"}}))
+    command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(config), "serve"]
+    broken = os.environ | {"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "99999"}  # larger than the queue
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=broken)
+    assert done.returncode == 1
+    assert "max_export_batch_size" in done.stderr
+    assert "a worker of the proxy could not start" in done.stderr.splitlines()[-1]
+
+
+async def test_calls_after_a_deletion_by_another_worker_are_readable(tmp_path: Path) -> None:
+    """What this one remembers of the rollout is gone: no call may be stored as what it adds to that."""
+    config = StoreConfig(url=f"sqlite:///{tmp_path}/store.db")
+    async with opened(config) as ours, opened(config) as theirs, Recorder(Store(ours), merged=False) as recorder:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "first"}]
+        start = CallStart("c0", RolloutName("r"), "chat/completions", "m", 0, {"messages": messages}, 1.0)
+        await recorder.start(start)
+        await recorder.end(CallEnd("c0", "r", "ok", {}, 200, (1, 2), (Choice(0, (3,), (-0.5,)),)))
+        await Store(theirs).end_rollout("r", "failed", None)
+        await Store(theirs).delete_rollout("r")
+        messages = [*messages, {"role": "assistant", "content": "x"}, {"role": "user", "content": "second"}]
+        others = [start._replace(call_id=f"o{i}", rollout=RolloutName(f"o{i}")) for i in range(3)]
+        again = start._replace(call_id="c1", request={"messages": messages})
+        await asyncio.gather(*(recorder.start(one) for one in (*others, again)))
+        await recorder.end(CallEnd("c1", "r", "ok", {}, 200, (1, 2, 3, 4), (Choice(0, (5,), (-0.5,)),)))
+        (call,) = await Store(theirs).calls("r")
+        assert (call.request["messages"], call.prompt_token_ids) == (messages, (1, 2, 3, 4))
+        assert [len(await Store(theirs).calls(f"o{i}")) for i in range(3)] == [1, 1, 1]
+
+
+async def test_an_answer_whose_rollout_was_deleted_meanwhile_reaches_the_agent(tmp_path: Path) -> None:
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
+        store = Store(database)
+        async with Recorder(store, merged=False) as recorder:
+            await recorder.start(CallStart("c", RolloutName("r"), "chat/completions", "m", 0, {"messages": []}, 1.0))
+            await store.end_rollout("r", "failed", None)
+            await store.delete_rollout("r")
+            await recorder.end(CallEnd("c", "r", "ok", {}, 200, tool_calls=(ToolCall("t", "f", "{}"),)))
+        assert Counter(row["mode"] for row in await database.all(sql.ROLLOUT_COUNTS) if row["rollouts"]) == {}

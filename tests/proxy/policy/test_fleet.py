@@ -1,0 +1,159 @@
+"""Several vLLM servers of the policy: every one serves what is live, or nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from lightning_proxy.proxy.errors import UpstreamUnreachable
+from lightning_proxy.proxy.policy.fleet import VllmFleet, open_vllm
+from lightning_proxy.proxy.policy.routing import Swap
+from lightning_proxy.proxy.policy.vllm import Vllm, VllmError, operator_session
+
+ROLLOUTS = [f"r{i}" for i in range(30)]
+
+
+@asynccontextmanager
+async def serving(played: Any, port: int) -> AsyncIterator[Any]:
+    runner = web.AppRunner(played.app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    yield played
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def replicated(running: Any, tmp_path: Path, publish: str) -> AsyncIterator[tuple[Any, Any, int]]:
+    """A proxy before two policy servers: the system, the second server, not yet started, and its port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    async with running(tmp_path, publish=publish, replicas=[f"http://127.0.0.1:{port}/v1"]) as system:
+        yield system, type(system.vllm)(tmp_path), port
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+def down(system: Any, port: int) -> Any:
+    async def is_down() -> bool:
+        return f"policy 127.0.0.1:{port}" in (await system.call("GET", "/readyz"))[1].get("down", [])
+
+    return is_down
+
+
+def up(system: Any, port: int) -> Any:
+    async def is_up() -> bool:
+        return not await down(system, port)()
+
+    return is_up
+
+
+async def answers(system: Any, rollouts: list[str] = ROLLOUTS) -> set[tuple[int, str]]:
+    """Status and text of a call of each rollout."""
+    found = [await system.chat(rollout) for rollout in rollouts]
+    return {(status, answer["choices"][0]["message"]["content"] if status == 200 else "") for status, answer in found}
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_a_version_goes_live_on_every_replica(running: Any, tmp_path: Path, publish: str) -> None:
+    async with replicated(running, tmp_path, publish) as (system, second, port), serving(second, port):
+        await until(up(system, port))
+        async with system.ledger() as ledger:
+            version = await system.earlier_version(ledger, tmp_path)
+        status, live = await system.call("POST", "/policy/promote", {"version": version})
+        assert (status, live["version"]) == (200, version)
+        served = f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
+        assert await answers(system) == {(200, served)}
+        assert system.vllm.headers
+        assert second.headers
+        assert (system.vllm.paused, second.paused) == (False, False)
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in_line(
+    running: Any, tmp_path: Path, publish: str
+) -> None:
+    async with replicated(running, tmp_path, publish) as (system, second, port):
+        await until(down(system, port))
+        async with system.ledger() as ledger:
+            version = await system.earlier_version(ledger, tmp_path)
+        assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
+        served = f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
+        assert await answers(system) == {(200, served)}
+        async with serving(second, port):
+            seen: set[tuple[int, str]] = set()
+
+            async def is_asked() -> bool:
+                seen.update(await answers(system))
+                return bool(second.headers)
+
+            await until(is_asked)
+            assert seen == {(200, served)}
+            assert (await system.call("GET", "/readyz"))[1] == {"status": "ready", "store": "ok", "upstream": "ok"}
+        await until(down(system, port))
+        assert await answers(system) == {(200, served)}
+
+
+async def test_a_replica_that_only_the_publisher_did_not_reach_answers_with_no_old_weights(
+    running: Any, tmp_path: Path
+) -> None:
+    async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
+        await until(up(system, port))
+        assert len(await answers(system)) == 1
+        async with system.ledger() as ledger, operator_session() as session:
+            version = await system.earlier_version(ledger, tmp_path)
+            alone = Vllm(session, system.config.upstreams[0].base_url)
+            swap = Swap(ledger, alone, "merged", system.config.policy.directory)
+            await swap.activate(await ledger.version(version))
+            assert second.weights == str(tmp_path)
+            assert await answers(system) == {(200, f"by base with v{version}")}
+            assert second.weights == system.vllm.weights
+
+
+async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path: Path) -> None:
+    async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
+        await until(up(system, port))
+        before = await answers(system)
+        async with system.ledger() as ledger:
+            version = await system.earlier_version(ledger, tmp_path)
+        second.refuses = "/collective_rpc"
+        status, answer = await system.call("POST", "/policy/promote", {"version": version})
+        assert (status, "collective_rpc" in answer["error"]["message"]) == (502, True)
+        assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
+        second.refuses = ""
+
+        async def both_go_on() -> bool:
+            return not system.vllm.paused and not second.paused
+
+        await until(both_go_on)
+        assert await answers(system) == before
+
+
+async def test_one_server_needs_no_fleet_and_all_being_away_is_an_error() -> None:
+    async with operator_session() as session:
+        assert isinstance(open_vllm(session, ["http://127.0.0.1:9/v1"]), Vllm)
+        fleet = open_vllm(session, ["http://127.0.0.1:9/v1", "http://127.0.0.1:9/other/v1"])
+        assert isinstance(fleet, VllmFleet)
+        for work in (fleet.models(), fleet.reachable(), fleet.load_adapter("a", "/a"), fleet.each(Vllm.models)):
+            with pytest.raises(UpstreamUnreachable):
+                await work
+
+
+async def test_replicas_of_different_models_are_refused(running: Any, tmp_path: Path) -> None:
+    async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
+        second.base = "another"
+        async with operator_session() as session:
+            fleet = open_vllm(session, system.config.upstreams[0].urls)
+            with pytest.raises(VllmError, match="different base models: another, base"):
+                await fleet.base_model()

@@ -1,0 +1,320 @@
+"""Records in a real SQLite file: stored once, read back exactly, committed together, failing alone."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import AsyncIterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.control.views import call_view
+from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
+from lightning_proxy.proxy.json_text import loads
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.database import Database, _connect_here, opened
+from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as running:
+        yield running
+
+
+@pytest.fixture
+async def recorder(database: Database) -> AsyncIterator[Recorder]:
+    async with Recorder(Store(database), merged=False) as running:
+        yield running
+
+
+def start(call_id: str, request: dict[str, Any], rollout_id: str = "r", agent: str | None = None) -> CallStart:
+    return CallStart(call_id, RolloutName(rollout_id, "t", agent), "chat/completions", "m", 0, request, 1.0)
+
+
+def end(call_id: str, prompt: tuple[int, ...] = (), answer: tuple[int, ...] = (), **more: Any) -> CallEnd:
+    choice = Choice(0, answer, tuple(-0.5 for _ in answer), "stop")
+    return CallEnd(call_id, more.pop("rollout_id", "r"), "ok", {"id": call_id}, 200, prompt, (choice,), **more)
+
+
+async def test_a_conversation_is_stored_once_however_often_it_is_sent_again(
+    database: Database, recorder: Recorder, tmp_path: Path
+) -> None:
+    messages: list[dict[str, Any]] = []
+    prompt: tuple[int, ...] = ()
+    unique = 0
+    for turn in range(50):
+        question, answer = f"question {turn} " * 60, f"answer {turn} " * 60
+        messages = [*messages, {"role": "user", "content": question}]
+        prompt = (*prompt, *range(turn * 1000, turn * 1000 + 100))
+        sampled = tuple(range(turn * 1000 + 100, turn * 1000 + 200))
+        await recorder.start(start(f"c{turn}", {"model": "m", "messages": messages, "tools": [{"x": "y" * 500}]}))
+        await recorder.end(end(f"c{turn}", prompt, sampled))
+        unique += len(question) + len(answer) + 100 * 4 + 100 * 8
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        prompt += sampled
+    calls = await Store(database).calls("r")
+    assert calls[-1].request["messages"] == messages[:-1]
+    assert calls[-1].prompt_token_ids + calls[-1].response_token_ids == prompt
+    (row,) = await database.all(
+        "SELECT SUM(LENGTH(request) + LENGTH(prompt_ids) + LENGTH(token_ids)) AS size FROM calls"
+    )
+    assert row["size"] < 2 * unique
+
+
+@pytest.mark.parametrize("length", [10, 4_000, 100_000])
+async def test_a_request_of_any_size_is_read_back_and_deleted_with_its_rollout(
+    database: Database, recorder: Recorder, length: int
+) -> None:
+    request = {"model": "m", "messages": [{"role": "user", "content": "ä" * length}]}
+    await recorder.start(start("c", request))
+    await recorder.end(end("c", (1, 2)))
+    (call,) = await Store(database).calls("r")
+    assert call.request == request
+    await Store(database).end_rollout("r", "completed", None)
+    await Store(database).delete_rollout("r")
+    for table in ("calls", "large_requests"):
+        assert await database.all(f"SELECT * FROM {table}") == []
+
+
+async def test_every_choice_is_read_back_with_its_own_tokens(database: Database, recorder: Recorder) -> None:
+    choices = (Choice(0, (7, 8), (-0.5, -0.25), "stop"), Choice(1, (9,), (-1.0,), "length"))
+    await recorder.start(start("c", {"messages": [], "n": 2}))
+    await recorder.end(end("c", (1, 2))._replace(choices=choices))
+    (call,) = await Store(database).calls("r")
+    assert call.choices == choices
+    assert [choice["token_ids"] for choice in call_view(call)["choices"]] == [(7, 8), (9,)]
+
+
+async def test_a_request_as_deep_as_it_may_be_is_read_back(database: Database, recorder: Recorder) -> None:
+    text = '{"messages":' + "[" * 1023 + "]" * 1023 + "}"
+    await recorder.start(start("c", loads(text))._replace(request_text=text))
+    (call,) = await Store(database).calls("r")
+    depth, inner = 0, call.request["messages"]
+    while inner:
+        depth, inner = depth + 1, inner[0]
+    assert depth == 1022
+
+
+async def test_a_call_that_never_became_a_record_is_not_counted(database: Database, recorder: Recorder) -> None:
+    await recorder.start(start("c", {"messages": []}))
+    await recorder.end(end("c", (1,), (2,)))
+    await recorder.end(end("unknown", (1,), (2,)))
+    assert (await Store(database).rollout("r")).calls == 1
+
+
+async def test_branches_and_edited_histories_are_read_back_as_they_were(database: Database, recorder: Recorder) -> None:
+    histories = [["a"], ["a", "b"], ["a", "c"], ["a", "b", "d"], ["x"], [], ["a", "b", "d", "e"]]
+    for i, history in enumerate(histories):
+        request = {"messages": [{"role": "user", "content": text} for text in history], "temperature": i}
+        await recorder.start(start(f"c{i}", request))
+        await recorder.end(end(f"c{i}", tuple(map(ord, history)), (i,)))
+    calls = await Store(database).calls("r")
+    assert [[m["content"] for m in call.request["messages"]] for call in calls] == histories
+    assert [call.request["temperature"] for call in calls] == list(range(len(histories)))
+    assert [call.prompt_token_ids for call in calls] == [tuple(map(ord, history)) for history in histories]
+    assert [call.seq for call in calls] == list(range(len(histories)))
+
+
+async def test_a_tool_call_gets_its_result_from_the_request_that_brings_it(
+    database: Database, recorder: Recorder
+) -> None:
+    await recorder.start(start("c0", {"messages": [{"role": "user", "content": "q"}]}))
+    tools = (ToolCall("id-1", "add", '{"a": 1}'), ToolCall("id-2", "sub", "{}"))
+    await recorder.end(end("c0", (1,), (2,), tool_calls=tools))
+    history = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": []}]
+    history += [{"role": "tool", "tool_call_id": "id-2", "content": "7"}]
+    await recorder.start(start("c1", {"messages": history}))
+    (first, second) = await Store(database).calls("r")
+    assert [(t.name, t.arguments, t.result) for t in first.tool_calls] == [
+        ("add", '{"a": 1}', None),
+        ("sub", "{}", "7"),
+    ]
+    assert (second.status, second.trainable) == ("incomplete", False)
+
+
+async def test_many_calls_at_once_are_all_there(database: Database, recorder: Recorder) -> None:
+    async def call(i: int) -> None:
+        await recorder.start(start(f"c{i}", {"messages": []}, f"r{i % 7}"))
+        await recorder.end(end(f"c{i}", (1,), (2,), rollout_id=f"r{i % 7}"))
+
+    await asyncio.gather(*(call(i) for i in range(200)))
+    for r in range(7):
+        calls = await Store(database).calls(f"r{r}")
+        assert [c.seq for c in calls] == list(range(len(calls)))
+        assert {c.call_id for c in calls} == {f"c{i}" for i in range(200) if i % 7 == r}
+
+
+async def test_a_record_that_cannot_be_stored_fails_alone(database: Database, recorder: Recorder) -> None:
+    await recorder.start(start("twice", {"messages": []}))
+    names = ["a", "twice", "b"]
+    results = await asyncio.gather(
+        *(recorder.start(start(name, {"messages": []})) for name in names), return_exceptions=True
+    )
+    assert [type(result) for result in results] == [type(None), StoreUnavailable, type(None)]
+    assert {c.call_id for c in await Store(database).calls("r")} == {"twice", "a", "b"}
+
+
+async def test_lone_surrogates_and_huge_numbers_are_kept(database: Database, recorder: Recorder) -> None:
+    request = {"messages": [{"role": "user", "content": "\ud800"}], "seed": 2**80}
+    await recorder.start(start("c", request))
+    assert (await Store(database).calls("r"))[0].request == request
+
+
+async def test_names_and_ids_that_utf8_cannot_hold_do_not_keep_a_call_from_its_record(
+    database: Database, recorder: Recorder
+) -> None:
+    odd = "a\ud800"
+    await recorder.start(start("c0", {"messages": []})._replace(model=odd))
+    await recorder.end(end("c0", tool_calls=(ToolCall(odd, odd, f'{{"a": "{odd}"}}'),), error=odd))
+    told = {"messages": [{"role": "tool", "tool_call_id": odd, "content": odd}]}
+    await asyncio.gather(recorder.start(start("c1", told)), recorder.start(start("c2", {}, "other")))
+    (first, second) = await Store(database).calls("r")
+    assert (first.model, first.error, first.tool_calls[0].id, first.tool_calls[0].result) == ("a?", "a?", "a?", odd)
+    assert second.request == told
+
+
+async def test_a_repeated_id_brings_its_newest_result_to_the_newest_call(
+    database: Database, recorder: Recorder
+) -> None:
+    def told(*results: str) -> dict[str, Any]:
+        return {"messages": [{"role": "tool", "tool_call_id": "call_0", "content": text} for text in results]}
+
+    tool = (ToolCall("call_0", "f", "{}"),)
+    await recorder.start(start("a", {"messages": []}))
+    await recorder.end(end("a", tool_calls=tool))
+    await recorder.start(start("b", told("A")))
+    await recorder.end(end("b", tool_calls=tool))
+    async with Recorder(Store(database), merged=False) as restarted:
+        await restarted.start(start("c", told("A", "B")))
+    calls = await Store(database).calls("r")
+    assert [tool.result for call in calls for tool in call.tool_calls] == ["A", "B"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"), [(["ok", "error", "ok"], 1), (["ok", "ok"], 1), (["error", "ok"], 0)]
+)
+async def test_a_retry_takes_the_place_of_what_failed(
+    database: Database, recorder: Recorder, statuses: list[Any], expected: int
+) -> None:
+    request = {"messages": [{"role": "user", "content": "same"}]}
+    for i, status in enumerate(statuses):
+        await recorder.start(start(f"c{i}", request))
+        await recorder.end(end(f"c{i}")._replace(status=status))
+    await recorder.start(start("retry", request)._replace(is_retry=True))
+    calls = await Store(database).calls("r")
+    assert [i for i, call in enumerate(calls) if call.superseded_by == "retry"] == [expected]
+
+
+async def test_a_retry_after_another_request_takes_no_answered_calls_place(
+    database: Database, recorder: Recorder
+) -> None:
+    for i, text in enumerate(("same", "other")):
+        await recorder.start(start(f"c{i}", {"messages": [text]}))
+        await recorder.end(end(f"c{i}"))
+    await recorder.start(start("retry", {"messages": ["same"]})._replace(is_retry=True))
+    assert [call.superseded_by for call in await Store(database).calls("r")] == [None, None, None]
+
+
+async def test_once_an_evaluation_always_one(database: Database, recorder: Recorder) -> None:
+    for i, mode in enumerate(("train", "eval", "train")):
+        call = start(f"c{i}", {})
+        await recorder.start(call._replace(rollout=call.rollout._replace(mode=mode)))
+    assert (await Store(database).rollout("r")).mode == "eval"
+
+
+async def test_a_file_that_is_no_database_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
+    (tmp_path / "store.db").write_bytes(b"not a database at all" * 100)
+    before = threading.active_count()
+    with pytest.raises(StoreUnavailable, match="not a database"):
+        await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    for _ in range(200):
+        if threading.active_count() == before:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"a thread would keep the process alive: {threading.enumerate()}")
+
+
+async def test_an_unknown_rollout_is_not_found(database: Database) -> None:
+    with pytest.raises(NotFound):
+        await Store(database).calls("nobody")
+
+
+async def test_two_processes_may_open_a_new_store_at_once(tmp_path: Path) -> None:
+    config = StoreConfig(url=f"sqlite:///{tmp_path}/new.db")
+    opened = await asyncio.gather(*(Database.open(config) for _ in range(4)))
+    assert len({row["n"] for db in opened for row in await db.all("SELECT COUNT(*) AS n FROM policy_log")}) == 1
+    for database in opened:
+        await database.close()
+
+
+async def test_a_store_is_opened_while_another_writes_to_it(database: Database) -> None:
+    async with database.transaction():
+        connection = _connect_here(database.path, StoreConfig(), wait=False)  # would wait for the very thread it is in
+        assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+        connection.close()
+
+
+def store_before(migration: int, path: Path) -> sqlite3.Connection:
+    """A new store as it was before this migration."""
+    old = sqlite3.connect(path, isolation_level=None)
+    for script in sorted(resources.files("lightning_proxy.proxy.store").joinpath("migrations").iterdir(), key=str):
+        if script.name.endswith(".sql") and int(script.name[:4]) < migration:
+            old.executescript(script.read_text())
+            old.execute(f"PRAGMA user_version = {int(script.name[:4])}")
+    return old
+
+
+async def test_a_store_that_a_newer_release_has_changed_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    newer = store_before(9999, path)
+    newer.execute("PRAGMA user_version = 9999")
+    newer.close()
+    with pytest.raises(StoreUnavailable, match=r"store\.db cannot be opened: a newer lightning-proxy has worked on it"):
+        async with opened(StoreConfig(url=f"sqlite:///{path}")):
+            pass
+
+
+async def test_a_store_of_before_knows_which_rollouts_other_models_answered(tmp_path: Path) -> None:
+    old = store_before(13, tmp_path / "store.db")
+    answered = {"own": [0, 1], "both": [None, 0], "taught": [None, None], "silent": []}
+    for name, versions in answered.items():
+        old.execute(
+            "INSERT INTO rollouts (rollout_id, task_id, status, calls, created_at, ended_at, rewarded_at)"
+            " VALUES (?, ?, 'completed', ?, 1, 2, 2)",
+            (name, name, len(versions)),
+        )
+        for i, version in enumerate(versions):
+            old.execute(
+                "INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, request, policy_version, started_at)"
+                " VALUES (?, ?, ?, 'chat/completions', 'ok', '{}', ?, 1)",
+                (f"{name}-{i}", name, i, version),
+            )
+    old.close()
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
+        assert {group.task_id for group in await Ledger(database).groups()} == {"own", "both", "silent"}
+
+
+async def test_a_store_of_before_requests_were_apart_is_read_as_ever(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    old = store_before(8, path)
+    old.execute("INSERT INTO rollouts (rollout_id, created_at) VALUES ('r', 1)")
+    old.executemany(
+        "INSERT INTO calls (call_id, rollout_id, seq, parent_id, endpoint, status, request, started_at)"
+        " VALUES (?, 'r', ?, ?, 'chat/completions', 'ok', ?, 1)",
+        [
+            ("c0", 0, None, '{"new":{"model":"m","messages":[1]}}'),
+            ("c1", 1, "c0", '{"same":["model"],"grown":{"messages":[1,[2]]},"new":{}}'),
+        ],
+    )
+    old.close()
+    async with opened(StoreConfig(url=f"sqlite:///{path}")) as database:
+        calls = await Store(database).calls("r")
+    assert [call.request for call in calls] == [{"model": "m", "messages": [1]}, {"model": "m", "messages": [1, 2]}]

@@ -1,0 +1,240 @@
+"""Signs of collapse, by numbers worked out by hand; and how often chance alone looks like one."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.config.root import CollapseConfig
+from lightning_proxy.trainer.collapse.signs import Measured, Scored, drop, of_several, reward_sign, step_signs
+
+CONFIG = CollapseConfig()
+TASKS = ("a", "b", "c", "d", "e", "f", "g", "h")
+
+
+def scored(version: int, task: str | None, *rewards: float) -> list[Scored]:
+    return [Scored(version, task, reward) for reward in rewards]
+
+
+def on_tasks(version: int, *rewards: float) -> list[Scored]:
+    """The same rewards for each of eight tasks."""
+    return [one for task in TASKS for one in scored(version, task, *rewards)]
+
+
+# Rewards --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_drop_within_a_task_is_measured_in_what_chance_does_to_it() -> None:
+    # Fallen by (3 + 1 - 1 - 1) / 2 = 1. Of 3, 1, 1, 1 the variance is 1, times 2 / 2.
+    found = drop(scored(0, "a", 3.0, 1.0), scored(1, "a", 1.0, 1.0))
+    assert (found.sigmas, found.before, found.after, found.compared) == (pytest.approx(1.0), 2.0, 1.0, 2)
+
+
+def test_several_tasks_add_up() -> None:
+    before, after = on_tasks(0, 3.0, 1.0), on_tasks(1, 1.0, 1.0)
+    assert drop(before, after).sigmas == pytest.approx(math.sqrt(8))
+
+
+def test_rewards_all_equal_on_each_side_are_as_far_apart_as_their_number_says() -> None:
+    # 4 + 4 rewards: fallen by 2, variance 2/7, times 4 / 2: the root of 8 - 1. By counting: once in 70.
+    found = drop(scored(0, None, 1, 1, 1, 1), scored(1, None, 0, 0, 0, 0))
+    assert found.sigmas == pytest.approx(math.sqrt(7))
+    assert drop(scored(0, "a", 1, 1), scored(1, "a", 1, 1)).sigmas == 0.0
+
+
+def test_tasks_that_come_once_are_compared_by_their_means() -> None:
+    before = [*scored(0, "a", 3.0, 3.0), *scored(0, "b", 0.0, 2.0)]
+    after = [*scored(1, "c", 1.0), *scored(1, "d", 2.0, 0.0)]
+    found = drop(before, after)
+    assert (found.sigmas, found.before, found.after, found.compared) == (pytest.approx(1.0), 2.0, 1.0, 2)
+
+
+def test_a_task_of_another_difficulty_is_no_drop_of_the_one_that_both_have() -> None:
+    before = [*scored(0, "easy", *[1.0] * 8), *scored(0, "both", 0.0, 1.0)]
+    after = [*scored(1, "hard", *[0.0] * 8), *scored(1, "both", 1.0, 0.0)]
+    found = drop(before, after)
+    assert found.compared == 3, "two of the task that both have, and one mean"
+    assert found.sigmas == pytest.approx(0.5 / math.sqrt(1 / 3 + 1 / 4))
+
+
+def test_of_more_before_the_newest_are_taken_and_of_more_after_some_of_all() -> None:
+    assert drop(scored(0, "a", 9.0, 9.0, 1.0, 0.0), scored(1, "a", 0.0, 1.0)).before == 0.5
+    assert drop(scored(0, "a", 1.0, 1.0), scored(1, "a", 1.0, 1.0, 0.0, 0.0)).after == 0.5
+
+
+def test_the_best_of_several_results_is_worth_less() -> None:
+    assert of_several(5.0, 1) == pytest.approx(5.0)
+    assert of_several(3.0, 4) == pytest.approx(2.55, abs=0.005)  # of tables: 4 x 0.00135 is the tail beyond 2.55
+    assert of_several(0.0, 4) == 0.0
+    assert of_several(1e9, 4) > 20
+
+
+def test_a_version_whose_reward_falls_is_named_with_numbers() -> None:
+    rewards = [*on_tasks(3, 1, 1, 1, 0), *on_tasks(4, 0, 0, 0, 0)]
+    sign = reward_sign(rewards, [4, 3], CONFIG)
+    # Of 1, 1, 1 and five 0 the variance is 15/56, times 4 / 2; fallen by 3 / 2: 12 of 8 tasks, by the root of 30/7.
+    assert sign is not None and (sign.name, sign.since, sign.collapsed) == ("reward", 4, True)
+    assert sign.what == "the reward fell from 0.75 to 0 with policy version 4 (5.8 sigmas, 32 compared with 32)"
+
+
+def test_a_smaller_drop_is_a_warning_and_a_rise_is_none() -> None:
+    fallen = [*on_tasks(0, 1, 1, 0, 0), *on_tasks(1, 1, 0, 0, 0)]  # by 4, by the root of 30/7: 1.93
+    assert reward_sign(fallen, [1, 0], CollapseConfig(reward_warn=2.0)) is None
+    warned = reward_sign(fallen, [1, 0], CollapseConfig(reward_warn=1.9))
+    assert warned is not None and not warned.collapsed
+    assert reward_sign([*on_tasks(0, 0, 0, 0, 0), *on_tasks(1, 1, 1, 1, 1)], [1, 0], CONFIG) is None
+
+
+@pytest.mark.parametrize("shift", [0.0, -7.0])
+def test_a_certain_but_small_drop_is_only_a_warning(shift: float) -> None:
+    # 94 % after 100 %: 64 rollouts a version, 8 versions each.
+    rewards = [Scored(v, f"t{i // 8}", shift + (v < 8 or i % 16 != 0)) for v in range(16) for i in range(64)]
+    line = range(15, -1, -1)
+    sign = reward_sign(rewards, line, CONFIG)
+    assert sign is not None and "(5." in sign.what and not sign.collapsed
+    sign = reward_sign(rewards, line, CollapseConfig(min_drop=0.06))
+    assert sign is not None and sign.collapsed
+
+
+def test_a_rare_reward_that_is_lost_is_a_large_drop() -> None:
+    found = drop(scored(0, None, 1.0, *[0.0] * 19), scored(1, None, *[0.0] * 20))
+    assert (found.before, found.share) == (0.05, 1.0)
+    assert drop(scored(0, None, 4.0, 2.0), scored(1, None, 2.0, 2.0)).share == 1.0, "above the lowest that there was"
+    assert drop(scored(0, None, 4.0, 2.0), scored(1, None, 1.0, 3.0)).share == 0.5
+    assert drop(scored(0, None, 1.0, 1.0), scored(1, None, 1.0, 1.0)).share == 0.0
+
+
+def test_a_reward_that_falls_little_by_little_is_seen_over_several_versions() -> None:
+    rewards, line = list[Scored](), list(range(15, -1, -1))
+    for version in range(16):
+        share = 0.9 if version < 8 else 0.9 - 0.1 * (version - 7)
+        rewards += [Scored(version, task, float(i < 8 * share)) for task in "abcd" for i in range(8)]
+    sign = reward_sign(rewards, line, CONFIG)
+    assert sign is not None and sign.collapsed and sign.since == 8
+    newest = [s for s in rewards if s.version > 13]
+    assert reward_sign(newest, line, CONFIG) is None, "one step of that is no sign"
+
+
+def test_too_few_to_compare_say_nothing() -> None:
+    few = [*scored(0, None, *[1.0] * 7), *scored(1, None, *[0.0] * 7)]
+    assert reward_sign(few, [1, 0], CollapseConfig(reward_warn=0.1, reward_stop=0.1)) is None
+    enough = [*few, Scored(0, None, 1.0), Scored(1, None, 0.0)]
+    assert reward_sign(enough, [1, 0], CollapseConfig(reward_warn=0.1)) is not None
+
+
+def test_versions_of_another_line_do_not_count() -> None:
+    rewards = [*on_tasks(1, 1, 1, 1, 0), *on_tasks(2, 1, 1, 1, 0), *on_tasks(3, 0, 0, 0, 0)]
+    assert reward_sign(rewards, [2, 1], CONFIG) is None
+
+
+# How often chance looks like a collapse -------------------------------------------------------------------------------
+
+Reward = Callable[[random.Random], float]
+
+
+def bernoulli(share: float) -> Reward:
+    return lambda r: float(r.random() < share)
+
+
+def tasks_of_their_own(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[Scored]:
+    """Every task comes once, and is easier or harder than others."""
+    for version in versions:
+        for i in range(r.choice((2, 8))):
+            difficulty = r.random()
+            yield from (Scored(version, f"{version}-{i}", draw(r) * difficulty) for _ in range(4))
+
+
+def shared_tasks(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[Scored]:
+    """The same tasks come again, some with fewer rollouts."""
+    for version in versions:
+        for i in range(4):
+            yield from (Scored(version, f"t{i}", draw(r) + i) for _ in range(r.choice((1, 4, 8))))
+
+
+def no_tasks(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[Scored]:
+    for version in versions:
+        yield from (Scored(version, None, draw(r)) for _ in range(r.choice((1, 8, 40))))
+
+
+@pytest.mark.parametrize("traffic", [tasks_of_their_own, shared_tasks, no_tasks])
+@pytest.mark.parametrize(
+    "draw", [bernoulli(0.03), bernoulli(0.5), bernoulli(0.97), lambda r: r.gauss(0, 1), lambda r: r.paretovariate(1.5)]
+)
+def test_a_policy_that_does_not_change_looks_collapsed_no_more_often_than_the_sigmas_say(
+    traffic: Callable[..., Iterator[Scored]], draw: Reward
+) -> None:
+    r, runs, alarms = random.Random(0), 800, 0
+    config = CollapseConfig(reward_warn=2.0)
+    for _ in range(runs):
+        versions = range(r.choice((2, 3, 6)))
+        alarms += reward_sign(list(traffic(r, draw, versions)), versions[::-1], config) is not None
+    promised = runs * math.erfc(2 / math.sqrt(2)) / 2  # 18
+    assert alarms <= promised + 3 * math.sqrt(promised)
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+def steps(name: str, *values: float, **others: float) -> list[Measured]:
+    """Newest first; the newest began with version 9."""
+    return [Measured(9 - i, {name: value, **others}) for i, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(("name", "over", "below"), [("clip_share", 0.4, 0.3), ("kl", 1.5, 1.0), ("kl_base", 6.0, 5.0)])
+def test_a_metric_over_its_bound_warns_and_collapses_after_some_steps_in_a_row(
+    name: str, over: float, below: float
+) -> None:
+    assert step_signs(steps(name, below, over, over, over), [], CONFIG) == []
+    (once,) = step_signs(steps(name, over, below, over, over), [], CONFIG)
+    assert (once.name, once.since, once.collapsed) == (name, 9, False)
+    assert f"is {over:.3g}, over {below:g} (in the last step)" in once.what
+    (again,) = step_signs(steps(name, over, over, over, below), [], CONFIG)
+    assert (again.since, again.collapsed) == (7, True) and "3 steps in a row" in again.what
+
+
+def test_rollouts_of_older_versions_may_be_farther_from_the_policy() -> None:
+    # A backlog that was trained on at 1e-2: the way grows with every step, its KL divergence with the square of it.
+    backlog = [(3.82, 5.0), (2.71, 4.0), (1.39, 3.0), (0.57, 2.0), (0.11, 1.0)]
+    measured = [Measured(5 - i, {"kl": kl, "staleness_mean": stale}) for i, (kl, stale) in enumerate(backlog)]
+    assert step_signs(measured, [], CONFIG) == []
+    (far,) = step_signs(steps("kl", 4.1, 4.1, 4.1, staleness_mean=2.0), [], CONFIG)
+    assert far.collapsed and "is 4.1, over 4 (3 steps" in far.what
+    assert step_signs(steps("clip_share", 0.6, staleness_mean=2.0), [], CONFIG) == []
+    assert len(step_signs(steps("clip_share", 0.61, staleness_mean=2.0), [], CONFIG)) == 1
+    assert len(step_signs(steps("kl_base", 5.1, staleness_mean=2.0), [], CONFIG)) == 1
+
+
+def test_what_is_not_measured_or_not_watched_is_no_sign() -> None:
+    assert step_signs(steps("loss", 1.0, 1.0), [], CONFIG) == []
+    unwatched = CollapseConfig(max_clip_share=None, max_kl=None, max_kl_base=None, min_entropy=0.0)
+    worst: dict[str, Any] = {"clip_share": 1.0, "kl": 1e9, "kl_base": 1e9, "entropy": 0.0}
+    assert step_signs([Measured(1, worst)] * 3, [{"entropy": 1.0}], unwatched) == []
+
+
+def rewarded(mean: float, **more: float) -> dict[str, float]:
+    return {"rollouts": 64.0, "reward_mean": mean, "reward_std": 0.4, **more}
+
+
+def test_entropy_that_is_lost_is_a_collapse_unless_the_reward_rose_for_it() -> None:
+    first = [rewarded(0.5, entropy=2.0), rewarded(0.5, entropy=1.8), rewarded(0.5, entropy=1.6)]
+    low = [Measured(9 - i, rewarded(0.5, entropy=0.1)) for i in range(3)]
+    (sign,) = step_signs(low, first, CONFIG)
+    assert (sign.name, sign.since, sign.collapsed) == ("entropy", 7, True)
+    assert "the entropy is 0.1, 5% of what it was in the first steps" in sign.what
+    assert step_signs([Measured(9, rewarded(0.5, entropy=0.2))], first, CONFIG) == [], "a tenth is not below a tenth"
+    # Standard errors over 192 rollouts each: 0.4 / 13.86 = 0.0289, of the difference 0.0408; 3 sigmas: 0.122.
+    risen, not_quite = ([Measured(9 - i, rewarded(mean, entropy=0.1)) for i in range(3)] for mean in (0.63, 0.62))
+    assert step_signs(risen, first, CONFIG) == []
+    assert len(step_signs(not_quite, first, CONFIG)) == 1
+
+
+def test_rewards_of_before_the_entropy_was_lost_say_nothing_of_it() -> None:
+    first = [rewarded(0.5, entropy=2.0, staleness_mean=0.0)]
+    lost = [Measured(9 - i, rewarded(0.5, entropy=0.1, staleness_mean=3.0)) for i in range(4)]
+    assert step_signs(lost[:3], first, CONFIG) == [], "version 9 - 3 sampled, and the entropy is low from 7 on"
+    (sign,) = step_signs(lost, first, CONFIG)  # from 6 on
+    assert (sign.name, sign.since, sign.collapsed) == ("entropy", 6, True)

@@ -1,0 +1,321 @@
+"""What the monitor finds in a real store, keeps there, and lets go of. The whole trainer: test_training_loop.py."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.config.root import StoreConfig, TrainerConfig
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.types import CallStart, Reward, RolloutName
+from lightning_proxy.trainer.collapse.monitor import Monitor
+from lightning_proxy.trainer.judge.judge import JUDGE
+
+
+class Run:
+    """A store with steps, versions and rewarded rollouts; `monitor()` is a trainer's as it is after a start."""
+
+    def __init__(self, store: Store, ledger: Ledger, directory: Path) -> None:
+        self.store, self.ledger = store, ledger
+        self._directory = directory
+        self.ahead = 60.0
+        self._ids = itertools.count()
+
+    def monitor(self, **config: Any) -> Monitor:
+        return Monitor(TrainerConfig.model_validate({"collapse": config}), self.ledger, self.clock)
+
+    def clock(self) -> float:
+        """Later than it is: whatever was opened has had its time."""
+        return time.time() + self.ahead
+
+    async def step(self, **metrics: Any) -> int:
+        """A step from the live version, published; returns its version."""
+        step = await self.ledger.claim([], (await self.ledger.live()).version)
+        await self.ledger.trained(step, None, {"skipped": 0.0, **metrics})
+        version = await self.ledger.new_version("merged", step, {})
+        await self.ledger.saved(version, str(self._directory / f"v{version}"), "base")
+        await self.ledger.set_live(version, step, verified=True)
+        return version
+
+    async def committed(self, **metrics: Any) -> None:
+        """A step from the live version whose trainer was killed before it was published."""
+        step = await self.ledger.claim([], (await self.ledger.live()).version)
+        await self.ledger.trained(step, None, {"skipped": 0.0, **metrics})
+
+    async def skipped(self) -> None:
+        """A step that changed nothing."""
+        step = await self.ledger.claim([], (await self.ledger.live()).version)
+        await self.ledger.trained(step, None, {"skipped": 1.0})
+
+    async def rollouts(
+        self,
+        version: int,
+        *rewards: float,
+        mode: Any = "train",
+        status: str | None = None,
+        judged: float | None = None,
+    ) -> None:
+        """For each of eight tasks. `judged`: what a judge says of the only call, which is what is rewarded."""
+        async with Recorder(self.store, merged=True) as recorder:
+            for task, reward in itertools.product("abcdefgh", rewards):
+                rollout_id = f"r{next(self._ids)}"
+                name = RolloutName(rollout_id, task, None, mode)
+                await recorder.start(
+                    CallStart(rollout_id, name, "chat/completions", "policy", version, {}, time.time())
+                )
+                if status is None:
+                    await self.store.post_rewards([Reward(rollout_id, reward, rollout_id)], None, b"")
+                    if judged is not None:
+                        score = Reward(rollout_id, judged, rollout_id, name=JUDGE, final=False)
+                        await self.store.post_rewards([score], None, b"")
+                else:
+                    await self.store.end_rollout(rollout_id, status, None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
+        yield Run(Store(database), Ledger(database), tmp_path)
+
+
+async def test_before_the_first_step_there_is_nothing_to_find(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 0, 0)
+    assert await run.monitor().look() is None
+
+
+async def test_rewards_that_are_as_large_as_numbers_can_be_are_compared_too(run: Run) -> None:
+    await run.rollouts(0, 1.7e308, 1.7e308, 1.7e308, 1.7e308)
+    await run.step()
+    await run.rollouts(1, -1.7e308, -1.7e308, -1.7e308, -1.7e308)
+    found = await run.monitor().look()
+    assert found is not None and (found.sign, found.go_back_to) == ("reward", 0)
+
+
+async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 0)
+    assert await run.step() == 1
+    monitor = run.monitor()
+    assert await monitor.look() is None
+    await run.rollouts(1, 0, 0, 0, 0)  # no group of these gives a step
+    found = await monitor.look()
+    assert found is not None and (found.sign, found.go_back_to) == ("reward", 0)
+    assert found.story.startswith("the reward fell from 0.75 to 0 with policy version 1 (5.8 sigmas")
+    assert "`lightning-proxy policy promote 0`" in found.story
+    assert await run.monitor().look() == found == await run.ledger.collapse()
+
+
+async def test_a_step_that_is_not_published_yet_hides_nothing(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(2, 0, 0, 0, 0)
+    await run.committed()
+    assert await run.monitor().keep() == {0, 1}
+    found = await run.monitor().look()
+    assert found is not None and (found.sign, found.go_back_to) == ("reward", 1)
+
+
+async def test_a_step_that_was_overtaken_by_hand_is_not_of_the_line_of_what_is_live(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 1, 1, 1, 1)
+    await run.step()
+    await run.committed()
+    await run.ledger.set_live(0)
+    await run.rollouts(0, 0, 0, 0, 0)
+    assert await run.monitor().look() is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_version_made_live_by_hand_lets_training_go_on(run: Run, version: int) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 1, 1, 1, 0)
+    await run.step()
+    await run.rollouts(2, 0, 0, 0, 0)
+    monitor = run.monitor()
+    assert 1 in await monitor.keep()
+    found = await monitor.look()
+    assert found is not None and found.go_back_to == 1
+    await run.ledger.set_live(version)  # 2: it is meant to be so
+    assert await monitor.look() is None and await run.ledger.collapse() is None
+    await run.rollouts(version, 0, 0, 0, 0)
+    assert await monitor.look() is None, "what was before does not count any more"
+    assert await run.step() == 3
+    await run.rollouts(3, 0, 0, 0, 0)
+    assert await monitor.look() is None
+    assert await run.monitor().look() is None
+
+
+async def test_a_collapse_after_going_back_is_found_again(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 0, 0, 0, 0)
+    monitor = run.monitor()
+    assert await monitor.look() is not None
+    await run.ledger.set_live(0)
+    assert await monitor.look() is None
+    assert await run.step() == 2
+    await run.rollouts(2, 0, 0, 0, 0)
+    found = await monitor.look()
+    assert found is not None and "with policy version 2" in found.what and found.go_back_to == 0
+
+
+async def test_a_smaller_drop_is_said_once_and_kept_with_the_step(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    await run.rollouts(0, 1, 1, 0, 0)
+    await run.step()
+    await run.rollouts(1, 1, 0, 0, 0)
+    monitor = run.monitor(reward_warn=1.9)
+    assert await monitor.look() is None
+    await run.rollouts(1, 0)
+    assert await monitor.look() is None
+    last = await run.ledger.last_step()
+    assert last is not None and "collapse" not in last.metrics
+    assert last.metrics["warnings"]["reward"].startswith("the reward fell from 0.5 to 0.25 with policy version 1")
+    assert caplog.text.count("may be collapsing") == 1
+
+
+@pytest.mark.parametrize(("action", "stops"), [("stop", True), ("rollback", True), ("warn", False), ("off", False)])
+async def test_what_is_done_is_configured(run: Run, action: str, stops: bool) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 0, 0, 0, 0)
+    assert (await run.monitor(action=action).look() is not None) is stops
+    last = await run.ledger.last_step()
+    assert last is not None and ("warnings" in last.metrics) is (action != "off")
+
+
+async def test_promoting_the_live_version_lets_training_go_on_where_the_last_step_was_skipped(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 0, 0, 0, 0)
+    await run.skipped()
+    monitor = run.monitor()
+    assert await monitor.look() is not None
+    await run.ledger.set_live(1)
+    assert await monitor.look() is None
+
+
+async def test_a_judges_scores_of_what_was_trained_on_do_not_set_versions_apart(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 0, 0, judged=1.0)
+    await run.step()
+    await run.rollouts(1, 1, 1, 0, 0)
+    config = TrainerConfig.model_validate({"credit": "judge", "judge": {"model": "x/y"}})
+    assert await Monitor(config, run.ledger, run.clock).look() is None
+
+
+async def test_evaluations_do_not_count_and_failed_rollouts_as_the_trainer_counts_them(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 0, 0, 0, 0, mode="eval")
+    await run.rollouts(1, 0, 0, 0, 0, status="failed")
+    assert await run.monitor().look() is None
+    config = TrainerConfig.model_validate({"failed_rollouts": "zero"})
+    assert await Monitor(config, run.ledger, run.clock).look() is not None
+
+
+async def test_rollouts_that_fail_sooner_than_others_succeed_are_waited_for(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 0, 0, 0, 0)
+    run.ahead = -30.0  # they were opened less long ago than it took others to be rewarded
+    monitor = run.monitor()
+    assert await monitor.look() is None
+    run.ahead = 60.0
+    assert await monitor.look() is not None, "without any new reward"
+
+
+async def test_a_step_out_of_bounds_stops_after_some_in_a_row_and_goes_back_to_before_the_first(run: Run) -> None:
+    monitor, bad = run.monitor(), {"kl": 2.0, "skipped": 0.0}
+    for kl in (0.1, 0.1):
+        metrics = {"kl": kl, "skipped": 0.0}
+        assert await monitor.of_step((await run.ledger.live()).version, metrics) == {}
+        await run.step(**metrics)
+    for _ in range(2):
+        said = await monitor.of_step((await run.ledger.live()).version, bad)
+        assert list(said) == ["warnings"] and 1 in await monitor.keep(), "version 2 is the first out of bounds"
+        await run.step(**bad, **said)
+    said = await run.monitor().of_step(4, bad)
+    assert said["collapse"]["sign"] == "kl" and said["collapse"]["go_back_to"] == 1
+    assert said["collapse"]["what"].endswith("is 2, over 1 (3 steps in a row)")
+
+
+async def test_a_version_whose_files_are_gone_is_nothing_to_go_back_to(run: Run) -> None:
+    for _ in range(2):
+        await run.step(kl=0.1)
+    await run.ledger.forget_files(1)
+    monitor = run.monitor(steps=1)
+    said = await monitor.of_step(2, {"kl": 2.0, "skipped": 0.0})
+    assert said["collapse"]["go_back_to"] == 0
+
+
+@pytest.mark.parametrize("action", ["stop", "off"])
+async def test_what_can_be_gone_back_to_keeps_its_files_from_the_beginning(run: Run, action: str) -> None:
+    for _ in range(20):
+        await run.step()
+    assert await run.monitor(action=action).keep() == ({19, 17, 13, 9} if action == "stop" else set())
+
+
+async def test_a_reward_that_falls_little_by_little_is_gone_back_from_while_few_versions_have_files(run: Run) -> None:
+    found, monitor = None, run.monitor()
+    for version, right in enumerate([8] * 6 + [7, 7, 6, 5, 5, 4]):
+        if version:
+            await run.step()
+            for old in {*range(1, version - 2)} - await monitor.keep():
+                await run.ledger.forget_files(old)
+        await run.rollouts(version, *[1.0] * right, *[0.0] * (8 - right))
+        found = found or await monitor.look()
+    assert found is not None and "with policy version 7" in found.what and found.go_back_to == 5
+
+
+async def test_where_all_from_before_are_gone_the_oldest_since_is_gone_back_to(run: Run) -> None:
+    for kl in (0.1, 0.1, 0.1, 2.0, 2.0):  # from version 3 on
+        await run.step(kl=kl)
+    for gone in (1, 2, 3):
+        await run.ledger.forget_files(gone)
+    said = await run.monitor().of_step(5, {"kl": 2.0, "skipped": 0.0})
+    assert said["collapse"]["go_back_to"] == 4
+
+
+async def test_the_first_version_is_gone_back_from_to_the_base_model(run: Run) -> None:
+    for kl in (0.1, 2.0, 2.0):
+        await run.step(kl=kl)
+    said = await run.monitor().of_step(3, {"kl": 2.0, "skipped": 0.0})
+    assert said["collapse"]["go_back_to"] == 0
+
+
+async def test_the_first_steps_are_those_of_rl_that_changed_something(run: Run) -> None:
+    of_all = {"rollouts": 64.0, "reward_std": 0.4}
+    await run.step(method="sft", rollouts=2000.0, reward_mean=0.95, reward_std=0.2)
+    await run.skipped()
+    for mean in (0.3, 0.35, 0.4):
+        await run.step(**of_all, reward_mean=mean, entropy=1.0)
+    learned = {**of_all, "reward_mean": 0.93, "entropy": 0.08, "skipped": 0.0}
+    assert await run.monitor(steps=1).of_step(4, learned) == {}
+    said = await run.monitor(steps=1).of_step(4, learned | {"reward_mean": 0.35})
+    assert said["collapse"]["sign"] == "entropy"
+
+
+@pytest.mark.parametrize(("level", "watched"), [("token", True), ("sequence", False)])
+async def test_clipped_sequences_are_no_sign(run: Run, level: str, watched: bool) -> None:
+    await run.step()
+    config = TrainerConfig.model_validate({"loss_type": "grpo", "importance_level": level})
+    said = await Monitor(config, run.ledger).of_step(1, {"clip_share": 0.6, "skipped": 0.0})
+    assert ("warnings" in said) is watched
+
+
+async def test_a_skipped_step_and_one_that_was_overtaken_by_hand_say_nothing(run: Run) -> None:
+    await run.step(kl=0.1)
+    monitor = run.monitor(steps=1)
+    assert await monitor.of_step(1, {"kl": 2.0, "skipped": 1.0}) == {}
+    await run.ledger.set_live(0)
+    assert await monitor.of_step(1, {"kl": 2.0, "skipped": 0.0}) == {}

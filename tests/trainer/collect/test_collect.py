@@ -1,0 +1,461 @@
+"""Which rollouts a step takes, and what their calls' advantages are: on a real store, without a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from lightning_proxy.proxy.config.root import StoreConfig, TrainerConfig
+from lightning_proxy.proxy.control.views import message_of
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.trainer.collect.collector import Collector
+from lightning_proxy.trainer.judge.judge import JudgeError, read_score
+from lightning_proxy.trainer.types import Batch
+from support.calls import call
+
+APART = "TEST_OF_A_JUDGE"
+
+
+class Traffic:
+    """Records rollouts in a store, and collects what a step would take."""
+
+    def __init__(self, database: Database) -> None:
+        self.store, self.ledger = Store(database), Ledger(database)
+
+    async def rollout(
+        self,
+        name: str,
+        task: str | None,
+        final: float | None,
+        calls: Sequence[float] = (0.0,),
+        *,
+        status: str | None = None,
+        reward_name: str = "reward",
+        finish: str = "stop",
+        version: int | list[int | None] | None = 0,
+        **end: Any,
+    ) -> str:
+        """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i."""
+        async with Recorder(self.store, merged=False) as recorder:
+            for i, value in enumerate(calls):
+                call_id, request = f"{name}-{i}", {"messages": [{"role": "user", "content": f"step {i} of {name}"}]}
+                by = version[i] if isinstance(version, list) else version
+                start = CallStart(
+                    call_id, RolloutName(name, task), "chat/completions", "policy", by, request, time.time()
+                )
+                await recorder.start(start)
+                choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
+                answer = {"choices": [{"message": {"role": "assistant", "content": f"answer {i} of {name}"}}]}
+                ended = CallEnd(call_id, name, "ok", answer, 200, (0, 5 + i), (choice,))
+                await recorder.end(ended._replace(**end))
+                if value:
+                    await self.post(Reward(name, value, call_id, final=False))
+        if final is not None:
+            await self.post(Reward(name, final, name=reward_name))
+        if status is not None or final is None:
+            await self.store.end_rollout(name, status or "completed", None)  # type: ignore[arg-type]
+        return name
+
+    async def post(self, reward: Reward) -> None:
+        await self.store.post_rewards([reward], None, b"")
+
+    async def batch(self, **changed: Any) -> Batch | None:
+        settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
+        collector = Collector(TrainerConfig.model_validate(settings), self.store, self.ledger)
+        return await collector.next_batch(0, fewer=True)
+
+    async def dropped(self, *names: str) -> list[str | None]:
+        return [(await self.store.rollout(name)).dropped for name in names]
+
+
+@pytest.fixture
+async def traffic(tmp_path: Path) -> AsyncIterator[Traffic]:
+    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    yield Traffic(database)
+    await database.close()
+
+
+def advantages(batch: Batch | None) -> dict[str, float]:
+    """By call id. Calls here have prompts that nothing continues, so each is a row of its own."""
+    assert batch is not None
+    return {sample.call_ids[0]: sample.advantages[-1] for sample in batch.samples}
+
+
+async def test_rollouts_of_other_models_are_dropped_and_count_in_no_reward(traffic: Traffic) -> None:
+    teachers = [await traffic.rollout(f"taught {i}", "both", 1.0, version=None) for i in range(2)]
+    own = [await traffic.rollout(f"own {i}", "both", float(i)) for i in range(2)]
+    batch = await traffic.batch()
+    assert batch is not None
+    assert sorted(batch.rollout_ids) == own
+    assert (batch.metrics["rollouts"], batch.metrics["reward_mean"]) == (2, 0.5)
+    assert set(await traffic.dropped(*teachers)) == {"answered by other models than the policy"}
+
+
+async def test_a_group_waits_for_its_own_siblings_however_many_other_models_answered(traffic: Traffic) -> None:
+    teacher = await traffic.rollout("taught", "t", 1.0, version=None)
+    await traffic.rollout("own 0", "t", 0.0)
+    await traffic.rollout("failed", "t", None, version=None, status="failed")
+    assert await traffic.batch() is None
+    assert await traffic.dropped(teacher, "own 0") == [None, None]
+    await traffic.rollout("own 1", "t", 1.0)
+    batch = await traffic.batch()
+    assert batch is not None
+    assert sorted(batch.rollout_ids) == ["own 0", "own 1"]
+    assert (batch.metrics["groups"], batch.metrics["groups_incomplete"]) == (1, 0)
+    assert set(await traffic.dropped(teacher)) == {"answered by other models than the policy"}
+
+
+async def test_how_long_other_models_rollouts_have_waited_makes_no_group_ready(traffic: Traffic) -> None:
+    await traffic.rollout("taught", "t", 1.0, version=None)
+    await asyncio.sleep(0.02)
+    before = time.time()
+    await traffic.rollout("own", "t", 0.0)
+    (group,) = await traffic.ledger.groups()
+    assert (group.completed, group.ended, group.oldest >= before) == (1, 1, True)
+
+
+async def test_tasks_that_other_models_alone_worked_on_are_offered_to_no_step(traffic: Traffic) -> None:
+    teachers = [await traffic.rollout(f"taught {i}", task, 1.0, version=None) for i, task in enumerate(("t", None))]
+    own = [await traffic.rollout(f"own {i}", "u", float(i)) for i in range(2)]
+    assert await traffic.ledger.waiting(lone=True) == 2
+    batch = await traffic.batch(group_timeout_s=1e-9, tasks_per_step=3, lone_rollouts="running")
+    assert batch is not None and sorted(batch.rollout_ids) == own
+    assert (batch.metrics["groups"], batch.metrics["groups_incomplete"]) == (1, 0)
+    assert await traffic.batch(group_timeout_s=1e-9, lone_rollouts="running") is None
+    assert await traffic.dropped(*teachers) == [None, None]
+
+
+async def test_other_models_rewards_are_no_baseline_of_a_rollout_that_is_alone(traffic: Traffic) -> None:
+    for i in range(4):
+        await traffic.rollout(f"own {i}", "t", 0.0)
+        await traffic.rollout(f"taught {i}", "t", 1.0, version=None)
+    await traffic.batch()
+    await traffic.rollout("alone", "t", 1.0)
+    found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
+    assert advantages(found) == {"alone-0": 1.0 - fmean([1.0, 0.0, 0.0, 0.0, 0.0])}
+
+
+async def test_a_rollout_that_both_answered_is_the_policys(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"both {i}", "t", float(i), (0.0, 0.0), version=[None, 0])
+    batch = await traffic.batch()
+    assert batch is not None and sorted(batch.rollout_ids) == ["both 0", "both 1"]
+
+
+async def test_rewards_of_calls_are_learned_from_where_the_rollouts_own_are_equal(traffic: Traffic) -> None:
+    for name, rewards in (("a", (1.0, 0.0)), ("b", (0.0, 0.5))):
+        await traffic.rollout(name, "t", 1.0, rewards)
+    found = advantages(await traffic.batch(credit="discounted"))
+    # Returns [2, 1] and [1.5, 1.5].
+    assert found == {"a-0": 0.25, "a-1": -0.25, "b-0": -0.25, "b-1": 0.25}
+
+
+async def test_by_default_such_a_group_teaches_nothing_and_the_log_says_so(
+    traffic: Traffic, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, rewards in (("a", (1.0, 0.0)), ("b", (0.0, 0.5))):
+        await traffic.rollout(name, "t", 1.0, rewards)
+    assert await traffic.batch() is None
+    assert set(await traffic.dropped("a", "b")) == {"all rewards of the group are equal"}
+    (said,) = caplog.messages
+    assert said == "no step: nothing to learn from 2 rollouts of mean reward 1: all rewards of the group are equal (2)"
+
+
+async def test_calls_with_the_same_prompt_are_compared_by_anchor(traffic: Traffic) -> None:
+    for name, final in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, "t", final)
+    found = advantages(await traffic.batch(credit="anchor", anchor_weight=2.0))
+    assert found == {"a-0": 0.5 + 2 * 0.5, "b-0": -1.5}
+
+
+async def test_automatic_rewards_add_to_posted_ones(traffic: Traffic) -> None:
+    await traffic.rollout("a", "t", 1.0, finish="length")
+    await traffic.rollout("b", "t", 1.0)
+    batch = await traffic.batch(air={"enabled": True, "truncated": -0.5})
+    assert advantages(batch) == {"a-0": -0.25, "b-0": 0.25}
+    assert batch is not None and batch.metrics["reward_mean"] == 1.0  # what was posted
+
+
+async def test_rewards_of_other_names_count_by_their_weights(traffic: Traffic) -> None:
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        await traffic.rollout(name, "t", value, reward_name="style")
+    assert await traffic.batch() is None
+    assert await traffic.dropped("a", "b") == [None, None]  # they wait for a reward that counts
+    assert advantages(await traffic.batch(reward_weights={"style": 0.5})) == {"a-0": -0.5, "b-0": 0.5}
+
+
+async def test_looking_for_rewards_of_other_names_writes_nothing_where_there_are_none(
+    traffic: Traffic, tmp_path: Path
+) -> None:
+    await traffic.rollout("a", "t", None)
+    with closing(sqlite3.connect(tmp_path / "store.db")) as other:
+        before = other.execute("PRAGMA data_version").fetchone()
+        await traffic.ledger.rewarded_as(["style"])
+        assert other.execute("PRAGMA data_version").fetchone() == before
+
+
+async def test_what_is_offered_for_a_reward_that_counts_no_more_is_dropped(traffic: Traffic) -> None:
+    await traffic.rollout("a", "t", 1.0)
+    assert await traffic.batch(reward_weights={"style": 0.5}, group_timeout_s=1e-9) is None
+    assert await traffic.dropped("a") == ["trainer.reward_weights names none of its rewards"]
+
+
+@pytest.mark.parametrize(("failed", "reward"), [("zero", 0.0), (-1.0, -1.0)])
+async def test_failed_rollouts_may_have_a_reward(traffic: Traffic, failed: Any, reward: float) -> None:
+    await traffic.rollout("a", "t", 1.0)
+    await traffic.rollout("b", "t", None, status="failed")
+    await traffic.rollout("c", "t", None, status="discarded")
+    batch = await traffic.batch(failed_rollouts=failed)
+    mean = fmean([1.0, reward])
+    assert advantages(batch) == {"a-0": 1.0 - mean, "b-0": reward - mean}
+    assert batch is not None and (batch.metrics["rollouts_failed"], batch.metrics["reward_mean"]) == (1.0, mean)
+    assert await traffic.dropped("c") == ["failed or discarded"]
+
+
+async def test_failed_rollouts_count_where_nobody_succeeded(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"t{i}", "t", None, status="failed")
+        await traffic.rollout(f"u{i}", "u", 1.0)
+    batch = await traffic.batch(failed_rollouts="zero", baseline="reinforce_pp", tasks_per_step=2)
+    assert advantages(batch) == pytest.approx({"t0-0": -1.0, "t1-0": -1.0, "u0-0": 1.0, "u1-0": 1.0})
+
+
+async def test_a_group_that_failed_as_a_whole_waits_for_nothing_more(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"t{i}", "t", None, status="failed")
+    assert await traffic.batch() is None
+    assert await traffic.dropped("t0", "t1") == [None, None], "without a reward it may still get a sibling"
+    assert await traffic.batch(failed_rollouts="zero") is None
+    assert set(await traffic.dropped("t0", "t1")) == {"all rewards of the group are equal"}
+
+
+async def test_failed_rollouts_without_a_task_count_and_are_compared_with(traffic: Traffic) -> None:
+    for i in range(4):
+        await traffic.rollout(f"before-{i}", None, 1.0)
+    await traffic.rollout("failed", None, None, status="failed")
+    settings = {"failed_rollouts": "zero", "lone_rollouts": "running", "group_size": 5}
+    assert advantages(await traffic.batch(**settings)) == {"failed-0": 0.0 - 0.8}
+    await traffic.rollout("next", None, 1.0)
+    settings |= {"group_timeout_s": 1e-9}
+    assert advantages(await traffic.batch(**settings)) == {"next-0": 1.0 - fmean([1, 0, 1, 1, 1, 1])}
+
+
+async def test_a_step_that_was_not_finished_gives_back_what_it_dropped_too(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"t{i}", "t", float(i))
+        await traffic.rollout(f"equal{i}", "u", 1.0)
+    first = await traffic.batch(tasks_per_step=2)
+    assert None not in await traffic.dropped("equal0", "equal1")
+    assert await traffic.ledger.release_unfinished() == [1]
+    assert await traffic.dropped("equal0", "equal1") == [None, None]
+    assert await traffic.batch(tasks_per_step=2) == first
+    await traffic.ledger.trained(1, None, {})
+    assert await traffic.ledger.release_unfinished() == []
+    assert None not in await traffic.dropped("equal0", "equal1")
+
+
+async def test_reinforce_pp_compares_all_rollouts_of_the_step(traffic: Traffic) -> None:
+    for task, value in (("t", 0.0), ("u", 1.0)):
+        for i in range(2):
+            await traffic.rollout(f"{task}{i}", task, value)  # within each task they are equal
+    batch = await traffic.batch(baseline="reinforce_pp", tasks_per_step=2)
+    assert advantages(batch) == pytest.approx({"t0-0": -1.0, "t1-0": -1.0, "u0-0": 1.0, "u1-0": 1.0})
+
+
+async def test_rollouts_without_a_task_are_compared_with_those_before_them(traffic: Traffic) -> None:
+    for i in range(4):
+        await traffic.rollout(f"before-{i}", None, float(i))
+    await traffic.rollout("new", None, 4.0)
+    batch = await traffic.batch(lone_rollouts="running", group_size=5)
+    # Those that had too few before them to be compared with are not trained on, but count: 0, 1, 2, 3 and 4 itself.
+    assert advantages(batch) == {"new-0": 2.0}
+    assert batch is not None and batch.metrics["rollouts_lone"] == 5.0
+    assert await traffic.dropped("before-0", "before-3") == ["no siblings"] * 2
+
+
+async def test_by_default_rollouts_without_a_task_wait(traffic: Traffic) -> None:
+    for i in range(6):
+        await traffic.rollout(str(i), None, float(i))
+    assert await traffic.batch() is None
+    assert await traffic.dropped("5") == [None]
+
+
+async def test_a_rollout_alone_in_its_task_is_compared_with_earlier_ones_of_it(traffic: Traffic) -> None:
+    for i in range(8):
+        await traffic.rollout(f"u{i}", "u", 100.0)
+    for i in range(4):
+        await traffic.rollout(f"t{i}", "t", float(i % 2))
+    await traffic.batch(tasks_per_step=2)  # trains on them
+    await traffic.rollout("alone", "t", 3.0)
+    found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
+    assert advantages(found) == {"alone-0": 3.0 - fmean([3.0, 0.0, 1.0, 0.0, 1.0])}
+    await traffic.rollout("first", "new task", 104.0)
+    found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9, running_window=4)
+    # Nothing of its task: the four before it, whatever their task.
+    assert advantages(found) == {"first-0": 104.0 - fmean([104.0, 3.0, 1.0, 0.0, 1.0])}
+
+
+@pytest.mark.parametrize("text", ["best", {"planner": "best"}, "judge"])
+def test_a_strategy_that_cannot_be_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="credit"):
+        TrainerConfig(credit=text)
+
+
+async def test_rollouts_that_called_no_model_teach_nothing_whatever_their_rewards(traffic: Traffic) -> None:
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        await traffic.store.open_rollouts([(RolloutName(name, "t"), f"hash of {name}")], {})
+        await traffic.post(Reward(name, value))
+    assert await traffic.batch() is None
+    assert set(await traffic.dropped("a", "b")) == {"no trainable calls"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("8", 0.8),
+        ("**10** of 10", 1.0),
+        ("In 2024 I'd say 7.5.", 0.75),
+        ("0", 0.0),
+        ("very good", None),
+        ("", None),
+        ("Step 3: 7", 0.7),
+        ("The number for step 10: **9**", 0.9),
+        ("step 4", None),
+        ("<think>Was it 3 of 10?</think>\n\n6", 0.6),
+    ],
+)
+def test_a_score_is_the_first_number_that_can_be_one(answer: str, score: float | None) -> None:
+    assert read_score(answer) == score
+
+
+NOTHING_SAID = {"choices": (Choice(0, (), (), "stop"),), "untrainable_reason": "the answer is empty"}
+NO_LOGPROBS = {
+    "choices": (Choice(0, (3,), (), "stop"),),
+    "untrainable_reason": "no log-probabilities from the upstream",
+}
+TWO_ANSWERS = {"choices": (Choice(0, (3,), (-1.0,), "stop"), Choice(1, (4,), (-1.0,), "stop"))}
+
+
+@pytest.mark.parametrize(
+    ("end", "counted", "why"),
+    [
+        pytest.param(NOTHING_SAID, "calls_untrainable", "no trainable calls", id="zero-length answer"),
+        pytest.param(NO_LOGPROBS, "calls_untrainable", "no trainable calls", id="no logprobs"),
+        pytest.param(TWO_ANSWERS, "calls_ambiguous", "several answers", id="several answers"),
+        pytest.param({"prompt_token_ids": tuple(range(60))}, "rows_too_long", "longer than", id="too long a prompt"),
+    ],
+)
+async def test_a_rollout_that_cannot_be_used_costs_the_others_nothing(
+    traffic: Traffic, end: dict[str, Any], counted: str, why: str
+) -> None:
+    await traffic.rollout("a", "t", 1.0)
+    await traffic.rollout("b", "t", 0.0)
+    await traffic.rollout("bad", "t", 0.5, **end)
+    batch = await traffic.batch(group_size=3, max_sample_tokens=50)
+    assert advantages(batch) == {"a-0": 0.5, "b-0": -0.5}
+    assert batch is not None
+    assert (batch.metrics[counted], batch.metrics["rollouts_dropped"], batch.metrics["rollouts_trained"]) == (1, 1, 2)
+    (reason,) = await traffic.dropped("bad")
+    assert reason is not None and why in reason
+
+
+@pytest.mark.parametrize("choices", [{"a": 1}, 5, [], ["a"], None])
+def test_an_answer_of_no_known_shape_is_shown_whole(choices: Any) -> None:
+    assert message_of(call("a", response={"choices": choices})) == {"choices": choices}
+
+
+class Scorer:
+    """An OpenAI-compatible server that gives every step of rollout `a` 8 of 10, of others 2; or is away.
+
+    Rollout `long` is too long for it, and of `mute` it says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.away = False
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if self.away:
+            return web.json_response({"error": {"message": "no such key"}}, status=401)
+        question = (await request.json())["messages"][-1]["content"]
+        if "answer 0 of long" in question:
+            message = "This model's maximum context length is 100 tokens."
+            return web.json_response({"error": {"message": message, "code": "context_length_exceeded"}}, status=400)
+        self.asked.append(question)
+        text = "I say 8." if "answer 0 of a" in question else "2"
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        choices = [] if "answer 0 of mute" in question else [choice]
+        return web.json_response(
+            {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": choices}
+        )
+
+
+def test_a_judges_scores_are_rewards_that_are_asked_for_once() -> None:
+    """In a process of its own: litellm keeps clients and tasks of the first event loop that it meets."""
+    test = f"{__file__}::test_of_a_judge"
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120", test]
+    done = subprocess.run(argv, env=os.environ | {APART: "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+
+
+@pytest.mark.skipif(APART not in os.environ, reason="run by the test above")
+async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "unused")
+    scorer, app = Scorer(), web.Application()
+    app.router.add_post("/v1/chat/completions", scorer.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        api_base = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        settings: Any = {"credit": "judge", "judge": {"model": "openai/m", "api_base": api_base, "weight": 0.5}}
+        for name in ("a", "b"):
+            await traffic.rollout(name, "t", 1.0, (0.0, 0.0))
+        scorer.away = True
+        with pytest.raises(JudgeError, match="openai/m gives no answer"):
+            await traffic.batch(**settings)
+        assert await traffic.dropped("a", "b") == [None, None]
+        assert sys.modules["litellm"].telemetry is False, "it is as silent as in the proxy"
+        scorer.away = False
+        batch = await traffic.batch(**settings)
+        # Scores 0.8 or 0.2, half of each: returns [1.8, 1.4] and [1.2, 1.1].
+        assert advantages(batch) == pytest.approx({"a-0": 0.3, "a-1": 0.15, "b-0": -0.3, "b-1": -0.15})
+        assert len(scorer.asked) == 4
+        assert "step 1 of a" in scorer.asked[0] and "The number for step" in scorer.asked[0]
+        stored = [r for r in await traffic.store.rewards("a") if r.name == "judge"]
+        assert {(r.call_id, r.value, r.source, r.comment) for r in stored} == {
+            ("a-0", 0.8, "openai/m", "I say 8."), ("a-1", 0.8, "openai/m", "I say 8."),
+        }  # fmt: skip
+        await traffic.post(Reward("a", 2.0, retrain=True))
+        assert await traffic.batch(**settings) is not None
+        assert len(scorer.asked) == 4
+        for name in ("mute", "c"):
+            await traffic.rollout(name, "t", 1.0, (0.0, 0.0))
+        found = advantages(await traffic.batch(**settings))
+        assert found == pytest.approx({"mute-0": 0.15, "mute-1": 0.075, "c-0": -0.15, "c-1": -0.075})
+        for name in ("long", "d"):
+            await traffic.rollout(name, "u", 1.0, (0.0, 0.0))
+        settings["judge"]["model"] = "openai/gpt-5-mini"  # which takes no temperature
+        # Scores 0.5, undecided, or 0.2: returns [1.5, 1.25] and [1.2, 1.1].
+        found = advantages(await traffic.batch(**settings))
+        assert found == pytest.approx({"long-0": 0.15, "long-1": 0.075, "d-0": -0.15, "d-1": -0.075})
+        told = [r.comment for r in await traffic.store.rewards("long") if r.name == "judge"]
+        assert len(told) == 2 and all(str(t).startswith("no score: ") and "context length" in str(t) for t in told)
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,239 @@
+"""Several agents in a rollout: whose calls are trained, what they are compared with, what is said of wrong names."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.config.root import PolicyConfig, StoreConfig, TrainerConfig, UpstreamConfig
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
+from lightning_proxy.trainer.collect.collector import Collector
+from lightning_proxy.trainer.credit.agents import Agents
+from lightning_proxy.trainer.credit.rewards import RolloutRewards
+from lightning_proxy.trainer.credit.strategies import Sibling, group_advantages
+from lightning_proxy.trainer.types import Batch
+
+
+def sibling(final: float | None, agents: str, rewards: Mapping[int, float] | None = None) -> Sibling:
+    """A rollout with one call a letter: `p` is the planner's, `e` the executor's, `-` one without a name."""
+    names = {"p": "planner", "e": "executor", "-": None}
+    calls = [
+        ModelCall(
+            str(i), "r", i, names[letter], "chat/completions", "ok", "policy", 0, (0,), {}, {}, (i,), (), None, (),
+            None, True, None, None, 200, 0.0, None, None,
+        )
+        for i, letter in enumerate(agents)
+    ]  # fmt: skip
+    return Sibling(calls, RolloutRewards(final, {str(i): value for i, value in (rewards or {}).items()}))
+
+
+def config(**changed: Any) -> TrainerConfig:
+    return TrainerConfig.model_validate({"baseline": "dr_grpo", **changed})
+
+
+@pytest.mark.parametrize(
+    ("configured", "roles"),
+    [
+        (None, ("*", "*", "*")),
+        (["planner"], ("planner", None, None)),
+        (["planner", "*"], ("planner", "*", "*")),
+        (["*"], ("*", "*", "*")),
+    ],
+)
+def test_calls_count_as_what_their_agent_is_called(configured: Any, roles: tuple[str | None, ...]) -> None:
+    agents = Agents(configured)
+    assert (agents.role("planner"), agents.role("executor"), agents.role(None)) == roles
+
+
+def test_calls_of_agents_that_are_not_trained_have_no_advantage() -> None:
+    group = [sibling(1.0, "pe-p"), sibling(0.0, "pe")]
+    assert group_advantages(group, config(agents=["planner"])) == [[0.5, None, None, 0.5], [-0.5, None]]
+
+
+def test_a_named_agent_is_compared_only_with_rollouts_that_it_took_part_in() -> None:
+    group = [sibling(4.0, "pe"), sibling(2.0, "pe"), sibling(0.0, "p")]
+    # The planner among 4, 2, 0; the executor among 4 and 2.
+    found = group_advantages(group, config(agents=["planner", "executor"]))
+    assert found == [[2.0, 1.0], [0.0, -1.0], [-2.0]]
+    # Without names it is the rollout's return that counts, as ever.
+    assert group_advantages(group, config()) == [[2.0, 2.0], [0.0, 0.0], [-2.0]]
+
+
+def test_an_agent_that_is_in_one_rollout_only_has_nothing_to_be_compared_with() -> None:
+    assert group_advantages([sibling(1.0, "pe"), sibling(0.0, "p")], config(agents=["executor"])) == [
+        [None, 0.0],
+        [None],
+    ]
+
+
+@pytest.mark.parametrize("credit", ["uniform", "discounted"])
+def test_rewards_of_calls_count_for_their_own_agent_alone_if_so_configured(credit: str) -> None:
+    # The planner's calls are worth 1 and 0; the executor's luck, 0 and 8, is not its doing.
+    group = [sibling(None, "pe", {0: 1.0}), sibling(None, "pe", {1: 8.0})]
+    both = ["planner", "executor"]
+    own = group_advantages(group, config(credit=credit, agents=both, agent_credit="own"))
+    assert own == [[0.5, -4.0], [-0.5, 4.0]]
+    team = group_advantages(group, config(credit=credit, agents=both))
+    assert [values[0] for values in team] == [-3.5, 3.5]
+
+
+def test_the_rollouts_own_reward_counts_for_every_agent() -> None:
+    group = [sibling(1.0, "pe", {1: 8.0}), sibling(0.0, "pe")]
+    found = group_advantages(group, config(credit="discounted", agents=["planner"], agent_credit="own"))
+    assert found == [[0.5, None], [-0.5, None]]
+
+
+def test_anchor_compares_no_states_of_different_agents() -> None:
+    # The same prompt, shown to the planner in one rollout and to the executor in the other.
+    group = [sibling(1.0, "p"), sibling(0.0, "e")]
+    assert group_advantages(group, config(credit="anchor", anchor_weight=1.0)) == [[0.5], [-0.5]]
+
+
+class Traffic:
+    """Records rollouts of several agents in a store, and collects what a step would take."""
+
+    def __init__(self, database: Database) -> None:
+        self.store, self.ledger = Store(database), Ledger(database)
+
+    async def rollout(
+        self,
+        name: str,
+        final: float,
+        calls: Sequence[tuple[str | None, tuple[int, ...]]],
+        versions: Mapping[str | None, int] | None = None,
+    ) -> None:
+        """A rollout of (agent, prompt) calls, each answered by the tokens 8 9; `versions` by agent, 0 by default."""
+        async with Recorder(self.store, merged=False) as recorder:
+            for i, (agent, prompt) in enumerate(calls):
+                rollout = RolloutName(name, "t", agent)
+                request = {"messages": [{"role": "user", "content": f"{i}"}]}
+                by = (versions or {}).get(agent, 0)
+                start = CallStart(f"{name}-{i}", rollout, "chat/completions", "policy", by, request, time.time())
+                await recorder.start(start)
+                choice = Choice(0, (8, 9), (-1.0, -1.0), "stop")
+                await recorder.end(CallEnd(f"{name}-{i}", name, "ok", {}, 200, prompt, (choice,)))
+        await self.store.post_rewards([Reward(name, final)], None, b"")
+
+    async def batch(self, live: int = 0, adapters: Any = None, **changed: Any) -> Batch | None:
+        settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
+        policy = PolicyConfig(adapters=adapters or {})
+        collector = Collector(TrainerConfig.model_validate(settings), self.store, self.ledger, policy=policy)
+        return await collector.next_batch(live)
+
+
+@pytest.fixture
+async def traffic(tmp_path: Path) -> AsyncIterator[Traffic]:
+    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    yield Traffic(database)
+    await database.close()
+
+
+async def test_what_other_agents_said_is_context_of_a_trained_agents_row(traffic: Traffic) -> None:
+    talk = [("planner", (0, 1)), ("executor", (0, 1, 8, 9, 2)), ("planner", (0, 1, 8, 9, 2, 8, 9, 3))]
+    for name, final in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, final, talk)
+    batch = await traffic.batch(agents=["planner"])
+    assert batch is not None
+    row = batch.samples[0]
+    assert len(batch.samples) == 2 and row.call_ids == ("a-0", "a-2")
+    assert row.token_ids == (0, 1, 8, 9, 2, 8, 9, 3, 8, 9)
+    assert row.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
+    assert row.advantages == (0, 0, 0.5, 0.5, 0, 0, 0, 0, 0.5, 0.5)
+    assert batch.metrics["calls_of_others"] == 2
+
+
+async def test_how_stale_a_rollout_is_its_trained_agents_calls_say(traffic: Traffic) -> None:
+    for name, final in (("a", 1.0), ("b", 0.0)):  # the executor asks for the base model, by its own name
+        await traffic.rollout(name, final, [("planner", (0, 1)), ("executor", (0, 2))], {"planner": 49})
+    batch = await traffic.batch(50, agents=["planner"])
+    assert batch is not None
+    assert (batch.metrics["staleness_mean"], batch.metrics["staleness_max"]) == (1, 1)
+
+
+async def test_rollouts_without_a_trained_agent_are_dropped_and_a_wrong_name_is_told(
+    traffic: Traffic, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, final in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, final, [("planner", (0, 1)), (None, (0, 2))])
+    with caplog.at_level(logging.WARNING):
+        assert await traffic.batch(agents=["planer"]) is None
+    assert (await traffic.store.rollout("a")).dropped == "trainer.agents names none of its agents"
+    assert "trainer.agents: no call of planer so far" in caplog.text
+    assert "the agents of the rollouts are: no name (calls without X-Agent-Name), planner" in caplog.text
+
+
+async def test_wrong_names_in_credit_and_adapters_are_told_too(
+    traffic: Traffic, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, final in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, final, [("planner", (0, 1))])
+    with caplog.at_level(logging.WARNING):
+        settings = {"credit": {"planer": "discounted", "*": "uniform"}, "adapters": {"own": ["plannner", "planner"]}}
+        assert await traffic.batch(**settings) is not None
+    assert "trainer.credit: no call of planer so far; the agents of the rollouts are: planner" in caplog.text
+    assert "policy.adapters" not in caplog.text, "nobody else is there"
+    with caplog.at_level(logging.WARNING):
+        await traffic.rollout("c", 1.0, [("planner", (0, 1)), ("writer", (0, 2))])
+        await traffic.batch(**settings, group_timeout_s=1e-9)
+    assert "policy.adapters: no call of plannner so far; the agents of the rollouts are: planner, writer" in caplog.text
+
+
+async def test_no_warning_while_every_agent_that_was_seen_is_trained(
+    traffic: Traffic, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, final in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, final, [("planner", (0, 1))])
+    with caplog.at_level(logging.WARNING):
+        assert await traffic.batch(agents=["planner", "reviewer"]) is not None
+    assert caplog.text == ""
+
+
+async def test_a_group_in_which_no_agent_has_a_sibling_is_dropped_for_that(traffic: Traffic) -> None:
+    await traffic.rollout("a", 1.0, [("planner", (0, 1))])
+    await traffic.rollout("b", 0.0, [("writer", (0, 1))])
+    assert await traffic.batch(agents=["planner", "writer"]) is None
+    assert (await traffic.store.rollout("a")).dropped == "no siblings with calls of the same agent"
+
+
+async def ask(system: Any, agent: str, model: str) -> str:
+    """Who answers this agent of rollout r, and with which weights."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    _, answer = await system.call("POST", "/rollouts/r/v1/chat/completions", body, X_Agent_Name=agent)
+    return str(answer["choices"][0]["message"]["content"])
+
+
+async def test_with_adapters_an_agent_that_asks_for_the_base_model_leaves_the_policy_to_the_others(
+    running: Any, tmp_path: Path
+) -> None:
+    async with running(tmp_path, publish="lora") as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        await system.call("POST", "/policy/promote", {"version": version})
+        assert await ask(system, "executor", "base") == f"by base with {tmp_path.name}"
+        assert (await ask(system, "planner", "policy")).startswith("by policy-v1 ")
+        assert (await ask(system, "executor", "policy")).startswith("by policy-v1 ")
+        _, rollout = await system.call("GET", "/rollouts/r")
+        assert [call["policy_version"] for call in rollout["calls"]] == [0, 1, 1]
+
+
+async def test_with_merged_weights_an_agent_keeps_the_base_model_by_a_server_of_its_own(
+    running: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    async with running(tmp_path / "other") as other:
+        url = other.config.upstreams[0].base_url
+        base = UpstreamConfig(name="executor", kind="openai", base_url=url, model_map={"untrained": "base"})
+        async with running(tmp_path, publish="merged", others=[base]) as system, system.ledger() as ledger:
+            version = await system.earlier_version(ledger, tmp_path)
+            await system.call("POST", "/policy/promote", {"version": version})
+            assert await ask(system, "executor", "untrained") == "by base with other"
+            assert await ask(system, "planner", "policy") == "by base with v1"
+            assert await ask(system, "planner", "base") == "by base with v1"

@@ -1,0 +1,129 @@
+"""Automatic intermediate rewards: what the proxy saw happen in a call is worth its weight, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.apis.tools import tool_results
+from lightning_proxy.proxy.config.root import AirConfig
+from lightning_proxy.proxy.types import Choice, ModelCall, ToolCall
+from lightning_proxy.trainer.credit.air import air_rewards
+from support.calls import call
+
+ON = AirConfig(enabled=True, tool_error=-1.0, bad_arguments=-10.0, repeated_call=-100.0, truncated=-1000.0)
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0}}, "required": ["n"]}
+CHAT = {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}
+
+
+def made(*tools: ToolCall, request: dict[str, Any] = CHAT, call_id: str = "a", **changed: Any) -> ModelCall:
+    return call(call_id, tool_calls=tools, request=request, **changed)
+
+
+def tool(arguments: str, name: str = "f", is_error: bool | None = None) -> ToolCall:
+    return ToolCall("t", name, arguments, is_error=is_error)
+
+
+def reward(*calls: ModelCall) -> dict[str, float]:
+    return air_rewards(calls, ON)
+
+
+def test_a_call_in_which_nothing_happened_gets_nothing() -> None:
+    assert reward(made(tool('{"n": 1}', is_error=False)), made(call_id="b")) == {}
+
+
+def test_tool_errors_and_truncation_count() -> None:
+    assert reward(made(tool('{"n": 1}', is_error=True), tool('{"n": 2}', is_error=True))) == {"a": -2.0}
+    assert reward(made(choices=(Choice(0, finish_reason="length"),))) == {"a": -1000.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "is_error"),
+    [
+        ("Error: no such city\n Please fix your mistakes.", True),  # LangGraph, AG2, Agent Framework
+        ("An error occurred while running the tool. Please try again. Error: 1", True),  # OpenAI Agents SDK
+        ("\nError executing tool. coworker mentioned not found", True),  # CrewAI
+        ("Error invoking tool 'f' with kwargs {} with error:\n n: Field required", True),
+        ("ValueError: n must be at least 0", True),
+        ("Traceback (most recent call last):\n  File", True),
+        ('{"error": "no such city"}', True),
+        ('{"isError": true, "content": []}', True),
+        ([{"type": "text", "text": "Error: no such city"}], True),
+        ('{"error": null, "rows": 3}', False),
+        ('{"error', False),
+        ("12 errors: see below", False),
+        ("Errors and how to handle them", False),
+        ("42", False),
+        (None, False),
+    ],
+)
+def test_an_api_without_a_flag_for_errors_has_them_in_words(content: Any, is_error: bool) -> None:
+    (result,) = tool_results([{"role": "tool", "tool_call_id": "t", "content": content}])
+    sent_back = replace(tool('{"n": 1}'), result=result.content, is_error=result.is_error)
+    assert reward(made(sent_back)) == ({"a": -1.0} if is_error else {})
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", '"n"', "{}", "", '{"n": -1}', '{"n": "1"}', '{"n": 1} and more'])
+def test_arguments_that_do_not_parse_or_match_the_schema_count(arguments: str) -> None:
+    assert reward(made(tool(arguments))) == {"a": -10.0}
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        CHAT["tools"][0],
+        {"type": "function", "name": "f", "parameters": SCHEMA},
+        {"name": "f", "input_schema": SCHEMA},
+        {"type": "custom", "name": "f", "input_schema": SCHEMA},
+    ],
+)
+def test_schemas_are_found_in_the_requests_of_every_api(offered: dict[str, Any]) -> None:
+    request = {"tools": [offered]}
+    assert reward(made(tool('{"n": 1}'), request=request)) == {}
+    assert reward(made(tool('{"n": -1}'), request=request)) == {"a": -10.0}
+
+
+def test_free_form_input_need_not_be_json() -> None:
+    assert reward(made(tool("print(1)"), request={"tools": [{"type": "custom", "name": "f"}]})) == {}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "no such type"},
+        {"$ref": "http://127.0.0.1:9/schema.json"},
+        {"$ref": "#"},
+        {"$ref": "#/nowhere"},
+        {"properties": {"n": {"pattern": "("}}},
+        {"properties": {"n": {"pattern": "a{99999999999}"}}},
+        {"$schema": "http://["},
+        None,
+        7,
+    ],
+)
+def test_a_schema_that_cannot_be_used_allows_every_object(schema: Any) -> None:
+    request = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
+    assert reward(made(tool('{"n": "x"}'), request=request)) == {}
+
+
+def test_the_same_call_again_counts_however_its_arguments_are_written() -> None:
+    first, second = '{"a": 1, "b": 2}', json.dumps({"b": 2, "a": 1})
+    free = {"tools": []}
+    calls = [
+        made(tool(first, "g"), request=free, call_id="1"),
+        made(tool(second, "g"), tool(first, "h"), request=free, call_id="2"),
+        made(tool(first, "g"), request=free, call_id="3"),
+    ]
+    assert reward(*calls) == {"2": -100.0, "3": -100.0}
+
+
+def test_calls_that_decided_nothing_are_left_out() -> None:
+    failed = made(tool('{"n": 1}'), call_id="a", superseded_by="b")
+    assert reward(failed, made(tool('{"n": 1}'), call_id="b")) == {}
+
+
+def test_it_is_off_by_default() -> None:
+    assert air_rewards([made(tool("{"))], AirConfig()) == {}

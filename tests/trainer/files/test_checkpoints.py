@@ -1,0 +1,142 @@
+"""Checkpoints that cannot be gone on with are refused, with the reason; what changed since is said; full disks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_proxy.proxy.config.root import JudgeConfig, PolicyConfig, TrainerConfig
+from lightning_proxy.proxy.errors import ConfigError, NotSaved
+from lightning_proxy.trainer.files.checkpoint import whole_directory
+from lightning_proxy.trainer.files.saved_config import fingerprint
+from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
+from lightning_proxy.trainer.types import Batch, Sample
+from support.small_model import save_small_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("base"))
+
+
+def trainer(base: Path, tmp_path: Path, **settings: Any) -> LightningTrainer:
+    given = {"report_to": [], "dtype": "float32", "lora_rank": 4, **settings}
+    config = TrainerConfig.model_validate(given)
+    return LightningTrainer(config, PolicyConfig(model=str(base), directory=tmp_path / "policy"))
+
+
+def test_what_changed_is_said_in_one_line(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(base, tmp_path).save(tmp_path / "1")
+    changed = trainer(base, tmp_path, learning_rate=2e-5, group_size=4, air={"enabled": True})
+    with caplog.at_level(logging.WARNING):
+        changed.load(tmp_path / "1")
+    (line,) = [r.getMessage() for r in caplog.records if "configuration changed" in r.getMessage()]
+    for said in ("trainer.learning_rate 1e-05 → 2e-05", "trainer.group_size 8 → 4", "trainer.air.enabled false → true"):
+        assert said in line
+    assert "lora" not in line
+
+
+def test_nothing_is_said_when_nothing_changed(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(base, tmp_path).save(tmp_path / "1")
+    with caplog.at_level(logging.WARNING):
+        trainer(base, tmp_path).load(tmp_path / "1")
+    assert "changed" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"lora_rank": 8}, "trainer.lora_rank 4 → 8"),
+        ({"lora_alpha": 64}, "trainer.lora_alpha 32 → 64"),
+        ({"lora_targets": ["q_proj"]}, 'trainer.lora_targets "all-linear" → ["q_proj"]'),
+    ],
+)
+def test_another_adapter_is_refused(base: Path, tmp_path: Path, settings: dict[str, Any], what: str) -> None:
+    trainer(base, tmp_path).save(tmp_path / "1")
+    other = trainer(base, tmp_path, **settings)
+    before = other.adapter()
+    with pytest.raises(ConfigError) as error:
+        other.load(tmp_path / "1")
+    assert what in error.value.message and "set it back, or start anew" in error.value.message
+    assert all(torch.equal(value, before[name]) for name, value in other.adapter().items())
+
+
+def test_another_base_model_is_refused_and_one_that_was_moved_is_not(base: Path, tmp_path: Path) -> None:
+    trainer(base, tmp_path).save(tmp_path / "1")
+    moved = tmp_path / "moved"
+    save_small_model(moved)
+    trainer(moved, tmp_path).load(tmp_path / "1")
+    other = save_small_model(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match=rf"policy.model {base} → {other}"):
+        trainer(other, tmp_path).load(tmp_path / "1")
+
+
+def test_a_model_is_the_same_in_either_precision(base: Path, tmp_path: Path) -> None:
+    model = trainer(base, tmp_path).peft_model
+    assert fingerprint(model) == fingerprint(model.to(torch.bfloat16))
+
+
+def test_an_adapter_of_another_rank_is_refused_without_a_saved_configuration(base: Path, tmp_path: Path) -> None:
+    trainer(base, tmp_path).save(tmp_path / "1")
+    (tmp_path / "1" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"adapter of another shape: .* is \(4, \d+\) in it and \(8, \d+\)"):
+        trainer(base, tmp_path, lora_rank=8).load(tmp_path / "1")
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone", "rubbish"])
+def test_a_damaged_checkpoint_is_named_with_what_to_do(base: Path, tmp_path: Path, damage: str) -> None:
+    saved = trainer(base, tmp_path)
+    saved.save(tmp_path / "1")
+    path = tmp_path / "1" / STATE_FILE
+    whole = path.read_bytes()
+    path.write_bytes({"cut": whole[: len(whole) // 2], "rubbish": b"rubbish" * 99}.get(damage, b""))
+    if damage == "gone":
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"state.pt is damaged .*: restore it from a backup, or make an earlier"):
+        saved.load(tmp_path / "1")
+
+
+def test_without_optimizer_state_its_moments_and_the_schedule_begin_anew_and_that_is_said(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = trainer(base, tmp_path, lr_scheduler="linear", max_steps=4)
+    rate = saved.optimizer.param_groups[0]["lr"]
+    saved.save(tmp_path / "1")
+    state = torch.load(tmp_path / "1" / STATE_FILE, weights_only=True)
+    del state["optimizer"]
+    torch.save(state, tmp_path / "1" / STATE_FILE)
+    tokens = (0, 5, 6, 7)
+    sample = Sample("t", "r", tokens, (0, 0, 1, 1), (0.0, 0.0, -3.0, -3.0), (1.0,) * 4, (1.0,) * 4)
+    assert not saved.step(Batch(1, (sample,), ("r",)))["skipped"]
+    assert saved.optimizer.state and saved.optimizer.param_groups[0]["lr"] < rate
+    with caplog.at_level(logging.WARNING):
+        saved.load(tmp_path / "1")
+    assert "has no optimizer state: its moments and the schedule begin anew" in caplog.text
+    assert not saved.optimizer.state and saved.optimizer.param_groups[0]["lr"] == rate
+
+
+def test_no_secret_is_in_a_checkpoint(base: Path, tmp_path: Path) -> None:
+    judge = JudgeConfig(model="openai/gpt").model_dump()
+    trainer(base, tmp_path, judge=judge).save(tmp_path / "1")
+    saved = json.loads((tmp_path / "1" / "config.json").read_text())
+    assert {key.split(".")[0] for key in saved} == {"trainer", "policy", "weights of policy"}
+    assert not [key for key in saved if "key" in key]
+
+
+def test_a_full_disk_leaves_what_was_there_and_no_half_of_anything(tmp_path: Path) -> None:
+    with whole_directory(tmp_path / "1") as directory:
+        (directory / "a").write_text("whole")
+    with (
+        pytest.raises(NotSaved, match=r"/1 cannot be written: .*No space left"),
+        whole_directory(tmp_path / "1") as directory,
+    ):
+        (directory / "a").write_text("ha")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert (tmp_path / "1" / "a").read_text() == "whole"

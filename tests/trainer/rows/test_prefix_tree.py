@@ -1,0 +1,132 @@
+"""A tree of prefixes holds every row, each prefix once; and how samples are cut into trees."""
+
+import math
+import random
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
+from lightning_proxy.trainer.rows.prefix_tree import build_tree, padded_tree
+from lightning_proxy.trainer.types import Sample
+
+torch = pytest.importorskip("torch")
+
+from transformers import LlamaConfig  # noqa: E402
+
+from lightning_proxy.trainer.step.scoring import check_tree_support  # noqa: E402
+
+VOCABULARY = 50
+
+
+def random_rows(seed: int, count: int = 9) -> list[list[int]]:
+    """Rows that branch off each other at random places, with duplicates and prefixes of each other among them."""
+    rng = random.Random(seed)
+    rows = [[rng.randrange(VOCABULARY) for _ in range(12)]]
+    while len(rows) < count:
+        kept = rng.choice(rows)
+        rows.append(
+            kept[: rng.randrange(1, len(kept) + 1)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(8))]
+        )
+    return [*rows, rows[0]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_tree_holds_every_row_and_each_prefix_once(seed: int) -> None:
+    rows = random_rows(seed)
+    tree = build_tree(rows)
+    assert [tree.token_ids[path].tolist() for path in tree.paths] == rows
+    assert [tree.depths[path].tolist() for path in tree.paths] == [list(range(len(row))) for row in rows]
+    assert len(tree) == len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
+
+
+def test_a_padded_tree_has_more_nodes_that_nobody_sees() -> None:
+    tree = build_tree([[1, 2, 3], [1, 2, 4], [5]])
+    padded = padded_tree(tree, 4)
+    assert len(padded) == 8 and padded.ends.tolist() == [*tree.ends.tolist(), 6, 7, 8]
+    assert padded_tree(padded, 4).ends.tolist() == padded.ends.tolist()
+
+
+def test_no_rows_make_an_empty_tree() -> None:
+    tree = build_tree([])
+    assert len(tree) == 0 and tree.paths == ()
+
+
+def test_a_recurrent_model_is_refused() -> None:
+    config = LlamaConfig()
+    config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="linear_attention"):
+        check_tree_support(config, 100)
+
+
+def test_an_attention_window_shorter_than_a_sample_is_refused() -> None:
+    config = LlamaConfig()
+    config.layer_types, config.sliding_window = ["sliding_attention"], 64
+    check_tree_support(config, 64)
+    with pytest.raises(ConfigError, match="window of 64"):
+        check_tree_support(config, 65)
+
+
+def samples(task: str, rows: list[list[int]]) -> list[Sample]:
+    return [
+        Sample(f"{task}{i}", task, tuple(row), (0, *[1] * (len(row) - 1)), *[(0.0,) * len(row)] * 3)
+        for i, row in enumerate(rows)
+    ]
+
+
+def test_micro_batches_hold_every_sample_once_and_keep_to_the_budget() -> None:
+    given = [s for task in range(6) for s in samples(str(task), random_rows(task))]
+    made = micro_batches(given, TreeCost(attention=0.0, max_nodes=60))
+    assert all(len(batch.tree) <= 60 for batch in made)
+    found = [s for batch in made for s in batch.samples]
+    assert sorted(found, key=lambda s: s.rollout_id) == sorted(given, key=lambda s: s.rollout_id)
+    for batch in made:
+        assert [tuple(batch.tree.token_ids[p]) for p in batch.tree.paths] == [s.token_ids[:-1] for s in batch.samples]
+
+
+def test_a_sample_over_the_budget_stands_alone() -> None:
+    made = micro_batches(samples("a", [list(range(30)), [40, 41]]), TreeCost(attention=0.0, max_nodes=10))
+    assert [len(batch.tree) for batch in made] == [29, 1]
+
+
+def test_unrelated_tasks_share_a_pass_where_they_fit() -> None:
+    given = samples("a", [[1, 2, 3, 4]]) + samples("b", [[1, 5, 6, 7]]) + samples("c", [[9, 8, 7, 6]])
+    assert [len(batch.samples) for batch in micro_batches(given, TreeCost(attention=1.0, max_nodes=100))] == [3]
+    assert [len(batch.samples) for batch in micro_batches(given, TreeCost(attention=1.0, max_nodes=5))] == [2, 1]
+
+
+def test_no_samples_make_no_micro_batches() -> None:
+    assert micro_batches([], TreeCost(attention=0.0, max_nodes=10)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cuts_compute_less_twice(seed: int) -> None:
+    given = sorted(samples("a", random_rows(seed, count=8)), key=lambda s: s.token_ids)
+    cost = TreeCost(attention=0.1, max_nodes=random.Random(seed).choice([15, 25, 40]))
+    found = micro_batches(given, cost)
+
+    def total(cuts: tuple[int, ...]) -> float:
+        groups = [[s.token_ids[:-1] for s in given[a:b]] for a, b in pairwise((0, *cuts, len(given)))]
+        trees = [build_tree(group) for group in groups]
+        fits = all(len(tree) <= cost.max_nodes or len(tree.paths) == 1 for tree in trees)
+        return sum(cost(tree) + 1.0 for tree in trees) if fits else math.inf
+
+    cuts = range(1, len(given))
+    best = min(total(chosen) for n in range(len(given)) for chosen in combinations(cuts, n))
+    assert sum(cost(batch.tree) + 1.0 for batch in found) == pytest.approx(best)
+
+
+def test_thousands_of_samples_are_cut_quickly() -> None:
+    rng = np.random.default_rng(0)
+    given = samples("a", [[1, 2, 3, *rng.integers(0, 50, 20).tolist()] for _ in range(3000)])
+    made = micro_batches(given, TreeCost(attention=0.01, max_nodes=8192))
+    assert sum(len(batch.samples) for batch in made) == 3000 and len(made) < 10
+
+
+def test_a_tree_of_many_tokens_is_quick_to_describe() -> None:
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, 1000, 4000).tolist()
+    tree = build_tree([trunk + rng.integers(0, 1000, 100).tolist() for _ in range(40)])
+    assert len(tree) == 8000

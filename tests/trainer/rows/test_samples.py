@@ -1,0 +1,187 @@
+"""From calls to training rows."""
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.types import Choice, ModelCall
+from lightning_proxy.trainer.rows.samples import RolloutSamples, merge_rate, rollout_samples
+
+
+def call(
+    prompt: list[int], answer: list[int], *, name: str = "c", trainable: bool = True, choices: int = 1, **request: Any
+) -> ModelCall:
+    choice = Choice(0, tuple(answer), tuple(-0.1 * t for t in answer))
+    return ModelCall(
+        name, "r", 0, None, "chat.completions", "ok", "policy", 0, (0,), request, {}, tuple(prompt),
+        (choice,) * choices, None, (), None, trainable, None, None, 200, 0.0, None, None,
+    )  # fmt: skip
+
+
+def rows(*calls: ModelCall, max_tokens: int = 100) -> RolloutSamples:
+    return rollout_samples(calls, [float(i + 1) for i in range(len(calls))], task_id="t", max_tokens=max_tokens)
+
+
+def test_a_row_that_would_become_too_long_ends_before_it() -> None:
+    made = rows(call([1], [2], name="a"), call([1, 2, 7, 8], [9], name="b"), max_tokens=4)
+    assert [sample.token_ids for sample in made.samples] == [(1, 2)]
+    assert made.counts["rows_too_long"] == 1
+
+
+def test_a_single_call_is_one_row() -> None:
+    (sample,) = rows(call([1, 2], [3, 4], temperature=0.5)).samples
+    assert sample.token_ids == (1, 2, 3, 4)
+    assert sample.mask == (0, 0, 1, 1)
+    assert sample.logprobs == pytest.approx((0, 0, -0.3, -0.4))
+    assert sample.advantages == (0.0, 0.0, 1.0, 1.0)
+    assert sample.temperatures == (1.0, 1.0, 0.5, 0.5)
+    assert (sample.rollout_id, sample.task_id, sample.call_ids) == ("r", "t", ("c",))
+
+
+def test_a_call_that_continues_the_tokens_joins_the_row_with_its_own_advantage() -> None:
+    (sample,) = rows(call([1], [2], name="a"), call([1, 2, 7, 8], [9], name="b")).samples
+    assert sample.token_ids == (1, 2, 7, 8, 9)
+    assert sample.mask == (0, 1, 0, 0, 1)
+    assert sample.advantages == (0.0, 1.0, 0.0, 0.0, 2.0)
+    assert sample.call_ids == ("a", "b")
+
+
+def test_a_call_that_differs_in_one_token_opens_a_new_row() -> None:
+    first, second = rows(call([1], [2, 3]), call([1, 2, 4, 5], [6])).samples
+    assert first.token_ids == (1, 2, 3)
+    assert second.mask == (0, 0, 0, 0, 1)
+
+
+def test_any_open_row_may_be_continued_not_only_the_last() -> None:
+    first, second = rows(call([1], [2]), call([5], [6]), call([1, 2, 3], [4])).samples
+    assert first.token_ids == (1, 2, 3, 4)
+    assert second.token_ids == (5, 6)
+
+
+def test_the_longest_row_that_fits_is_continued() -> None:
+    first, second = rows(call([1], [2]), call([1], [2, 3]), call([1, 2, 3, 7], [4])).samples
+    assert first.token_ids == (1, 2)
+    assert second.token_ids == (1, 2, 3, 7, 4)
+
+
+def test_a_branch_keeps_the_shared_part_as_context() -> None:
+    first, second = rows(call([1], [2]), call([1, 2, 3], [4]), call([1, 2, 5], [6])).samples
+    assert first.mask == (0, 1, 0, 1)
+    assert second.mask == (0, 0, 0, 1)
+
+
+def test_an_untrainable_call_is_only_context() -> None:
+    made = rows(call([1], [2], trainable=False), call([1, 2, 3], [4]))
+    assert [s.mask for s in made.samples] == [(0, 0, 0, 1)]
+    assert made.counts["calls_untrainable"] == 1
+
+
+@pytest.mark.parametrize("unusable", [call([], [1]), call([1], []), call([1], [2], temperature=0)])
+def test_calls_without_a_prompt_an_answer_or_a_distribution_are_left_out(unusable: ModelCall) -> None:
+    assert rows(unusable) == RolloutSamples((), Counter(calls_untrainable=1))
+
+
+def test_calls_with_several_answers_are_left_out_and_counted() -> None:
+    assert rows(call([1], [2], choices=2)) == RolloutSamples((), Counter(calls_ambiguous=1))
+
+
+def test_rows_over_the_limit_are_dropped_and_counted() -> None:
+    made = rows(call([1, 2], [3]), call([9], [8]), max_tokens=2)
+    assert [s.token_ids for s in made.samples] == [(9, 8)]
+    assert made.counts["rows_too_long"] == 1
+
+
+def test_calls_with_tokens_that_the_model_does_not_have_are_left_out_and_counted() -> None:
+    calls = (call([1], [2]), call([9], [2]), call([1, 2], [9]), call([1, 2, 3], [8]))
+    made = rollout_samples(calls, [1.0] * 4, task_id="t", max_tokens=100, vocabulary=9)
+    assert [s.token_ids for s in made.samples] == [(1, 2, 3, 8)]
+    assert made.counts["calls_other_tokens"] == 2
+
+
+def test_no_calls_give_no_rows() -> None:
+    assert rows() == RolloutSamples((), Counter())
+
+
+@pytest.mark.parametrize(
+    ("calls", "counted"),
+    [
+        ([([1], [2, 3]), ([1, 2, 3, 7], [4])], {"calls_merged"}),
+        ([([1], [2, 3]), ([1, 2, 8, 7], [4])], {"forks_drift"}),  # "23" came back as "28"
+        ([([1], [2, 3]), ([1, 2], [4])], {"forks_repeated"}),
+        ([([1], [2, 3]), ([1], [2, 3])], {"forks_repeated"}),
+        ([([1], [2, 3]), ([1, 2, 3], [4])], {"forks_adjoining"}),
+        ([([1], [2, 3]), ([1, 8, 7], [4])], {"forks_edited"}),  # nothing is left of the answer
+        ([([1], [2]), ([1, 2, 7], [4]), ([1, 2, 9], [4])], {"calls_merged", "forks_edited"}),
+        ([([1, 5], [2]), ([1, 6], [4])], {"forks_new"}),  # a system prompt in common
+    ],
+)
+def test_why_a_call_opens_a_row_is_counted(calls: list[tuple[list[int], list[int]]], counted: set[str]) -> None:
+    made = rows(*(call(*each) for each in calls))
+    assert dict(made.counts) == {"calls": len(calls), **dict.fromkeys(counted, 1)}
+
+
+def test_after_a_drift_the_sampled_answer_is_trained_where_it_was_sampled_and_the_other_is_context() -> None:
+    first, second = rows(call([1], [2, 3], name="a"), call([1, 2, 8, 7], [4], name="b")).samples
+    assert (first.token_ids, first.mask, first.call_ids) == ((1, 2, 3), (0, 1, 1), ("a",))
+    assert (second.token_ids, second.mask, second.call_ids) == ((1, 2, 8, 7, 4), (0, 0, 0, 0, 1), ("b",))
+
+
+def test_two_answers_with_nothing_between_them_stay_two() -> None:
+    """One row would make one sequence of them, where a loss looks at sequences."""
+    made = rows(call([1], [2, 3]), call([1, 2, 3], [4]), call([1, 2, 3, 4, 7], [5])).samples
+    assert [(s.token_ids, s.mask) for s in made] == [
+        ((1, 2, 3), (0, 1, 1)),
+        ((1, 2, 3, 4, 7, 5), (0, 0, 0, 1, 0, 1)),
+    ]
+
+
+def test_the_merge_rate_is_of_the_calls_that_had_a_row_to_join() -> None:
+    made = rows(call([1], [2]), call([1, 2, 3], [4]), call([9], [8]))
+    assert merge_rate(made.counts) == 0.5
+    assert merge_rate(rows(call([1], [2])).counts) == 1.0
+    assert merge_rate(rows(call([1], [2]), call([1, 2], [3])).counts) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_answer_is_trained_once_after_exactly_what_the_model_saw(seed: int) -> None:
+    """Random agents that go on, re-tokenise, edit, go back, ask again and start anew."""
+    rng = random.Random(seed)
+
+    def some(most: int = 4) -> list[int]:
+        return [rng.randrange(3) for _ in range(rng.randrange(1, most + 1))]
+
+    calls = [call([0, *some()], some(), name="0")]
+    for i in range(1, 25):
+        past = [*rng.choice(calls).prompt_token_ids, *rng.choice(calls).response_token_ids]
+        before = calls[-1]
+        told = [*before.prompt_token_ids, *before.response_token_ids]
+        prompt = rng.choice(
+            [told + some(), told[:-1] + some(), past, past[: rng.randrange(1, len(past))], [1, *some()]]
+        )
+        calls.append(call(prompt, some(), name=str(i)))
+    made = rows(*calls, max_tokens=10_000)
+    found = {}
+    for sample in made.samples:
+        starts = [i for i in range(1, len(sample.mask)) if sample.advantages[i] != sample.advantages[i - 1]]
+        for start in (i for i in starts if sample.mask[i]):
+            number = int(sample.advantages[start]) - 1  # call i has the advantage i + 1
+            stop = start + len(calls[number].response_token_ids)
+            assert sample.token_ids[:start] == calls[number].prompt_token_ids
+            assert sample.token_ids[start:stop] == calls[number].response_token_ids
+            assert set(sample.advantages[start:stop]) == {number + 1.0}
+            assert str(number) not in found
+            found[str(number)] = sample
+    assert found.keys() == {c.call_id for c in calls} == {n for s in made.samples for n in s.call_ids}
+    assert sum(s.trained_tokens for s in made.samples) == sum(len(c.response_token_ids) for c in calls)
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, -9999.0])
+def test_only_the_call_whose_captured_logprobs_are_not_finite_is_left_out(logprob: float) -> None:
+    bad = replace(call([1], [2, 3], name="bad"), choices=(Choice(0, (2, 3), (-0.1, logprob)),))
+    made = rows(call([1], [2], name="a"), bad, call([1, 2, 7], [9], name="b"))
+    assert [sample.call_ids for sample in made.samples] == [("a", "b")]
+    assert made.counts["calls_not_finite"] == 1

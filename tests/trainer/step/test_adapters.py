@@ -1,0 +1,307 @@
+"""Agents with adapters of their own: who uses which, whose samples move it, which weights answer whose calls."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_proxy.commands.vllm import vllm_program
+from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.proxy.config.root import Config, PolicyConfig, StoreConfig, TrainerConfig
+from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.policy.mode import has_gpu, publish_mode
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.trainer.collect.collector import Collector
+from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
+from lightning_proxy.trainer.step.adapters import Weights
+from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
+from lightning_proxy.trainer.types import Batch, Sample
+from support.small_model import VOCABULARY, save_small_model
+
+OWN = {"writer": ["writer", "rewriter"], "checker": ["checker"]}
+
+
+# Which agent uses which adapter ------------------------------------------------------------------------------------
+
+
+def test_an_agent_uses_the_adapter_that_lists_it_and_all_others_share_one() -> None:
+    policy = PolicyConfig.model_validate({"adapters": OWN})
+    used = {agent: policy.adapter_of(agent) for agent in ("writer", "rewriter", "checker", "planner", None)}
+    assert used == {
+        "writer": "writer", "rewriter": "writer", "checker": "checker", "planner": "default", None: "default",
+    }  # fmt: skip
+    assert PolicyConfig().adapter_of("writer") == "default"
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("{adapters: {a1: [x, y], b1: [y]}}", "policy.adapters: an agent has one adapter, but this is named twice: y"),
+        ("{adapters: {default: [x]}}", "policy.adapters: 'default' is the adapter of agents that no list names"),
+        ("{adapters: {a1: []}}", "policy.adapters.a1: "),
+        ("{adapters: {a.b: [x]}}", "policy.adapters.a.b"),
+        ("{adapters: {a1: [x]}, publish: merged}", "policy.adapters needs policy.publish: lora"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_keys(tmp_path: Path, policy: str, message: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"policy: {policy}")
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "config.yaml")
+    assert message in error.value.message
+
+
+@pytest.mark.skipif(has_gpu(), reason="auto is lora on a GPU")
+def test_without_a_gpu_adapters_need_lora_by_name() -> None:
+    config = Config.model_validate({"policy": {"adapters": OWN}})
+    with pytest.raises(ConfigError, match=r"policy\.adapters needs policy\.publish: lora; .* auto means merged"):
+        publish_mode(config)
+    assert publish_mode(Config.model_validate({"policy": {"adapters": OWN, "publish": "lora"}})) == "lora"
+
+
+def test_vllm_has_room_for_every_adapter_of_as_many_versions(base: Path) -> None:
+    policy = {"model": str(base), "publish": "lora", "adapters": OWN}
+    argv = vllm_program(Config.model_validate({"policy": policy, "vllm": {"max_loras": 4}})).argv
+    assert argv[argv.index("--max-loras") + 1] == "12"
+
+
+# What a call is answered by ----------------------------------------------------------------------------------------
+
+
+async def test_calls_of_one_rollout_go_to_the_adapters_of_their_agents(running: Any, tmp_path: Path) -> None:
+    async def ask(rollout: str, agent: str | None) -> str:
+        named = {} if agent is None else {"X_Agent_Name": agent}
+        _, answer = await system.chat(rollout, **named)
+        return str(answer["choices"][0]["message"]["content"]).split()[1]
+
+    async with running(tmp_path, publish="lora", adapters=OWN) as system, system.ledger() as ledger:
+        assert await ask("early", "writer") == "base"
+        version = await system.earlier_version(ledger, tmp_path, ["writer", "checker"])
+        await system.call("POST", "/policy/promote", {"version": version})
+        asked = ("writer", "rewriter", "checker", "planner", None)
+        found = [await ask("r", agent) for agent in asked]
+        assert found == ["policy-v1.writer", "policy-v1.writer", "policy-v1.checker", "policy-v1", "policy-v1"]
+        assert await ask("early", "writer") == "base", "a rollout keeps the version that it began with"
+        _, rollout = await system.call("GET", "/rollouts/r")
+        assert [call["policy_version"] for call in rollout["calls"]] == [1] * 5
+        served = {"writer": "policy-v1.writer", "checker": "policy-v1.checker"}
+        _, live = await system.call("GET", "/policy")
+        _, versions = await system.call("GET", "/policy/versions")
+        assert (live["served_model"], live["adapters"]) == ("policy-v1", served)
+        assert [v["adapters"] for v in versions["data"]] == [{}, served]
+
+
+async def test_a_version_without_an_agents_adapter_answers_it_with_the_shared_one(running: Any, tmp_path: Path) -> None:
+    async with running(tmp_path, publish="lora", adapters=OWN) as system, system.ledger() as ledger:
+        version = await system.earlier_version(ledger, tmp_path)
+        await system.call("POST", "/policy/promote", {"version": version})
+        _, answer = await system.chat("r", X_Agent_Name="writer")
+        assert answer["choices"][0]["message"]["content"].startswith("by policy-v1 ")
+
+
+# What is trained ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("base"))
+
+
+def trainer(base: Path, where: Path, adapters: Any = OWN, **settings: Any) -> LightningTrainer:
+    given = {"learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", **settings}
+    policy = PolicyConfig(model=str(base), directory=where, adapters=adapters, publish="lora")
+    return LightningTrainer(TrainerConfig.model_validate(given), policy)
+
+
+def rows(adapter: str, rollouts: int, seed: int, calls: int = 1) -> tuple[Sample, ...]:
+    """A row of each call of so many rollouts; all rows of all adapters begin with the same prompt."""
+    rng, found = random.Random(seed), []
+    for rollout in range(rollouts):
+        for _ in range(calls):
+            answer = tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randrange(1, 6)))
+            n = len(answer)
+            logprobs = (0.0,) * 3 + tuple(-math.log(VOCABULARY) + rng.gauss(0, 0.5) for _ in answer)
+            advantages = (0.0,) * 3 + (rng.choice([-1.0, 1.0]),) * n
+            found.append(
+                Sample(
+                    f"r{rollout}", "t", (0, 5, 6, *answer), (0,) * 3 + (1,) * n, logprobs, advantages,
+                    (1.0,) * (3 + n), adapter=adapter,
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def batch(step: int, *parts: tuple[Sample, ...]) -> Batch:
+    return Batch(step, tuple(s for part in parts for s in part), ())
+
+
+def apart(one: Weights, other: Weights) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[key] - other[key]).abs().max()) for key in one)
+
+
+def test_no_micro_batch_has_rows_of_two_adapters_though_they_share_a_prompt() -> None:
+    given = (*rows("default", 3, 1), *rows("writer", 3, 1))
+    made = micro_batches(given, TreeCost(attention=0.0, max_nodes=1000))
+    assert [(b.adapter, len(b.samples)) for b in made] == [("default", 3), ("writer", 3)]
+    assert {s.adapter for s in made[0].samples} == {"default"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_type": "dapo"}, {"kl_coef": 0.1, "max_tokens_per_batch": 20}])
+def test_each_adapter_gets_the_update_that_its_own_samples_give_alone(
+    base: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Three steps; the second has nothing of the checker's. The writer has three times as many calls."""
+    together = trainer(base, tmp_path / "all", **settings)
+    alone = {name: trainer(base, tmp_path / name, **settings) for name in ("default", "writer", "checker")}
+    start = together.adapters.all_weights()
+    for step in (1, 2, 3):
+        parts = {"default": rows("default", 4, step), "writer": rows("writer", 4, 10 + step, calls=3)}
+        if step != 2:
+            parts["checker"] = rows("checker", 2, 20 + step)
+        before = together.adapter("checker")
+        metrics = together.step(batch(step, *parts.values()))
+        norms = [alone[name].step(batch(step, own))["grad_norm"] for name, own in parts.items()]
+        assert metrics["grad_norm"] == pytest.approx(math.hypot(*norms), rel=1e-4)
+        assert (apart(together.adapter("checker"), before) == 0.0) == (step == 2)
+    for name, learner in alone.items():
+        assert apart(together.adapter(name), learner.adapter(name)) <= 1e-6, name
+        assert apart(together.adapter(name), start[name]) > 1e-3, name
+
+
+def test_the_shared_adapter_trains_as_it_does_where_it_is_the_only_one(base: Path, tmp_path: Path) -> None:
+    several, single = trainer(base, tmp_path / "a"), trainer(base, tmp_path / "b", adapters={})
+    for step in (1, 2):
+        own = rows("default", 4, step)
+        several.step(batch(step, own, rows("writer", 4, step)))
+        single.step(batch(step, own))
+    assert apart(several.adapter(), single.adapter()) <= 1e-6
+
+
+def test_a_steps_loss_is_averaged_over_the_rollouts_that_the_adapters_agents_took_part_in(
+    base: Path, tmp_path: Path
+) -> None:
+    """With plain gradient descent's step size: twice as many compared rollouts, half the gradient, of that adapter."""
+    norms = {}
+    for compared in (4, 8):
+        learner = trainer(base, tmp_path / str(compared), max_grad_norm=1e9)
+        given = replace(batch(1, rows("writer", 4, 1)), compared=16, compared_by_adapter={"writer": compared})
+        norms[compared] = learner.step(given)["grad_norm"]
+    assert norms[4] == pytest.approx(2 * norms[8], rel=1e-5)
+
+
+def test_the_kl_is_to_the_model_without_any_adapter(base: Path, tmp_path: Path) -> None:
+    learner = trainer(base, tmp_path, kl_metric=True)
+    given = batch(1, rows("default", 4, 1), rows("writer", 4, 2))
+    assert learner.step(given)["kl_base"] == pytest.approx(0.0, abs=1e-6)
+    for name in ("default", "writer"):
+        assert learner.step(batch(2, rows(name, 4, 1)))["kl_base"] > 1e-4
+
+
+def test_log_probabilities_are_those_of_the_adapter_that_is_asked_for(base: Path, tmp_path: Path) -> None:
+    learner = trainer(base, tmp_path)
+    asked = [(0, 5, 6, 7)]
+    before = learner.logprobs(asked)
+    learner.step(batch(1, rows("writer", 4, 1)))
+    assert learner.logprobs(asked) == before
+    moved = learner.logprobs(asked, adapter="writer")
+    assert moved != before
+    assert learner.logprobs(asked, learner.adapter("checker"), "writer")[0] == pytest.approx(before[0], abs=1e-6)
+    assert learner.logprobs(asked, adapter="writer") == moved
+
+
+def test_all_adapters_and_their_optimizer_states_are_resumed_exactly(base: Path, tmp_path: Path) -> None:
+    given = [batch(step, rows("default", 4, step), rows("writer", 4, 10 + step)) for step in (1, 2, 3)]
+    first = trainer(base, tmp_path / "a")
+    for one in given[:2]:
+        first.step(one)
+    first.save(tmp_path / "2")
+    in_another_order = {name: OWN[name] for name in reversed(OWN)}
+    again = trainer(base, tmp_path / "b", in_another_order, seed=7)
+    assert again.load(tmp_path / "2") == 2
+    assert first.step(given[2])["loss"] == again.step(given[2])["loss"]
+    for name in first.adapters.names:
+        assert apart(first.adapter(name), again.adapter(name)) == 0.0
+
+
+@pytest.mark.parametrize("adapters", [{}, {"writer": ["writer"]}, {"editor": ["writer"], "checker": ["checker"]}])
+@pytest.mark.parametrize("configuration", [True, False])
+def test_a_checkpoint_of_other_adapters_is_refused(
+    base: Path, tmp_path: Path, adapters: dict[str, list[str]], configuration: bool
+) -> None:
+    trainer(base, tmp_path / "a").save(tmp_path / "1")
+    if not configuration:
+        (tmp_path / "1" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"policy\.adapters") as error:
+        trainer(base, tmp_path / "b", adapters).load(tmp_path / "1")
+    said = '["checker", "writer"] → ' if configuration else "None"
+    assert said in error.value.message
+
+
+def test_an_agent_may_change_its_adapter_and_that_is_said(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(base, tmp_path / "a").save(tmp_path / "1")
+    trainer(base, tmp_path / "b", {"writer": ["writer"], "checker": ["checker", "rewriter"]}).load(tmp_path / "1")
+    assert 'policy.adapters {"writer": ["writer", "rewriter"]' in caplog.text
+
+
+def test_a_checkpoint_from_before_there_could_be_several_is_gone_on_with(base: Path, tmp_path: Path) -> None:
+    before = trainer(base, tmp_path / "a", {})
+    before.step(batch(1, rows("default", 4, 1)))
+    before.save(tmp_path / "1")
+    state = torch.load(tmp_path / "1" / STATE_FILE, weights_only=True)
+    state["adapter"] = state.pop("adapters")["default"]
+    torch.save(state, tmp_path / "1" / STATE_FILE)
+    (tmp_path / "1" / "config.json").unlink()
+    after = trainer(base, tmp_path / "b", {})
+    assert after.load(tmp_path / "1") == 1
+    assert apart(after.adapter(), before.adapter()) == 0.0
+
+
+@pytest.mark.parametrize("name", ["mlp", "weight", "lora"])
+def test_an_adapter_named_as_a_part_of_the_model_is_refused(base: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"policy.adapters: '{name}' is also the name of a part of the model"):
+        trainer(base, tmp_path, {name: ["writer"]})
+
+
+# What is collected -------------------------------------------------------------------------------------------------
+
+
+async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_context(tmp_path: Path) -> None:
+    """Each asks with all that was said before: one row where they share an adapter, two where they do not."""
+    talk = [("writer", (0, 1)), ("checker", (0, 1, 8, 9, 2)), ("rewriter", (0, 1, 8, 9, 2, 8, 9, 3))]
+    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    store, ledger = Store(database), Ledger(database)
+    async with Recorder(store, merged=False) as recorder:
+        for name, last in (("a", 3), ("b", 3), ("c", 1)):
+            for i, (agent, prompt) in enumerate(talk[:last]):
+                rollout = RolloutName(name, "t", agent)
+                await recorder.start(
+                    CallStart(f"{name}{i}", rollout, "chat/completions", "policy", 0, {"n": i}, 1.0 + i)
+                )
+                choice = Choice(0, (8, 9), (-1.0, -1.0), "stop")
+                await recorder.end(CallEnd(f"{name}{i}", name, "ok", {}, 200, prompt, (choice,)))
+    await store.post_rewards([Reward("a", 1.0), Reward("b", 0.0), Reward("c", 0.0)], None, b"")
+    settings = TrainerConfig(group_size=3, tasks_per_step=1)
+    policy = PolicyConfig.model_validate({"adapters": OWN})
+    found = await Collector(settings, store, ledger, policy=policy).next_batch(0)
+    await database.close()
+    assert found is not None
+    assert {(s.adapter, s.call_ids) for s in found.samples} == {
+        ("writer", ("a0", "a2")), ("checker", ("a1",)), ("writer", ("b0", "b2")), ("checker", ("b1",)),
+        ("writer", ("c0",)),
+    }  # fmt: skip
+    (whole,) = (s for s in found.samples if s.call_ids == ("a0", "a2"))
+    assert whole.token_ids == (0, 1, 8, 9, 2, 8, 9, 3, 8, 9)
+    assert whole.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
+    assert (found.compared, found.compared_by_adapter) == (3, {"writer": 3, "checker": 2})

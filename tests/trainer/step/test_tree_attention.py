@@ -1,0 +1,226 @@
+"""Computed as a tree, rows get the scores and gradients that they get one by one, whatever the model and the tree."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
+from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree
+from lightning_proxy.trainer.step.attention_plan import RUN, attention_plan
+from lightning_proxy.trainer.types import Sample
+
+torch = pytest.importorskip("torch")
+
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM  # noqa: E402
+
+from lightning_proxy.trainer.step import tree_attention  # noqa: E402
+from lightning_proxy.trainer.step.scoring import score  # noqa: E402
+from lightning_proxy.trainer.step.tree_attention import NAME, TreeMask, tree_attention_forward, use_tree_attention  # noqa: E402
+
+VOCABULARY = 50
+CPU = torch.device("cpu")
+
+SHAPES = {
+    "bushy": {"count": 40, "first": 12, "most": 8},
+    "long": {"count": 5, "first": RUN + 100, "most": 150},
+    "comb": {"count": 12, "first": 30, "most": 60},
+}
+
+# Multi-head; grouped queries, biases, norms of queries and keys; another scale; capped scores and logits; windows.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "granite": {"attention_multiplier": 0.3, "logits_scaling": 2.0},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0, "sliding_window": 4096},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 7, "sliding_window": 4096},
+}
+
+
+def random_rows(seed: int, *, count: int, first: int, most: int) -> list[list[int]]:
+    """Rows that branch off each other at random places, with duplicates and prefixes of each other among them."""
+    rng = random.Random(seed)
+    rows = [[rng.randrange(VOCABULARY) for _ in range(first)]]
+    while len(rows) < count:
+        kept = rng.choice(rows)
+        rows.append(
+            kept[: rng.randrange(1, len(kept) + 1)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(most))]
+        )
+    return [*rows, rows[0], [7, 7, 7]]
+
+
+def lora_model(kind: str, seed: int) -> PeftModel:
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        **ARCHITECTURES[kind],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():  # at their usual size, attention of so small a model hardly looks anywhere
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def random_samples(seed: int, shape: str) -> list[Sample]:
+    rng = random.Random(seed)
+    samples = []
+    for i, row in enumerate(sorted(random_rows(seed, **SHAPES[shape]))):
+        n = len(row)
+        mask = (0, *(rng.randrange(2) for _ in row[1:]))
+        temperatures = tuple(rng.choice([0.5, 1.0]) for _ in row)
+        samples.append(Sample(str(i), "t", tuple(row), mask, (0.0,) * n, (0.0,) * n, temperatures))
+    return [s for s in samples if len(s.token_ids) > 1]
+
+
+Scored = tuple["torch.Tensor", "torch.Tensor"]
+
+
+def one_by_one(model: PeftModel, samples: Sequence[Sample]) -> Scored:
+    """The plain way: every row for itself. (B, T) log-probabilities and entropies, zero where nothing was sampled."""
+    shape = (len(samples), max(len(s.token_ids) for s in samples))
+    logprobs, entropies = torch.zeros(shape), torch.zeros(shape)
+    for i, sample in enumerate(samples):
+        ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.mask)[1:]
+        logits = model(input_ids=ids[None]).logits[0, :-1] / torch.tensor(sample.temperatures)[1:, None]
+        logp = logits.log_softmax(-1)
+        logprobs[i, 1 : len(ids)] = mask * logp.gather(1, ids[1:, None])[:, 0]
+        entropies[i, 1 : len(ids)] = mask * -(logp.exp() * logp).sum(-1)
+    return logprobs, entropies
+
+
+def as_a_tree(model: PeftModel, samples: Sequence[Sample]) -> Scored:
+    (together,) = micro_batches(samples, TreeCost(attention=0.0, max_nodes=100_000))
+    assert list(together.samples) == list(samples)
+    return score(model.get_base_model(), together.tree, together.samples)
+
+
+def gradient(model: PeftModel, samples: Sequence[Sample], way: Callable[..., Scored]) -> "torch.Tensor":
+    """The whole LoRA gradient of a weighted sum of log-probabilities, as one vector."""
+    logprobs, _ = way(model, samples)
+    weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    (logprobs * weights).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def relative_difference(found: "torch.Tensor", expected: "torch.Tensor") -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def assert_a_tree_equals_its_rows(model: PeftModel, samples: Sequence[Sample]) -> None:
+    with torch.no_grad():
+        expected = one_by_one(model, samples)
+        found = as_a_tree(model, samples)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    assert relative_difference(gradient(model, samples, as_a_tree), gradient(model, samples, one_by_one)) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_scores_and_gradients_equal_those_of_the_rows_one_by_one(kind: str, shape: str, seed: int) -> None:
+    assert_a_tree_equals_its_rows(lora_model(kind, seed), random_samples(seed, shape))
+
+
+def test_gradients_survive_checkpointing() -> None:
+    model, samples = lora_model("llama", 0), random_samples(0, "long")
+    expected = gradient(model, samples, as_a_tree)
+    model.enable_input_require_grads()
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    assert relative_difference(gradient(model, samples, as_a_tree), expected) < 1e-5
+
+
+def test_under_autocast_attention_is_in_the_lower_precision_too() -> None:
+    model, samples = lora_model("qwen3", 0), random_samples(0, "long")
+    expected = gradient(model, samples, one_by_one)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = gradient(model, samples, one_by_one)
+        found = gradient(model, samples, as_a_tree)
+    assert relative_difference(found, expected) < 2 * relative_difference(plain, expected)
+    query, mask = torch.randn(1, 4, 3, 8), TreeMask(build_tree([[1, 2, 3]]), CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = tree_attention_forward(torch.nn.Module(), query, query, query, None, tree_mask=mask)
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_model_that_attends_by_trees_scores_ordinary_padded_rows_as_before(kind: str) -> None:
+    model = lora_model(kind, 0)
+    ids, present = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=present).logits[present.bool()]
+        use_tree_attention(model.get_base_model())
+        found = model(input_ids=ids, attention_mask=present).logits[present.bool()]
+    assert model.get_base_model().config._attn_implementation == NAME
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_refused() -> None:
+    config = CodeGenConfig(vocab_size=10, n_positions=16, n_embd=8, n_layer=1, n_head=2, rotary_dim=4)
+    with pytest.raises(ConfigError, match="CodeGenForCausalLM"):
+        use_tree_attention(CodeGenForCausalLM(config))
+
+
+def test_attention_sinks_are_refused() -> None:
+    query = torch.randn(1, 2, 3, 8)
+    mask = TreeMask(build_tree([[1, 2, 3]]), CPU)
+    with pytest.raises(ConfigError, match="s_aux"):
+        tree_attention_forward(torch.nn.Module(), query, query, query, None, tree_mask=mask, s_aux=torch.zeros(2))
+
+
+def visible_by_paths(tree: PrefixTree) -> "torch.Tensor":
+    visible = torch.zeros(len(tree), len(tree), dtype=torch.bool)
+    for path in tree.paths:
+        for i, node in enumerate(path):
+            visible[node, torch.from_numpy(path[: i + 1])] = True
+    return visible
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_plan_holds_every_pair_that_sees_each_other_once(shape: str, seed: int) -> None:
+    tree = build_tree(random_rows(seed, **SHAPES[shape]))
+    mask, expected = TreeMask(tree, CPU), visible_by_paths(tree)
+    seen = torch.zeros(expected.shape, dtype=torch.int)
+    for block, among in mask.blocks:
+        shape_of = [stop - start for start, stop in (block.queries, block.keys)]
+        part = {"all": torch.ones(shape_of), "causal": torch.ones(shape_of).tril(), "tree": among}[block.kind]
+        seen[slice(*block.queries), slice(*block.keys)] += part.int()
+    assert torch.equal(mask.visible, expected)
+    assert torch.equal(seen, expected.int())
+
+
+def test_siblings_cost_what_their_paths_cost_not_the_square_of_the_tree() -> None:
+    rng = random.Random(0)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(1000)]
+    tree = build_tree([[*prompt, i, *(rng.randrange(VOCABULARY) for _ in range(1000))] for i in range(8)])
+    pairs = int((tree.depths + 1).sum())
+    assert sum(block.cost for block in attention_plan(tree)) < 1.4 * pairs < 0.3 * len(tree) ** 2
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlexAttention in place of the blocks, not compiled: its kernels for CPUs have no backward pass, its rules do."""
+    monkeypatch.setattr(tree_attention, "_has_flex_attention", lambda device: True)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda query, key, value: None)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_what_a_gpu_runs_gives_the_scores_and_gradients_of_the_rows_one_by_one(kind: str, shape: str) -> None:
+    assert_a_tree_equals_its_rows(lora_model(kind, 0), random_samples(0, shape))

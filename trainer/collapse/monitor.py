@@ -1,0 +1,168 @@
+"""Watches a run for collapse, and remembers in the store that publication is stopped, and why."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ...proxy.config.root import TrainerConfig
+from ...proxy.store.training import Collapse, Ledger, Step
+from ...proxy.types import PolicyVersion, Reward, Rollout
+from ..credit.rewards import weighted_rewards
+from .signs import Measured, Scored, Sign, kept, reward_sign, step_signs
+
+log = logging.getLogger(__name__)
+
+LINE = 32  # so many steps are looked back
+FIRST = 3  # so many steps say what entropy and reward were like in the beginning
+NEWEST = 1024  # rollouts
+SETTLED = 0.9  # share
+
+
+class Monitor:
+    """Of one training loop. All that it knows is in the store, so a restart changes nothing."""
+
+    def __init__(self, config: TrainerConfig, ledger: Ledger, clock: Callable[[], float] = time.time) -> None:
+        self._config = config
+        self._watched = config.collapse
+        if config.importance_level == "sequence":  # of a sequence's ratios so many are clipped (arXiv 2507.18071)
+            self._watched = config.collapse.model_copy(update={"max_clip_share": None})
+        self._ledger = ledger
+        self._clock = clock
+        self._looked_at: object = None
+        self._look_again = math.inf  # when more rollouts count, without any new reward
+        self._told: Collapse | None = None
+
+    async def keep(self) -> set[int]:
+        """Versions that may be gone back to from the live one: their files must stay."""
+        if self._config.collapse.action == "off":
+            return set()
+        live = (await self._ledger.live()).version
+        return kept(_versions(live, await self._line(live)))
+
+    async def of_step(self, base: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """What the metrics of a step that began with version `base` are to say besides, before it is committed.
+
+        `warnings`: what was seen, by sign. `collapse`: it must not be published.
+        """
+        live = await self._ledger.live()
+        if self._config.collapse.action == "off" or metrics["skipped"] or live.version != base:
+            return {}
+        line = await self._line(base)
+        steps = [Measured(base, metrics), *(Measured(step.base, step.metrics) for step in line)]
+        first = [step.metrics for step in await self._ledger.first_steps(FIRST)]
+        signs = step_signs(steps, first, self._watched)
+        for sign in signs:
+            log.warning("policy version %d may be collapsing: %s", base, sign.what)
+        warnings = {"warnings": {sign.name: sign.what for sign in signs}} if signs else {}
+        return warnings | await self._stopped(signs, live, _versions(base, line))
+
+    async def look(self) -> Collapse | None:
+        """The collapse that publication is stopped for; looks at the rewards that came since the last look."""
+        live, last = await self._ledger.live(), await self._ledger.last_step()
+        if self._config.collapse.action == "off" or last is None:
+            return None
+        found = Collapse.of(last, live) or await self._look_at_rewards(live, last)
+        if found is not None and found != self._told:
+            log.error("publication is stopped: %s", found.story)
+        self._told = found
+        return found
+
+    async def _look_at_rewards(self, live: PolicyVersion, last: Step) -> Collapse | None:
+        """Where a policy has collapsed so far that all rewards are equal, there are no steps to tell by."""
+        looked_at = (await self._ledger.newest_reward(), live.version, live.live_at)
+        if looked_at == self._looked_at and self._clock() < self._look_again:
+            return None
+        self._looked_at = looked_at
+        line = _versions(live.version, await self._line(live.version))
+        sign = reward_sign(await self._scored(line[-1]), line, self._watched)
+        if sign is None:
+            return None
+        return await self._tell(sign, live, last, await self._stopped([sign], live, line))
+
+    async def _tell(self, sign: Sign, live: PolicyVersion, last: Step, stopped: dict[str, Any]) -> Collapse | None:
+        warnings = last.metrics.get("warnings", {})
+        if sign.name not in warnings or stopped:
+            log.warning("policy version %d may be collapsing: %s", live.version, sign.what)
+            metrics = last.metrics | {"warnings": {**warnings, sign.name: sign.what}} | stopped
+            await self._ledger.update_metrics(last.step, metrics)
+        return Collapse(**stopped["collapse"]) if stopped else None
+
+    async def _stopped(self, signs: Sequence[Sign], live: PolicyVersion, line: Sequence[int]) -> dict[str, Any]:
+        """`collapse`, if one of the signs is enough to stop for."""
+        sign = next((sign for sign in signs if sign.collapsed), None)
+        if sign is None or self._config.collapse.action == "warn":
+            return {}
+        go_back_to = await self._last_before(sign.since, line)
+        return {"collapse": asdict(Collapse(sign.name, sign.what, time.time(), live.live_at, go_back_to))}
+
+    async def _last_before(self, version: int, line: Sequence[int]) -> int:
+        """The newest version of the line before this one that can be served, or else the oldest since.
+
+        Not the base model, which always can be, unless it was the one before, or nothing else can.
+        """
+        before = [v for v in line if v < version]
+        if before == [0]:
+            return 0
+        for earlier in [*before, *reversed(line[1:])]:
+            if earlier and (await self._ledger.version(earlier)).path is not None:
+                return earlier
+        return 0
+
+    async def _line(self, version: int) -> list[Step]:
+        """The steps that led to a version, newest first: back to a collapse, or to a version made live by hand."""
+        return list(_led_to(version, await self._ledger.newest_steps(LINE)))
+
+    async def _scored(self, since: int) -> list[Scored]:
+        """The newest rollouts of versions from `since` on, with their posted rewards as they are weighted.
+
+        A judge scores only what is trained on, so its scores would set versions apart.
+        Only those that most others needed no longer for than they are old: failures may be quicker than successes.
+        """
+        found = await self._ledger.rewarded_since(since, NEWEST)
+        took = sorted(_took(rollout, rewards) for rollout, rewards in found) or [0.0]
+        wait = took[int(SETTLED * len(took))]
+        settled, unsettled = self._clock() - wait, math.inf
+        scored = []
+        for rollout, rewards in found:
+            if rollout.created_at > settled:
+                unsettled = rollout.created_at + wait
+            elif rollout.policy_version is not None and (reward := self._reward(rollout, rewards)) is not None:
+                scored.append(Scored(rollout.policy_version, rollout.task_id, reward))
+        self._look_again = unsettled
+        return scored
+
+    def _reward(self, rollout: Rollout, posted: Sequence[Reward]) -> float | None:
+        rewards = weighted_rewards(posted, self._config.reward_weights)
+        if rollout.status == "failed" and rewards.final is None:
+            return self._config.failed_reward
+        return rewards.posted
+
+
+def _took(rollout: Rollout, rewards: Sequence[Reward]) -> float:
+    """Seconds until it had ended and was rewarded."""
+    ends = [rollout.ended_at, *(reward.created_at for reward in rewards)]
+    return max((at for at in ends if at is not None), default=rollout.created_at) - rollout.created_at
+
+
+def _led_to(version: int, steps: Sequence[Step]) -> Iterator[Step]:
+    """Of the steps, newest first."""
+    for step in steps:
+        if "collapse" in step.metrics:
+            return
+        # It changed nothing, or is not published yet: its trainer was killed.
+        if step.metrics.get("skipped") or (step.version is None and step.base == version):
+            continue
+        if step.version != version:
+            return
+        yield step
+        version = step.base
+
+
+def _versions(version: int, line: Sequence[Step]) -> list[int]:
+    """The version, and those that led to it, newest first."""
+    return [version, *(step.base for step in line)]

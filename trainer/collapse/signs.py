@@ -1,0 +1,231 @@
+"""Signs that a policy collapses: rewards of its versions that fall, metrics of training steps out of bounds. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from statistics import NormalDist, fmean
+from typing import Any
+
+from ...proxy.config.root import CollapseConfig
+from ...proxy.types import CollapseSign
+
+# So many of the newest versions are compared with those before: the reward falls at once, or little by little.
+SPLITS = (1, 2, 4, 8)
+# Fewer rollouts (or tasks) than these on each side say nothing.
+MIN_COMPARED = 8
+FAR = 30.0  # sigmas; more are as good as certain, and their tail is no float
+
+WORDS: Mapping[str, str] = {
+    "clip_share": "the share of clipped tokens",
+    "kl": "the KL divergence of the samplers from the policy",
+    "kl_base": "the KL divergence from the base model",
+}
+
+# How they grow with the way that the policy went since it sampled; a small way's KL divergence is quadratic in it.
+POWER_OF_STALENESS: Mapping[str, int] = {"clip_share": 1, "kl": 2, "kl_base": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """`what` was seen, in words with numbers, from policy version `since` on. `collapsed`: enough to stop for."""
+
+    name: CollapseSign
+    what: str
+    since: int
+    collapsed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A rollout's reward. `version`: the policy version that it began with; task None: it has none."""
+
+    version: int
+    task_id: str | None
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The metrics of a training step, which are of `version`: the policy version that the step began with."""
+
+    version: int
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """How far the mean reward fell from `before` to `after`; so many rollouts or tasks were `compared` on each side.
+
+    `lowest`: the least that was compared. Rewards may be shifted and scaled as one likes.
+    """
+
+    sigmas: float
+    before: float
+    after: float
+    compared: int
+    lowest: float
+
+    @property
+    def share(self) -> float:
+        """How much is lost of what the mean was above the lowest reward: 1.0 is all of it."""
+        height = self.before - self.lowest
+        return (self.before - self.after) / height if height > 0 else 0.0
+
+
+Stratum = tuple[Sequence[float], Sequence[float]]  # rewards before and after, oldest first
+
+
+def kept(line: Sequence[int]) -> set[int]:
+    """Which of a line of versions, newest first, may be gone back to: 1, 2 to 3, 4 to 7 and 8 to 15 versions back.
+
+    What is 8 back was 4 back, 2 back and 1 back before, and was chosen each time.
+    """
+    return {next((version for version in line[n:] if version % n == 1 % n), 0) for n in SPLITS}
+
+
+# Rewards --------------------------------------------------------------------------------------------------------------
+
+
+def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
+    """The greatest drop of the reward along a line of versions, newest first; `scored` are in order of opening."""
+    drops: list[tuple[Drop, int]] = []
+    for newest in (n for n in SPLITS if n < len(line)):
+        after, before = set(line[:newest]), set(line[newest:])
+        found = drop([s for s in scored if s.version in before], [s for s in scored if s.version in after])
+        if found.compared >= MIN_COMPARED:
+            drops.append((found, line[newest - 1]))
+    if not drops:
+        return None
+    worth = [of_several(found.sigmas, len(drops)) for found, _ in drops]
+    enough = [s >= config.reward_stop and d.share >= config.min_drop for s, (d, _) in zip(worth, drops, strict=True)]
+    collapsed, sigmas, (worst, since) = max(zip(enough, worth, drops, strict=True), key=lambda one: one[:2])
+    if sigmas < config.reward_warn:
+        return None
+    what = (
+        f"the reward fell from {worst.before:.3g} to {worst.after:.3g} with policy version {since} "
+        f"({sigmas:.1f} sigmas, {worst.compared} compared with {worst.compared})"
+    )
+    return Sign("reward", what, since, collapsed)
+
+
+def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
+    """Compare within each task where it was worked on before and after, and the means of all other tasks.
+
+    Stratified permutation test (Mantel 1963, J. Am. Stat. Assoc. 58:690): were the policy the same, which rewards of a
+    task come first would be chance. No variance is estimated from one side alone: rewards all equal on each are no
+    trouble. Both sides of a stratum are made equally large (by the newest before, and some from all that is after),
+    which makes the test symmetric: rare rewards raise no alarm.
+    """
+    fallen = spread = first = second = 0.0
+    compared, lowest = 0, math.inf
+    for left, right in _strata(before, after):
+        size = min(len(left), len(right))
+        if size:
+            old, new = left[-size:], [right[i * len(right) // size] for i in range(size)]
+            first, second, compared = first + math.fsum(old), second + math.fsum(new), compared + size
+            fallen += (math.fsum(old) - math.fsum(new)) / 2
+            spread += size / 2 * _variance([*old, *new])
+            lowest = min(lowest, *old, *new)
+    sigmas = fallen / math.sqrt(spread) if spread > 0 else 0.0
+    return Drop(sigmas, first / max(compared, 1), second / max(compared, 1), compared, lowest)
+
+
+def of_several(sigmas: float, tests: int) -> float:
+    """What the greatest of several results is worth (Bonferroni), as sigmas again."""
+    tail = math.erfc(min(sigmas, FAR) / math.sqrt(2)) / 2
+    return -NormalDist().inv_cdf(min(tests * tail, 0.5))
+
+
+def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> Iterator[Stratum]:
+    """One of each shared task, with its rollouts; those without a task are one; of all other tasks one, of means."""
+    old, new = _by_task(before), _by_task(after)
+    shared = old.keys() & new.keys()
+    for task in shared:
+        yield old[task], new[task]
+    yield [fmean(old[t]) for t in old if t not in shared], [fmean(new[t]) for t in new if t not in shared]
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+def _by_task(scored: Sequence[Scored]) -> dict[str | None, list[float]]:
+    found: dict[str | None, list[float]] = {}
+    for one in scored:
+        found.setdefault(one.task_id, []).append(one.reward)
+    return found
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+def step_signs(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], config: CollapseConfig) -> list[Sign]:
+    """What is out of bounds in the newest of `steps` (newest first). `first`: the metrics of the run's first steps."""
+    limits = {"clip_share": config.max_clip_share, "kl": config.max_kl, "kl_base": config.max_kl_base}
+    signs = [_too_high(name, limit, steps, config) for name, limit in limits.items() if limit is not None]
+    signs.append(_entropy_sign(steps, first, config))
+    return [sign for sign in signs if sign is not None]
+
+
+def _too_high(name: Any, limit: float, steps: Sequence[Measured], config: CollapseConfig) -> Sign | None:
+    """Rollouts of older versions are farther from the policy: their limit is that of as many versions' way."""
+
+    def allowed(metrics: Mapping[str, Any]) -> float:
+        return float(limit * max(1.0, metrics.get("staleness_mean", 0.0)) ** POWER_OF_STALENESS[name])
+
+    streak = _streak(steps, lambda metrics: metrics.get(name, 0.0) > allowed(metrics))
+    if not streak:
+        return None
+    what = f"{WORDS[name]} is {streak[0].metrics[name]:.3g}, over {allowed(streak[0].metrics):.3g}"
+    return _sign(name, what, streak, config)
+
+
+def _entropy_sign(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], config: CollapseConfig) -> Sign | None:
+    """A policy that learns pays with entropy; one whose reward did not rise has paid for nothing (arXiv 2505.22617).
+
+    Only rewards of rollouts that were sampled since the entropy is low can tell.
+    """
+    entropies = [metrics["entropy"] for metrics in first if "entropy" in metrics]
+    if not entropies:
+        return None
+    start = max(entropies)
+    streak = _streak(steps, lambda metrics: metrics.get("entropy", start) < config.min_entropy * start)
+    told = [s.metrics for i, s in enumerate(streak) if s.metrics.get("staleness_mean", 0.0) < len(streak) - i]
+    if not told or _has_risen(first, told, config.reward_warn):
+        return None
+    now = streak[0].metrics
+    what = (
+        f"the entropy is {now['entropy']:.3g}, {now['entropy'] / start:.0%} of what it was in the first steps, and the "
+        f"reward is no higher than then ({now.get('reward_mean', 0.0):.3g})"
+    )
+    return _sign("entropy", what, streak, config)
+
+
+def _streak(steps: Sequence[Measured], is_bad: Callable[[Mapping[str, Any]], bool]) -> list[Measured]:
+    return list(takewhile(lambda step: is_bad(step.metrics), steps))
+
+
+def _sign(name: CollapseSign, what: str, streak: Sequence[Measured], config: CollapseConfig) -> Sign:
+    in_a_row = f"{len(streak)} steps in a row" if len(streak) > 1 else "in the last step"
+    return Sign(name, f"{what} ({in_a_row})", streak[-1].version, len(streak) >= config.steps)
+
+
+def _has_risen(first: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], sigmas: float) -> bool:
+    """Whether the mean reward is higher than in the first steps, by more than so many standard errors."""
+    (old, old_error), (new, new_error) = _mean_and_error(first), _mean_and_error(now)
+    return new - old > sigmas * math.hypot(old_error, new_error)
+
+
+def _mean_and_error(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Of all rewards of these steps: mean and standard error."""
+    of = [(m["rollouts"], m["reward_mean"], m["reward_std"]) for m in steps if m.get("rollouts")]
+    count = sum(n for n, _, _ in of)
+    if not count:
+        return 0.0, math.inf
+    mean = math.fsum(n * m for n, m, _ in of) / count
+    squares = math.fsum(n * (s**2 + (m - mean) ** 2) for n, m, s in of)
+    return mean, math.sqrt(squares) / count

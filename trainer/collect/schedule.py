@@ -1,0 +1,152 @@
+"""When a training step may begin: at any time, in rounds, or while nobody uses the machine (`trainer.schedule`).
+
+Each policy is a pure function of what is known (`Facts`) and returns what the trainer waits for, or None: train.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from types import MappingProxyType
+
+import psutil
+
+from ...proxy.config.cron import last_time, next_time
+from ...proxy.config.root import ScheduleConfig
+from ...proxy.store.training import Ledger
+from .collector import Collector
+
+LOOK_S = 1.0  # the machine's load is measured over at least so long
+AGO_S = 3600.0  # a call that was not ended for so long is not under way any more: its proxy was killed
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`waiting` complete rollouts that no step has taken yet, the longest since `oldest`. All times are Unix time.
+
+    `round`: when the round began that is under way. `busy_at`: when an agent's call was last seen under way; None:
+    never. `load`: the share of the processors that other programs use; None: not known yet.
+    """
+
+    now: float
+    waiting: int = 0
+    oldest: float | None = None
+    round: float | None = None
+    busy_at: float | None = None
+    load: float | None = None
+
+    def waited_at(self, moment: float | None) -> bool:
+        """Whether anything has waited since before `moment`."""
+        return moment is not None and self.oldest is not None and self.oldest <= moment
+
+
+def continuous(config: ScheduleConfig, facts: Facts) -> str | None:
+    return None
+
+
+def rollouts(config: ScheduleConfig, facts: Facts) -> str | None:
+    """A round begins when enough rollouts wait, and ends when all that waited then are trained on."""
+    if facts.waiting >= config.every_rollouts or facts.waited_at(facts.round):
+        return None
+    return f"{config.every_rollouts} complete rollouts, {facts.waiting} so far"
+
+
+def times(config: ScheduleConfig, facts: Facts) -> str | None:
+    """A round begins at each time, and ends when all that waited then are trained on: also after a restart."""
+    if facts.waited_at(last_time(config.at, facts.now)):
+        return None
+    following = datetime.fromtimestamp(next_time(config.at, facts.now))
+    return f"{following:%a %H:%M}, {facts.waiting} complete rollouts so far"
+
+
+def idle(config: ScheduleConfig, facts: Facts) -> str | None:
+    """Nobody has called for a while, and other programs leave the processors alone: looked at before every step."""
+    quiet = None if facts.busy_at is None else facts.now - facts.busy_at
+    if quiet is not None and quiet < config.idle_s:
+        return f"{config.idle_s:g} s without a call, {max(quiet, 0):.0f} so far"
+    if facts.load is None or facts.load > config.max_load:
+        found = "not measured yet" if facts.load is None else f"now {facts.load:.0%}"
+        return f"other programs to use at most {config.max_load:.0%} of the processors, {found}"
+    return None
+
+
+POLICIES: Mapping[str, Callable[[ScheduleConfig, Facts], str | None]] = MappingProxyType(
+    {"continuous": continuous, "rollouts": rollouts, "times": times, "idle": idle}
+)
+
+
+class Schedule:
+    """Reads what its policy wants to know, and remembers the round that is under way."""
+
+    def __init__(self, config: ScheduleConfig, collector: Collector, ledger: Ledger) -> None:
+        self._config = config
+        self._collector = collector
+        self._ledger = ledger
+        self._round: float | None = None
+        self._busy_at: float | None = None
+        self._load = OthersLoad()
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether a round leaves nothing behind: its last step may be a small one."""
+        return self._config.when in ("rollouts", "times")
+
+    @property
+    def round(self) -> float | None:
+        """What has waited since then, or longer, is in the round that is under way; None: there is no round."""
+        return self._round
+
+    async def waits_for(self) -> str | None:
+        """What the next step waits for; None: it may begin now."""
+        facts = await self._facts()
+        waits = POLICIES[self._config.when](self._config, facts)
+        self._round = None if waits is not None else self._round_of(facts)
+        return waits
+
+    def _round_of(self, facts: Facts) -> float | None:
+        if self._config.when == "times":
+            return last_time(self._config.at, facts.now)
+        return facts.now if facts.waiting >= self._config.every_rollouts else self._round
+
+    async def _facts(self) -> Facts:
+        now = time.time()
+        if self._config.when == "idle":
+            return Facts(now, busy_at=await self._last_busy(now), load=self._load.look())
+        if self._config.when == "continuous":
+            return Facts(now)
+        waiting, oldest = await self._collector.waiting()
+        return Facts(now, waiting, oldest, self._round)
+
+    async def _last_busy(self, now: float) -> float | None:
+        """What was seen under way at an earlier look counts, too: the newest call need not be the last to end."""
+        if await self._ledger.calls_under_way(now - AGO_S):
+            self._busy_at = now
+        newest = await self._ledger.newest_call()
+        return max((t for t in (self._busy_at, newest) if t is not None), default=None)
+
+
+class OthersLoad:
+    """The share of the machine's processors (0 to 1) that programs other than this one used since the last look."""
+
+    def __init__(self) -> None:
+        self._at, self._before = time.monotonic(), _processor_seconds()
+        self._load: float | None = None
+
+    def look(self) -> float | None:
+        """None before the first `LOOK_S` seconds are over."""
+        at = time.monotonic()
+        if at - self._at >= LOOK_S:
+            busy, own = now = _processor_seconds()
+            used = (busy - self._before[0]) - (own - self._before[1])
+            self._load = min(max(used / (at - self._at) / (psutil.cpu_count() or 1), 0.0), 1.0)
+            self._at, self._before = at, now
+        return self._load
+
+
+def _processor_seconds() -> tuple[float, float]:
+    """Of all programs, and of this one."""
+    everybody, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    waiting = everybody.idle + getattr(everybody, "iowait", 0.0)
+    return sum(everybody) - getattr(everybody, "guest", 0.0) - waiting, own.user + own.system

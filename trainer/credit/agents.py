@@ -1,0 +1,71 @@
+"""Which agents of a rollout are trained: `trainer.agents`, and what is said where it names an agent that nobody met."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from ...proxy.types import ModelCall
+
+log = logging.getLogger(__name__)
+
+OTHERS = "*"  # every agent that is not named, and calls that name none
+SHOWN = 10
+NO_NAME = "no name (calls without X-Agent-Name)"
+
+
+class Agents:
+    """The agents that are trained, by name; None: all of them, as one."""
+
+    def __init__(self, configured: Sequence[str] | None) -> None:
+        self._trained = (OTHERS,) if configured is None else tuple(configured)
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Those that are trained by their own names."""
+        return tuple(name for name in self._trained if name != OTHERS)
+
+    def role(self, agent: str | None) -> str | None:
+        """What a call of this agent counts as: the agent's own name, `*`, or None where it is not trained."""
+        if agent in self._trained:
+            return agent
+        return OTHERS if OTHERS in self._trained else None
+
+
+class RollCall:
+    """Warns, once each, of agents that are named and that no rollout knows: a typo would train nothing.
+
+    Keeps the names that were seen among the calls of rollouts, and those that were missed. `others`: agents that other
+    options name, by option.
+    """
+
+    def __init__(self, agents: Agents, others: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
+        self._agents = agents
+        self._others = others
+        self._seen: set[str] = set()
+        self._missed: set[tuple[str, str]] = set()
+
+    def look(self, rollouts: Iterable[Sequence[ModelCall]]) -> None:
+        """Warn of agents that were never seen while calls of agents that an option does not name were."""
+        self._seen |= {call.agent or NO_NAME for calls in rollouts for call in calls}
+        if any(self._agents.role(name) is None for name in self._seen):
+            self._miss("trainer.agents", self._agents.named, ", so nothing of it is trained")
+        for option, named in self._others.items():
+            if self._seen.difference(named):
+                self._miss(option, named)
+
+    def _miss(self, option: str, named: Iterable[str], what_of_it: str = "") -> None:
+        missing = {name for name in named if name not in self._seen}
+        if {(option, name) for name in missing} - self._missed:
+            self._missed |= {(option, name) for name in missing}
+            agents = _listed(self._seen)
+            log.warning(
+                "%s: no call of %s so far%s; the agents of the rollouts are: %s",
+                option, _listed(missing), what_of_it, agents,
+            )  # fmt: skip
+
+
+def _listed(names: set[str]) -> str:
+    first = sorted(names)[:SHOWN]
+    return ", ".join(first) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,122 @@
+"""Automatic intermediate rewarding (AIR): rewards of calls for what the proxy saw happen. Pure.
+
+Agent Lightning (arXiv 2508.03680), section 3.3, mines such rewards from what a system reports of itself anyway.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+from jsonschema_specifications import REGISTRY
+from referencing.exceptions import Unresolvable
+
+from ...proxy.apis.tools import dicts
+from ...proxy.config.root import AirConfig
+from ...proxy.types import ModelCall, ToolCall
+
+Json = dict[str, Any]
+
+# How results begin that LangGraph, the OpenAI Agents SDK, CrewAI, AG2 and Agent Framework make of an exception, and
+# exceptions themselves.
+_ERROR = re.compile(
+    r"\s*(\w*(error|exception):|error (executing|invoking|calling) |an error occurred|i encountered an error"
+    r"|traceback \(most recent call last\):)",
+    re.IGNORECASE,
+)
+FLAGS = ("is_error", "isError")
+
+
+def air_rewards(calls: Sequence[ModelCall], config: AirConfig) -> dict[str, float]:
+    """What each call of a rollout (in order) gets for what it did: the weight of each thing, as often as it happened.
+
+    Calls to which nothing happened are left out; so is everything if `config` is not enabled.
+    """
+    if not config.enabled:
+        return {}
+    weights = {name: float(value) for name, value in config if name != "enabled"}
+    seen: set[tuple[str, str]] = set()
+    found: dict[str, float] = {}
+    for call in (call for call in calls if call.is_decision):
+        if events := list(_events(call, seen)):
+            found[call.call_id] = sum(weights[event] for event in events)
+    return found
+
+
+def _events(call: ModelCall, seen: set[tuple[str, str]]) -> Iterator[str]:
+    """Names of weights; `seen`: the tool calls (name, arguments) of the rollout so far, to which these are added."""
+    if call.finish_reason == "length":
+        yield "truncated"
+    schemas = tool_schemas(call.request)
+    for tool in call.tool_calls:
+        if failed(tool):
+            yield "tool_error"
+        arguments = _parsed(tool.arguments)
+        if not arguments_match(tool, schemas):
+            yield "bad_arguments"
+        same = (tool.name, tool.arguments if arguments is None else _canonical(arguments))
+        if same in seen:
+            yield "repeated_call"
+        seen.add(same)
+
+
+def failed(tool: ToolCall) -> bool:
+    """Whether the agent sent the result back as an error.
+
+    Chat completions and Responses have no flag for it: there it is what frameworks say, or a JSON object does.
+    """
+    if tool.is_error:
+        return True
+    parts = [part.get("text") for part in dicts(tool.result)]
+    text = tool.result if isinstance(tool.result, str) else "\n".join(part for part in parts if isinstance(part, str))
+    fields = (_parsed(text) or {}) if text.startswith("{") else {}
+    return bool(_ERROR.match(text) or fields.get("error") or any(fields.get(name) is True for name in FLAGS))
+
+
+def tool_schemas(request: Json) -> dict[str, Any]:
+    """JSON schema of each tool that a request offers, in the shape of any recorded API; None for free-form input."""
+    found: dict[str, Any] = {}
+    for tool in dicts(request.get("tools")):
+        function = tool.get("function")
+        described = function if isinstance(function, dict) else tool
+        schema = described.get("parameters", described.get("input_schema", {}))
+        if isinstance(name := described.get("name"), str):
+            found[name] = None if tool.get("type") == "custom" and "input_schema" not in tool else schema
+    return found
+
+
+def arguments_match(tool: ToolCall, schemas: Mapping[str, Any]) -> bool:
+    """Whether the arguments are a JSON object that the tool's schema allows.
+
+    A schema that is itself wrong, or refers to another document, is not the model's fault: all objects match.
+    """
+    schema = schemas.get(tool.name, {})
+    if schema is None:
+        return True
+    arguments = _parsed(tool.arguments)
+    if arguments is None:
+        return False
+    try:
+        validator = validator_for(schema)
+        validator.check_schema(schema)
+        # Without a registry of its own jsonschema would fetch what a schema refers to.
+        return bool(validator(schema, registry=REGISTRY).is_valid(arguments))
+    except (SchemaError, Unresolvable, RecursionError, TypeError, ValueError, OverflowError):
+        return True
+
+
+def _parsed(arguments: str) -> Json | None:
+    """None if that is no JSON object; no arguments at all are an empty one."""
+    try:
+        value = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _canonical(arguments: Json) -> str:
+    return orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode()

@@ -1,0 +1,195 @@
+"""Credit over calls: from the rewards of a group's rollouts to the advantage of each call. One function per strategy.
+
+Every strategy takes a group (rollouts that are compared with each other) and returns one list per rollout, with one
+advantage per call. 0.0: there is nothing to learn from that call; a group of zeros teaches nothing. Where
+`trainer.agents` names agents, each agent's calls are compared with the same agent's alone. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ...proxy.config.root import TrainerConfig
+from ...proxy.errors import ConfigError
+from ...proxy.types import ModelCall
+from .agents import Agents
+from .baselines import Baseline, group_baselines
+from .rewards import RolloutRewards
+
+# What of a request the model is shown, where there are no token ids to say it.
+SHOWN = ("system", "instructions", "messages", "prompt", "input", "tools")
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """A rollout among those that it is compared with: its calls, in order, and its rewards."""
+
+    calls: Sequence[ModelCall]
+    rewards: RolloutRewards
+
+    def only(self, places: Sequence[int]) -> Sibling:
+        """As if the calls at `places` were all there are: the rewards of the others do not count."""
+        calls = [self.calls[i] for i in places]
+        return Sibling(calls, self.rewards.of({call.call_id for call in calls}))
+
+
+Advantages = list[list[float]]
+Credit = Callable[[Sequence[Sibling], TrainerConfig], Advantages]
+
+
+def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
+    """Every call has the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3)."""
+    totals = [sibling.rewards.total for sibling in group]
+    return [
+        [advantage] * len(sibling.calls)
+        for sibling, advantage in zip(group, _compared(config.baseline, totals), strict=True)
+    ]
+
+
+def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
+    """Every call has the advantage of the rewards from it on, compared with the siblings' at the same step.
+
+    The k-th decision of an agent is compared with the siblings' k-th of that agent: a baseline that depends on the
+    time and on no action leaves the gradient's expectation as it is, with less variance than one for the whole rollout
+    (Greensmith, Bartlett & Baxter 2004; Peters & Schaal 2008, section 3.1). A rollout that is alone at a step is
+    compared as it was at the last step that it shared.
+    """
+    returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
+    found = [[0.0] * len(sibling.calls) for sibling in group]
+    for agent in {call.agent for sibling in group for call in sibling.calls}:
+        steps = [[i for i, c in enumerate(s.calls) if c.is_decision and c.agent == agent] for s in group]
+        of_steps = [[values[i] for i in own] for values, own in zip(returns, steps, strict=True)]
+        for advantages, own, values in zip(found, steps, _step_advantages(config.baseline, of_steps), strict=True):
+            for i, value in zip(own, values, strict=True):
+                advantages[i] = value
+    return found
+
+
+def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
+    """A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
+
+    A(step) compares the discounted returns of calls of an agent that had the same state (prompt), wherever in the group
+    they are; it is 0 for a state that only one call had.
+    """
+    returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
+    same: dict[Hashable, list[tuple[int, int]]] = {}
+    for i, sibling in enumerate(group):
+        for j, call in enumerate(sibling.calls):
+            if call.is_decision:
+                same.setdefault((call.agent, state_of(call)), []).append((i, j))
+    found = uniform(group, config)
+    for places in same.values():
+        values = _compared(config.baseline, [returns[i][j] for i, j in places])
+        for (i, j), value in zip(places, values, strict=True):
+            found[i][j] += config.anchor_weight * value
+    return found
+
+
+STRATEGIES: Mapping[str, Credit] = MappingProxyType(
+    # The judge's scores are rewards of calls (judge.py); the rest is as with any rewards of calls.
+    {"uniform": uniform, "discounted": discounted, "anchor": anchor, "judge": discounted}
+)
+
+
+def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
+    """One advantage per call, and None for calls of agents that are not trained.
+
+    An agent that `trainer.agents` names is compared with itself: rollouts in which it decided nothing say nothing of
+    it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
+    """
+    agents = Agents(config.agents)
+    found: list[list[float | None]] = [[None] * len(sibling.calls) for sibling in group]
+    for role in sorted({role for s in group for call in s.calls if (role := agents.role(call.agent))}):
+        own = [[j for j, call in enumerate(s.calls) if agents.role(call.agent) == role] for s in group]
+        for i, values in enumerate(_of_agent(group, own, config, alone=bool(agents.named))):
+            for j, value in zip(own[i], values, strict=True):
+                found[i][j] = value
+    return found
+
+
+def _of_agent(
+    group: Sequence[Sibling], own: Sequence[Sequence[int]], config: TrainerConfig, *, alone: bool
+) -> Advantages:
+    """The advantages of an agent's calls, which are at the positions `own` of each sibling.
+
+    `alone`: only siblings in which it decided something are compared.
+    """
+    there = [i for i, s in enumerate(group) if not alone or any(s.calls[j].is_decision for j in own[i])]
+    shown = [own[i] if config.agent_credit == "own" else range(len(group[i].calls)) for i in there]
+    compared = _by_strategy([group[i].only(places) for i, places in zip(there, shown, strict=True)], config)
+    found = [[0.0] * len(places) for places in own]
+    for i, places, values in zip(there, shown, compared, strict=True):
+        found[i] = [values[places.index(j)] for j in own[i]]
+    return found
+
+
+def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
+    """By `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for those not named)."""
+    if isinstance(config.credit, str):
+        return credit_strategy(config.credit)(group, config)
+    names: set[str] = {*config.credit.values(), "uniform"}
+    found = {name: credit_strategy(name)(group, config) for name in names}
+    return [
+        [found[strategy_of(call.agent, config.credit)][i][j] for j, call in enumerate(sibling.calls)]
+        for i, sibling in enumerate(group)
+    ]
+
+
+def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
+    """The strategy that `trainer.credit` has for an agent's calls."""
+    if isinstance(credit, str):
+        return credit
+    return credit.get(agent or "*", credit.get("*", "uniform"))
+
+
+def credit_strategy(name: str) -> Credit:
+    """The strategy called `name`; raises ConfigError naming the known ones."""
+    try:
+        return STRATEGIES[name]
+    except KeyError:
+        raise ConfigError(f"trainer.credit: unknown strategy {name!r}, known are {', '.join(STRATEGIES)}") from None
+
+
+def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, discount: float) -> list[float]:
+    """R_t = r_t + discount x R_{t+1} for each call; the last one's reward includes the rollout's own.
+
+    Calls without an answer, or that were sent again, take no time.
+    """
+    ahead, factor = rewards.final or 0.0, 1.0
+    returns: list[float] = []
+    for call in reversed(calls):
+        ahead = rewards.of_call(call.call_id) + (factor * ahead if call.is_decision else ahead)
+        factor = discount if call.is_decision else factor
+        returns.append(ahead)
+    return returns[::-1]
+
+
+def state_of(call: ModelCall) -> Hashable:
+    """What the model was shown: its token ids, else the request's messages and tools."""
+    shown = {key: call.request[key] for key in SHOWN if key in call.request}
+    return call.prompt_token_ids or json.dumps(shown, sort_keys=True)
+
+
+def _compared(baseline: str, values: Sequence[float]) -> list[float]:
+    """The advantage of each value among all; zeros where there is nothing to compare."""
+    baselines = group_baselines(baseline, values)
+    if baselines is None:
+        return [0.0] * len(values)
+    return [own.advantage(value) for own, value in zip(baselines, values, strict=True)]
+
+
+def _step_advantages(name: str, returns: Sequence[Sequence[float]]) -> Advantages:
+    """Advantages of each sibling's returns, one a step, among the siblings' at the same step."""
+    baselines: dict[int, Baseline] = {}
+    found: Advantages = [[] for _ in returns]
+    for step in range(max(map(len, returns), default=0)):
+        there = [i for i, own in enumerate(returns) if step < len(own)]
+        if len(there) > 1:
+            compared = group_baselines(name, [returns[i][step] for i in there])
+            baselines = dict(zip(there, compared, strict=True)) if compared else {}
+        for i in there:
+            found[i].append(baselines[i].advantage(returns[i][step]) if i in baselines else 0.0)
+    return found

@@ -1,0 +1,117 @@
+"""The configuration that a checkpoint was written with: what changed since, and what must not. No secrets are in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...proxy.config.root import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
+from ...proxy.errors import ConfigError
+
+FILE = "config.json"
+WEIGHTS = "weights of policy.model"
+ADAPTERS = "policy.adapters, their names"
+# What the weights and the optimizer state in a checkpoint belong to.
+FIXED = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets", ADAPTERS, WEIGHTS)
+LOOKED_AT = 256  # values of each tensor
+
+Saved = dict[str, Any]
+
+
+def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
+    """Every key of `trainer`, flat, and which model and adapters they are about."""
+    keys = _flat("trainer", trainer.model_dump(mode="json"))
+    adapters = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
+    return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
+
+
+def write(directory: Path, config: Saved) -> None:
+    (directory / FILE).write_text(json.dumps(config, indent=1))
+
+
+def changes(directory: Path, config: Saved) -> list[str]:
+    """`key old → new` of each key that differs from what is in a checkpoint; none for one without a configuration.
+
+    ConfigError if the checkpoint cannot be gone on with under `config`: of another rank, other adapters, or another
+    base model.
+    """
+    path = directory / FILE
+    if not path.is_file():
+        return []
+    try:
+        before: Saved = json.loads(path.read_text())
+    except ValueError:
+        raise ConfigError(f"{path} is damaged: restore it, or delete it to go on without comparing") from None
+    differing = [key for key in config if key in before and before[key] != config[key]]
+    if fixed := [key for key in differing if key in FIXED]:
+        raise ConfigError(_refusal(directory, fixed, before, config))
+    return [_change(key, before, config) for key in differing]
+
+
+def read_state(path: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """What is in a checkpoint; ConfigError if that cannot be read, or holds other adapters, or of another shape."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        if "adapter" in state:  # as it was written when there was but one
+            state["adapters"] = {DEFAULT_ADAPTER: state.pop("adapter")}
+        found = _shapes(state["adapters"])
+        state["step"], state["rng"]
+    except Exception as error:  # what half a file makes of a reader is anybody's guess
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"the checkpoint {path} is damaged ({what}): restore it from a backup, or make an earlier policy version "
+            "live (lightning-proxy policy promote), or start anew with another store.url and policy.directory"
+        ) from None
+    wanted = _shapes(adapters)
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise ConfigError(
+                f"the checkpoint {path} has an adapter of another shape: {name} is {found.get(name)} in it and "
+                f"{wanted.get(name)} by the configuration; set policy.model, policy.adapters, trainer.lora_rank and "
+                "trainer.lora_targets back"
+            )
+    return state
+
+
+def _shapes(adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {f"{adapter}: {name}": tuple(w.shape) for adapter, own in adapters.items() for name, w in own.items()}
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Tells models of different weights apart; the same in float32 and bfloat16, and wherever the files lie."""
+    digest = hashlib.sha256()
+    for name, weights in model.named_parameters():
+        if "lora_" not in name:
+            part = weights.detach().flatten()[:LOOKED_AT].to("cpu", torch.bfloat16)
+            digest.update(f"{name.replace('.base_layer.', '.')} {tuple(weights.shape)}".encode())
+            digest.update(part.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _refusal(directory: Path, fixed: list[str], before: Saved, config: Saved) -> str:
+    what = ", ".join(_change(key, before, config) for key in fixed)
+    if WEIGHTS in fixed:
+        what += f" (policy.model {before.get('policy.model')} → {config['policy.model']})"
+    return (
+        f"the checkpoint {directory} cannot be gone on with: {what}; set it back, or start anew with another "
+        "store.url and policy.directory (offline: another --dir)"
+    )
+
+
+def _change(key: str, before: Saved, config: Saved) -> str:
+    return f"{key} {json.dumps(before[key])} → {json.dumps(config[key])}"
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Saved:
+    """Nested sections as dotted keys; the values of a dict that is no section stay together."""
+    found: Saved = {}
+    for name, value in values.items():
+        is_section = prefix == "trainer" and name in ("air", "judge", "schedule", "collapse", "sft")
+        found |= _flat(f"{prefix}.{name}", value) if is_section else {f"{prefix}.{name}": value}
+    return found

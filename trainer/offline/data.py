@@ -1,0 +1,285 @@
+"""What `train --offline` trains on: a store of its own, made once from another store or from an export.
+
+The original is only read. A store that is written to meanwhile is copied as it is at one moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ...proxy.apis.tools import tool_calls
+from ...proxy.config.root import Config, StoreConfig
+from ...proxy.errors import ConfigError, InvalidRequest, LightningError
+from ...proxy.recording.recorder import Recorder
+from ...proxy.store import sql
+from ...proxy.store.database import opened
+from ...proxy.store.rollouts import Store
+from ...proxy.store.training import Ledger
+from ...proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, check_id
+
+log = logging.getLogger(__name__)
+
+SOURCE_FILE = "source.json"
+STORE_FILE = "store.db"
+NEEDED = ("rollout_id", "task_id", "mode", "status", "rollout_reward", "t", "kind", "call_id", "prompt_token_ids",
+          "response_token_ids", "logprobs", "reward", "policy_version")  # fmt: skip
+ENDED = ("completed", "failed", "discarded")
+
+
+async def prepare(source: Path, directory: Path) -> StoreConfig:
+    """The store to train on in `directory`, made from `source` unless it is there already; says if that has changed.
+
+    ConfigError if `source` cannot be read or is something else than what the store was made from.
+    """
+    source, target = source.expanduser().absolute(), directory / STORE_FILE
+    config = StoreConfig(url=f"sqlite:///{target}")
+    note = directory / SOURCE_FILE
+    if note.is_file() and target.is_file():
+        made = json.loads(note.read_text())
+        _check_same(source, made, directory)
+        _say_if_changed(source, made, directory)
+        return config
+    if (directory / "checkpoints").is_dir():
+        raise ConfigError(f"{directory} holds the checkpoints of another trainer: name another directory (--dir)")
+    if not source.is_file():
+        raise ConfigError(f"there is nothing to train on at {source}: name a store or an export (--data)")
+    directory.mkdir(parents=True, exist_ok=True)
+    part = StoreConfig(url=f"sqlite:///{directory / '.store.db.part'}")
+    remove_store(part.path)
+    made = {"source": str(source), "made_at": time.time()}
+    if _is_store(source):
+        copy_store(source, part.path)
+        async with opened(part) as database:
+            await Ledger(database).forget_training()
+        made["newest_end"] = _ask(part.path, sql.NEWEST_END)
+    else:
+        made["digest"] = _digest(source)
+        await _import(source, part)
+    _finish(part.path, target)
+    _write_note(note, made)
+    return config
+
+
+def check_store(config: Config) -> None:
+    """ConfigError if `policy.directory` holds an offline run, and the store is not the one that this trained on.
+
+    Two stores count their steps and versions each by itself: each would take the other's files for its own.
+    """
+    directory, own = config.policy.directory, config.policy.directory / STORE_FILE
+    if (directory / SOURCE_FILE).is_file() and config.store.path.expanduser().resolve() != own.resolve():
+        raise ConfigError(
+            f"{directory} holds an offline run: set store.url to sqlite:///{own} to go on from it, "
+            "or policy.directory to another directory"
+        )
+
+
+def copy_store(source: Path, target: Path) -> None:
+    """A copy as of one moment. A store that nobody has open is not even opened: SQLite would leave files beside it."""
+    try:
+        with closing(_only_read(source)) as connection:
+            connection.execute("VACUUM INTO ?", (str(target),))
+    except sqlite3.Error as error:
+        raise LightningError(f"the store {source} cannot be copied to {target}: {error}") from None
+
+
+def _ask(store: Path, question: str, **params: float) -> Any:
+    """The one value that answers a question."""
+    with closing(_only_read(store)) as connection:
+        return connection.execute(question, params).fetchone()[0]
+
+
+def _only_read(store: Path) -> sqlite3.Connection:
+    in_use = any(store.with_name(store.name + suffix).exists() for suffix in ("-wal", "-shm"))
+    mode = "mode=ro" if in_use else "immutable=1"
+    return sqlite3.connect(f"file:{quote(str(store))}?{mode}", uri=True)
+
+
+def remove_store(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def _is_store(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
+
+
+def _finish(part: Path, target: Path) -> None:
+    """Everything into the one file, on disk, before it gets its name."""
+    connection = sqlite3.connect(part)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    remove_store(target)
+    part.replace(target)
+    remove_store(part)
+
+
+def _write_note(path: Path, note: dict[str, Any]) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(note))
+    part.replace(path)
+
+
+def _check_same(source: Path, note: dict[str, Any], directory: Path) -> None:
+    if str(source) != note["source"]:
+        raise ConfigError(
+            f"{directory} holds a run over {note['source']}, not over {source}: name another directory (--dir)"
+        )
+
+
+def _say_if_changed(source: Path, note: dict[str, Any], directory: Path) -> None:
+    """The run goes on with what it began with, as it must to go on exactly; whoever wants more has to know that."""
+    what = None
+    with suppress(OSError, sqlite3.Error):  # the copy is all that is needed
+        what = _change(source, note)
+    if what is not None:
+        log.warning(
+            "%s since %s was made from %s; the run goes on with what it began with: "
+            "name another directory (--dir) to train on all that there is now", what, directory, source,
+        )  # fmt: skip
+
+
+def _change(source: Path, note: dict[str, Any]) -> str | None:
+    """What happened to the data, as far as a note (which an older one does not) says how it was."""
+    if "digest" in note and _digest(source) != note["digest"]:
+        return "the export was written anew, with other content,"
+    if "newest_end" in note and _is_store(source):
+        more = _ask(source, sql.ENDED_AFTER, at=note["newest_end"])
+        return f"{more} more rollouts have ended" if more else None
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Exports -------------------------------------------------------------------------------------------------------------
+
+
+async def _import(source: Path, config: StoreConfig) -> None:
+    """Rollouts as they were recorded, as far as an export of transitions says."""
+    versions: set[int] = set()
+    async with opened(config) as database:
+        store = Store(database)
+        async with Recorder(store, merged=False) as recorder:
+            for rollout_id, group in groupby(_rows(source), key=itemgetter("rollout_id")):
+                rows = list(group)
+                if rows[0]["mode"] == "train" and rows[0]["status"] in ENDED:
+                    await _import_rollout(store, recorder, check_id(rollout_id, "rollout_id"), rows)
+                    versions |= {row["policy_version"] for row in rows} - {None}
+        await Ledger(database).versions_of_others(versions)
+
+
+async def _import_rollout(store: Store, recorder: Recorder, rollout_id: str, rows: list[dict[str, Any]]) -> None:
+    name = RolloutName(rollout_id, rows[0]["task_id"])
+    calls = [row for row in rows if row["kind"] == "llm"]
+    for at, row in enumerate(calls):
+        await _import_call(recorder, name, row, float(at))
+    if rewards := _rewards(rollout_id, rows[0], calls):
+        await store.post_rewards(rewards, None, b"")
+    await store.end_rollout(rollout_id, rows[0]["status"], None)
+
+
+def _rewards(rollout_id: str, first: dict[str, Any], calls: list[dict[str, Any]]) -> list[Reward]:
+    """Those of every name; of an older export, which does not have them, those named `reward`."""
+    if (told := _json(first.get("rewards"))) is None:
+        told = [{"call_id": row["call_id"], "reward": row.get("call_reward")} for row in calls]
+        told += [{"call_id": None, "reward": first["rollout_reward"]}]
+    known = {None, *(row["call_id"] for row in calls)}
+    return [
+        Reward(rollout_id, r["reward"], r["call_id"], r.get("name", "reward"), r.get("source"), final=False)
+        for r in told
+        if r["reward"] is not None and r["call_id"] in known
+    ]
+
+
+async def _import_call(recorder: Recorder, name: RolloutName, row: dict[str, Any], at: float) -> None:
+    shown, action = _json(row.get("state")) or {}, _json(row.get("action")) or {}
+    request = shown if row.get("temperature") is None else shown | {"temperature": row["temperature"]}
+    named = RolloutName(name.rollout_id, name.task_id, row.get("agent"))
+    start = CallStart(row["call_id"], named, "chat/completions", None, row["policy_version"], request, at)
+    prompt, ids, logprobs = (tuple(row[of] or ()) for of in ("prompt_token_ids", "response_token_ids", "logprobs"))
+    reason = row.get("untrainable_reason")
+    if reason is None and not (prompt and ids and len(ids) == len(logprobs)):
+        reason = "no token ids or log-probabilities in the export"
+    finish = action.get("finish_reason")
+    answer = _answer(action.get("message"), finish)
+    choices = (Choice(0, ids, logprobs, finish),) if len(ids) == len(logprobs) else ()
+    await recorder.start(start)
+    end = CallEnd(row["call_id"], name.rollout_id, "ok", answer, 200, prompt, choices,
+                  tool_calls=tool_calls(answer), untrainable_reason=reason)  # fmt: skip
+    await recorder.end(end)
+
+
+def _answer(message: Any, finish: str | None) -> Any:
+    """What `views.message_of` made the message of."""
+    if isinstance(message, dict) and (message.get("object") == "response" or message.get("type") == "message"):
+        return message
+    what = "text" if isinstance(message, str) else "message"
+    return {"choices": [{"index": 0, what: message, "finish_reason": finish}]}
+
+
+def _json(value: Any) -> Any:
+    """Parquet holds it as text."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _rows(source: Path) -> Iterator[dict[str, Any]]:
+    """The rows of an export of transitions; ConfigError with the row's number for one that is none."""
+    found = False
+    for number, row in enumerate(_parquet(source) if _is_parquet(source) else _json_lines(source), 1):
+        missing = [name for name in NEEDED if name not in row] if isinstance(row, dict) else ["an object"]
+        if missing:
+            raise ConfigError(
+                f"{source}, row {number}: no {missing[0]}; what can be trained on is a store, or an export with "
+                "--kind transitions"
+            )
+        found = True
+        try:
+            check_id(row["rollout_id"], "rollout_id")
+        except InvalidRequest as error:
+            raise ConfigError(f"{source}, row {number}: {error.message}") from None
+        yield row
+    if not found:
+        raise ConfigError(f"{source} is empty: there is nothing to train on")
+
+
+def _is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def _json_lines(source: Path) -> Iterator[Any]:
+    with source.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{source}, line {number} is no JSON: {error}") from None
+
+
+def _parquet(source: Path) -> Iterator[Any]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise LightningError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'") from None
+    try:
+        for batch in pyarrow.parquet.ParquetFile(source).iter_batches(256):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{source} is no Parquet file that can be read: {error}") from None

@@ -1,0 +1,148 @@
+"""Training on what was recorded before, without a vLLM and without a proxy: `train --offline`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...proxy.config.root import Config
+from ...proxy.policy.mode import publish_mode
+from ...proxy.store.database import opened
+from ...proxy.store.rollouts import Store
+from ...proxy.store.training import Group, Ledger, Step
+from ..collect.collector import Collector
+from ..judge.judge import JudgeError
+from ..loop import TrainingLoop, only_trainer
+from ..step.trainer import LightningTrainer
+from .data import prepare
+
+log = logging.getLogger(__name__)
+
+NEVER_STALE = 2**31
+EPOCHS_DONE = "epochs_done"  # in the metrics of an epoch's last step
+
+
+class OfflineRun:
+    """Passes over the data, one after the other, each in an order of its own that the seed decides.
+
+    Where it is in the data, the store says: what a step took, and which passes are done. So it goes on exactly where
+    it was killed.
+    """
+
+    def __init__(self, config: Config, store: Store, ledger: Ledger, trainer: LightningTrainer, epochs: int) -> None:
+        self._config = config.trainer
+        self._ledger = ledger
+        self._epochs = epochs
+        self._done = 0  # epochs
+        self._collector = Collector(config.trainer, store, ledger)
+        self._loop = TrainingLoop(config, store, ledger, trainer, None, self._order)
+
+    async def run(self, stop: asyncio.Event) -> Step | None:
+        """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
+        await self._loop.resume(stop)
+        self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in await self._ledger.steps()), default=0)
+        await self._offer_more()
+        while not stop.is_set() and self._done < self._epochs and not await self._loop.is_done():
+            try:
+                trained = await self._loop.train_once(fewer=True)
+            except JudgeError as error:
+                await self._loop.wait_for_judge(error)
+                continue
+            if trained:
+                await self._show()
+            elif stop.is_set() or not await self._end_epoch():
+                break
+        return await self._ledger.last_step()
+
+    async def _show(self) -> None:
+        last = await self._ledger.last_step()
+        assert last is not None
+        left, _ = await self._collector.waiting()
+        m = last.metrics
+        log.info(
+            "epoch %d of %d, step %d: reward %.3f ± %.3f over %d rollouts, loss %.4g, %d tokens, %.1f s; %d left",
+            self._done + 1, self._epochs, last.step, m["reward_mean"], m["reward_std"], m["rollouts"],
+            m.get("loss", float("nan")), m["trained_tokens"], m["step_s"], left,
+        )  # fmt: skip
+
+    async def _end_epoch(self) -> bool:
+        """Whether there was anything to learn from in this epoch. Its last step may have been one of SFT."""
+        last = await self._ledger.last_step()
+        if last is None or not await self._ledger.has_trained():
+            log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
+            lone = await self._ledger.lone(self._config.failed_reward is not None)
+            if lone is not None and self._config.lone_rollouts == "drop":
+                log.warning("%d rollouts have no task: see trainer.lone_rollouts", lone.completed)
+            return False
+        self._done += 1
+        await self._ledger.end_epoch(last.step, last.metrics | {EPOCHS_DONE: self._done}, self._done < self._epochs)
+        log.info("epoch %d of %d is done after step %d", self._done, self._epochs, last.step)
+        return True
+
+    async def _offer_more(self) -> None:
+        """After the last epoch of an earlier run nothing was offered again; with more `epochs` now, it is."""
+        last = await self._ledger.last_step()
+        if last is not None and last.metrics.get(EPOCHS_DONE) == self._done < self._epochs:
+            await self._ledger.end_epoch(last.step, last.metrics, True)
+
+    def _order(self, group: Group) -> bytes:
+        """Groups in an order that looks random, and is the same in every process."""
+        return hashlib.sha256(f"{self._config.seed} {self._done} {group.task_id}".encode()).digest()
+
+
+def offline_config(config: Config, directory: Path) -> Config:
+    """All that a run writes is in `directory`; nothing is too old, and nobody waits for siblings that will not come."""
+    trainer = config.trainer.model_copy(update={"max_staleness": NEVER_STALE, "group_timeout_s": 0.0})
+    policy = config.policy.model_copy(update={"directory": directory})
+    return config.model_copy(update={"trainer": trainer, "policy": policy})
+
+
+async def train_offline(
+    config: Config, stop: asyncio.Event, data: Path | None, directory: Path | None, runs: Callable[..., Any]
+) -> None:
+    """Train on `data` (a store or an export; None: the configured store), which is only read.
+
+    `runs`: the method, made as `OfflineRun` is, without its epochs.
+    """
+    directory = (directory or config.policy.directory / "offline").expanduser().absolute()
+    with only_trainer(directory):
+        store_config = await prepare(data or config.store.path, directory)
+        config = offline_config(config, directory).model_copy(update={"store": store_config})
+        trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
+        try:
+            async with opened(store_config) as database:
+                last = await runs(config, Store(database), Ledger(database), trainer).run(stop)
+            if last is not None:
+                if stop.is_set():  # the trainer's own may be on their way to the next step
+                    await asyncio.to_thread(trainer.load, Path(str(last.checkpoint)))
+                await asyncio.to_thread(save_weights, config, trainer, last.step)
+            trainer.ranks.end()
+        finally:
+            trainer.close()
+
+
+def save_weights(config: Config, trainer: LightningTrainer, step: int) -> None:
+    """Write the weights for whoever serves them, and say where they are and what can be done with them."""
+    directory = config.policy.directory
+    adapter, merged = directory / "adapter", directory / "model"
+    trainer.save_weights(adapter, merged=False)
+    if not config.policy.adapters and publish_mode(config) == "merged":
+        trainer.save_weights(merged, merged=True)
+        log.info("the weights of step %d, merged into the model: %s", step, merged)
+    log.info("the weights of step %d, as a LoRA adapter: %s", step, adapter)
+    alias, model = config.policy.alias, shlex.quote(str(config.policy.model))
+    modules = [f"{alias}={adapter}", *(f"{alias}.{own}={adapter / own}" for own in config.policy.adapters)]
+    log.info(
+        "to serve them: vllm serve %s --enable-lora --max-lora-rank %d --max-loras %d --lora-modules %s",
+        model, config.trainer.lora_rank, len(modules), shlex.join(modules),
+    )  # fmt: skip
+    log.info(
+        "to publish them, verified, and train on with live traffic: "
+        "LIGHTNING_STORE__URL=%s LIGHTNING_POLICY__DIRECTORY=%s lightning-proxy up --model %s",
+        shlex.quote(config.store.url), shlex.quote(str(directory)), model,
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""What a step reports of its rollouts: rewards by task, groups, advantages, staleness, rows. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from statistics import fmean, pstdev
+
+from ..rows.samples import CALL_COUNTS, merge_rate
+from ..types import Sample
+
+# As many tasks' rewards are kept with a step, the newest.
+TASKS_KEPT = 100
+
+COUNTS = (
+    "groups", "groups_equal", "groups_incomplete", "rollouts_dropped", "rollouts_stale", "rollouts_failed",
+    "rollouts_lone", "calls_of_others", *CALL_COUNTS,
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Seen:
+    """Rollouts looked at since the step before, and counts of what became of them. Task None: those without one."""
+
+    rewards: dict[str | None, list[float]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rollouts(self) -> int:
+        """How many had a reward."""
+        return sum(map(len, self.rewards.values()))
+
+    def reward(self, task_id: str | None, reward: float | None) -> None:
+        """A rollout was looked at."""
+        if reward is not None:
+            self.rewards.setdefault(task_id, []).append(reward)
+
+    def add(self, other: Seen) -> None:
+        self.counts += other.counts
+        for task_id, rewards in other.rewards.items():
+            self.rewards.setdefault(task_id, []).extend(rewards)
+
+    def metrics(self) -> dict[str, float]:
+        rewards = [reward for of_task in self.rewards.values() for reward in of_task] or [0.0]
+        means = [fmean(rewards) for task_id, rewards in self.rewards.items() if task_id is not None and rewards]
+        return {
+            "reward_mean": fmean(rewards),
+            "reward_std": pstdev(rewards),
+            "reward_min": min(rewards),
+            "reward_max": max(rewards),
+            "reward_task_std": pstdev(means) if means else 0.0,
+            "rollouts": float(self.rollouts),
+            "merge_rate": merge_rate(self.counts),
+            **{name: float(self.counts[name]) for name in COUNTS},
+        }
+
+    def tasks(self) -> dict[str, dict[str, float]]:
+        """Mean and spread of the rewards of each task, and how many they are."""
+        found = {
+            task_id: {"mean": fmean(rewards), "std": pstdev(rewards), "rollouts": float(len(rewards))}
+            for task_id, rewards in self.rewards.items()
+            if task_id is not None and rewards
+        }
+        return dict(list(found.items())[-TASKS_KEPT:])
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Rows, and the advantages of the trained tokens, each counted once (as verl reports them)."""
+    advantages = [value for sample in samples for value in compress(sample.advantages, sample.mask)] or [0.0]
+    return {
+        "samples": float(len(samples)),
+        "advantage_mean": fmean(advantages),
+        "advantage_std": pstdev(advantages),
+        "advantage_positive": sum(value > 0 for value in advantages) / len(advantages),
+    }
+
+
+def staleness_metrics(staleness: Sequence[int]) -> dict[str, float]:
+    """Of the rollouts that are trained on, in policy versions."""
+    return {"staleness_mean": fmean(staleness or [0]), "staleness_max": float(max(staleness, default=0))}

@@ -1,0 +1,185 @@
+"""Samples (training rows) from the calls of a rollout: exact token-prefix merging, forks, masks, weights. No torch.
+
+A call's answer is trained on after exactly the tokens that the model saw when it sampled them. So a call joins a row
+only if its prompt begins with all of that row, and goes on: two answers side by side would be one. Where the agent sent
+an answer back that reads the same but is tokenised differently (drift), the sampled answer keeps its place in its own
+row, and the call opens a new one with its own prompt, the re-tokenised answer included, as context. No answer is
+trained twice, none loses tokens, and no bound is needed on how large a drift may be: the prefix tree computes once what
+rows share, so a fork costs what comes after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...proxy.config.root import DEFAULT_ADAPTER
+from ...proxy.types import ModelCall
+from ..types import Sample
+from .prefix_tree import Ints, shared_prefix
+
+# Why a call opened a row though its rollout had one: the last answer came back tokenised differently | an earlier part
+# of the history did, or the agent went on from an earlier point | the very same prompt, or less of it, was sent again |
+# nothing came between it and the answer before | it has nothing of an answer in common with any row: another agent, or
+# a new conversation.
+FORKS = ("forks_drift", "forks_edited", "forks_repeated", "forks_adjoining", "forks_new")
+
+# What vLLM writes for -inf, which JSON cannot say.
+NO_PROBABILITY = -9999.0
+
+CALL_COUNTS = (
+    "calls",
+    "calls_merged",
+    *FORKS,
+    "calls_untrainable",
+    "calls_ambiguous",
+    "calls_not_finite",
+    "calls_other_tokens",
+    "rows_too_long",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSamples:
+    """The rows of one rollout, and what became of how many of its calls, by the names in CALL_COUNTS.
+
+    `calls`: in a row, as its first or (`calls_merged`) after others. Left out: `calls_untrainable`, without usable
+    token ids; `calls_ambiguous`, n > 1, so the reward belongs to no one answer; `calls_not_finite`, with captured
+    log-probabilities that are not finite; `calls_other_tokens`, beyond the vocabulary; `rows_too_long`, over the limit.
+    """
+
+    samples: tuple[Sample, ...]
+    counts: Counter[str]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row under construction; all lists grow together.
+
+    `ids`: the same as `token_ids`. `first_answer`, `last_answer`: where the first and the last answer begin.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    call_ids: list[str] = field(default_factory=list)
+    ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    first_answer: int = 0
+    last_answer: int = 0
+
+    def add(self, call: ModelCall, advantage: float) -> None:
+        """Go on with a call whose prompt begins with this row."""
+        self._add_context(call.prompt_token_ids[len(self.token_ids) :])
+        self.last_answer = len(self.token_ids)
+        self.first_answer = self.first_answer or self.last_answer
+        self._add_answer(call, advantage)
+        self.ids = np.array(self.token_ids, np.int64)
+
+    def _add_context(self, token_ids: Sequence[int]) -> None:
+        n = len(token_ids)
+        self.token_ids += token_ids
+        self.mask += [0] * n
+        self.logprobs += [0.0] * n
+        self.advantages += [0.0] * n
+        self.temperatures += [1.0] * n
+
+    def _add_answer(self, call: ModelCall, advantage: float) -> None:
+        n = len(call.response_token_ids)
+        self.token_ids += call.response_token_ids
+        self.mask += [1] * n
+        self.logprobs += call.logprobs
+        self.advantages += [advantage] * n
+        self.temperatures += [call.temperature] * n
+        self.call_ids.append(call.call_id)
+
+    def sample(self, rollout_id: str, task_id: str, adapter: str) -> Sample:
+        return Sample(
+            rollout_id=rollout_id,
+            task_id=task_id,
+            token_ids=tuple(self.token_ids),
+            mask=tuple(self.mask),
+            logprobs=tuple(self.logprobs),
+            advantages=tuple(self.advantages),
+            temperatures=tuple(self.temperatures),
+            call_ids=tuple(self.call_ids),
+            adapter=adapter,
+        )
+
+
+def rollout_samples(
+    calls: Sequence[ModelCall],
+    advantages: Sequence[float],
+    *,
+    task_id: str,
+    max_tokens: int,
+    vocabulary: int | None = None,
+    adapter: str = DEFAULT_ADAPTER,
+) -> RolloutSamples:
+    """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
+
+    `vocabulary`: how many tokens the model knows; None: all there are.
+
+    A call continues the longest row that its prompt begins with, token by token, and goes beyond; else it opens a new
+    one. Its answer is trained on there and nowhere else: in the prompts of later calls it is context.
+    """
+    rows: list[_Row] = []
+    counts: Counter[str] = Counter()
+    for call, advantage in zip(calls, advantages, strict=True):
+        if reason := _unusable(call, max_tokens, vocabulary):
+            counts[reason] += 1
+            continue
+        row, outcome = _place(rows, np.array(call.prompt_token_ids, np.int64))
+        if row is None:
+            row = _Row()
+            rows.append(row)
+        row.add(call, advantage)
+        counts.update(["calls", outcome] if outcome else ["calls"])
+    rollout_id = calls[0].rollout_id if calls else ""
+    return RolloutSamples(tuple(row.sample(rollout_id, task_id, adapter) for row in rows), counts)
+
+
+def merge_rate(counts: Mapping[str, int]) -> float:
+    """The share of those calls that joined a row that had one to join: all but each rollout's first."""
+    merged = counts["calls_merged"]
+    could = merged + sum(counts[reason] for reason in FORKS)
+    return merged / could if could else 1.0
+
+
+def _unusable(call: ModelCall, max_tokens: int, vocabulary: int | None) -> str | None:
+    if len(call.choices) > 1:
+        return "calls_ambiguous"
+    # Temperature 0 is greedy: there is no sampling distribution to take the gradient of.
+    if not (call.trainable and call.prompt_token_ids and call.response_token_ids and call.temperature > 0):
+        return "calls_untrainable"
+    if not all(NO_PROBABILITY < logprob < math.inf for logprob in call.logprobs):
+        return "calls_not_finite"
+    if vocabulary is not None and max(call.row_token_ids) >= vocabulary:
+        return "calls_other_tokens"
+    return "rows_too_long" if len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens else None
+
+
+def _place(rows: Sequence[_Row], prompt: Ints) -> tuple[_Row | None, str | None]:
+    """The row that a call with this prompt continues, or None and why there is none (None: it is the first)."""
+    if not rows:
+        return None, None
+    shared = [shared_prefix(row.ids, prompt) for row in rows]
+    continued = [row for row, n in zip(rows, shared, strict=True) if n == len(row.ids) < len(prompt)]
+    if continued:
+        return max(continued, key=lambda row: len(row.ids)), "calls_merged"
+    # Of rows that share as much, the newest is what the agent most likely had in mind.
+    n, index = max((n, i) for i, n in enumerate(shared))
+    return None, _fork(rows[index], n, len(prompt))
+
+
+def _fork(nearest: _Row, shared: int, prompt: int) -> str:
+    if shared == prompt:
+        return "forks_adjoining" if shared == len(nearest.ids) else "forks_repeated"
+    if shared > nearest.last_answer:
+        return "forks_drift"
+    return "forks_edited" if shared >= nearest.first_answer else "forks_new"

@@ -1,0 +1,84 @@
+"""Calls to learn from by imitation, with the tokens that the policy would see and say. No torch.
+
+What the policy sampled has its exact tokens. An answer of another model has none of the policy's: its messages are
+shown by the policy's chat template, once, and the answer is what that adds to the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ...proxy.apis.tokens import GREEDY, NO_TOKEN_IDS, NOT_THE_POLICY
+from ...proxy.types import Choice, ModelCall
+
+Json = dict[str, Any]
+
+
+def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall | None:
+    """The call with tokens to imitate, at temperature 1 and log-probability 0; as it is if it has none to learn from.
+
+    None: it would have to be tokenised, and the chat template does not show it, or not so that the answer follows.
+    """
+    if call.trainable or call.untrainable_reason == GREEDY:
+        return _with_tokens(call, call.prompt_token_ids, call.response_token_ids)
+    if call.untrainable_reason not in (NOT_THE_POLICY, NO_TOKEN_IDS) or not call.is_decision or len(call.choices) > 1:
+        return call
+    tokens = _tokenised(call, tokenizer) if call.endpoint == "chat/completions" else None
+    return tokens and _with_tokens(call, *tokens)
+
+
+def _with_tokens(call: ModelCall, prompt: Sequence[int], answer: Sequence[int]) -> ModelCall:
+    choice = Choice(0, tuple(answer), (0.0,) * len(answer), call.finish_reason)
+    request = call.request | {"temperature": 1.0}
+    return replace(call, prompt_token_ids=tuple(prompt), choices=(choice,), request=request, trainable=True)
+
+
+def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:
+    """Prompt and answer; they are tokenised apart, as the policy would see the one and sample the other."""
+    try:
+        (choice,), messages = call.response["choices"], [_message(m) for m in call.request["messages"]]
+        prompt = _shown(tokenizer, call.request, messages, add_generation_prompt=True)
+        whole = _shown(tokenizer, call.request, [*messages, _message(choice["message"])])
+        cut = choice.get("finish_reason") == "length"
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError):  # whatever a template makes of messages
+        return None
+    if not whole.startswith(prompt):
+        return None
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, whole[len(prompt) :])]
+    return ids[0], _ended(ids[1], tokenizer.eos_token_id, cut=cut)
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase, request: Json, messages: list[Json], **options: Any) -> str:
+    options |= request.get("chat_template_kwargs") or {}
+    text: str = tokenizer.apply_chat_template(messages, tools=request.get("tools"), tokenize=False, **options)
+    return text
+
+
+def _message(message: Json) -> Json:
+    """As vLLM hands it to a template: text in one piece, a tool call's arguments as an object."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    shown = {name: value for name, value in message.items() if value is not None} | {"content": content or ""}
+    if calls := message.get("tool_calls"):
+        shown["tool_calls"] = [_tool_call(call) for call in calls]
+    return shown
+
+
+def _tool_call(call: Json) -> Json:
+    function = call["function"]
+    return call | {"function": function | {"arguments": json.loads(function["arguments"] or "{}")}}
+
+
+def _ended(ids: list[int], end: int | None, *, cut: bool) -> list[int]:
+    """The answer up to the token that ends it; without one where it was `cut` off."""
+    if end is None:
+        return ids
+    last = len(ids) - 1 - ids[::-1].index(end) if end in ids else len(ids)
+    return ids[:last] + ([] if cut else [end])

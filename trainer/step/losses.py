@@ -1,0 +1,170 @@
+"""The loss by configuration: TRL's term for every token, how much each token weighs, and the inputs that TRL takes.
+
+Three things are ours, so that a loss is the same however calls are merged into rows and a step is cut into
+micro-batches. What TRL calls a sequence is one answer: the action of a call, the unit that has one advantage
+(arXiv 2508.03680, section 3); rows are how calls happen to be stored. The weights of tokens are known before the step
+begins, where TRL divides by what a micro-batch holds. The KL to the base model carries the same weights and cap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...proxy.config.root import TrainerConfig
+from ..types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """`term`: TRL's loss type whose term a token has. `divisor`: what the sum over a rollout's tokens is divided by.
+
+    own: its tokens, so that rollouts weigh the same. mean: what rollouts of this step have on average, so that tokens
+    weigh the same. limit: `trainer.max_sample_tokens`. one: nothing.
+    """
+
+    term: Literal["dapo", "cispo", "sapo", "vespo"]
+    divisor: Literal["own", "mean", "limit", "one"]
+
+
+# TRL's grpo, dr_grpo, dapo, bnpo and luspo have one term, and differ in what they divide by.
+LOSSES: Mapping[str, Loss] = MappingProxyType(
+    {
+        "cispo": Loss("cispo", "own"),
+        "grpo": Loss("dapo", "own"),
+        "sapo": Loss("sapo", "own"),
+        "vespo": Loss("vespo", "own"),
+        "dapo": Loss("dapo", "mean"),
+        "bnpo": Loss("dapo", "mean"),
+        "dr_grpo": Loss("dapo", "limit"),
+        "luspo": Loss("dapo", "one"),
+    }
+)
+
+
+def loss_arguments(config: TrainerConfig) -> dict[str, Any]:
+    """The arguments of TRL's GRPOConfig that make its per-token term. `importance_cap` holds for weights that nothing
+    else bounds: sapo's gate and vespo's weighting stay under 1.6 and 1.3 with their default knobs."""
+    loss = LOSSES[config.loss_type]
+    cispo = loss.term == "cispo"
+    return {
+        "loss_type": loss.term,
+        "epsilon": config.clip_low,
+        "epsilon_high": config.importance_cap if cispo else config.clip_high,
+        "delta": None if cispo else max(config.importance_cap, 1 + config.clip_high),
+        "sapo_temperature_pos": config.sapo.temperature_pos,
+        "sapo_temperature_neg": config.sapo.temperature_neg,
+        "vespo_k_pos": config.vespo.k_pos,
+        "vespo_lambda_pos": config.vespo.lambda_pos,
+        "vespo_k_neg": config.vespo.k_neg,
+        "vespo_lambda_neg": config.vespo.lambda_neg,
+        "beta": 0.0,  # TRL's term has no weight by rollout: `kl_penalty` takes its place
+    }
+
+
+def weight_limits(config: TrainerConfig) -> tuple[float, float]:
+    """Importance ratios outside of these count as clipped."""
+    if LOSSES[config.loss_type].term == "dapo":
+        return 1 - config.clip_low, 1 + config.clip_high
+    return 0.0, config.importance_cap
+
+
+def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: int = 0) -> dict[str, float]:
+    """What each trained token of a rollout weighs in the loss of the step that `samples` are; none without tokens.
+
+    `compared`: the rollouts that the loss is averaged over, those that teach nothing included (0: only these here).
+    """
+    tokens: Counter[str] = Counter()
+    for sample in samples:
+        tokens[sample.rollout_id] += sample.trained_tokens
+    tokens = +tokens  # those that have any
+    mean = tokens.total() / max(len(tokens), 1)
+    divisors = {"mean": mean, "limit": float(config.max_sample_tokens), "one": 1.0}
+    divisor, rollouts = LOSSES[config.loss_type].divisor, compared or len(tokens)
+    return {rollout_id: 1 / (rollouts * divisors.get(divisor, own)) for rollout_id, own in tokens.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The A answers of B samples, each a row of its own of length L: their places in tensors of (B, T)."""
+
+    rows: Tensor  # (A, 1)
+    columns: Tensor  # (A, L)
+    mask: Tensor  # (A, L), 1.0 where there is a token
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], device: torch.device) -> Answers:
+        spans = [(row, *span) for row, sample in enumerate(samples) for span in answer_spans(sample)]
+        rows, starts, ends = torch.tensor(spans, device=device).reshape(-1, 3, 1).unbind(1)
+        longest = int((ends - starts).max()) if spans else 0
+        columns = starts + torch.arange(longest, device=device)
+        return cls(rows, columns.minimum(ends - 1), (columns < ends).float())
+
+    def take(self, values: Tensor) -> Tensor:
+        """(B, T) -> (A, L), zero where there is no token."""
+        return torch.where(self.mask.bool(), values[self.rows, self.columns], 0.0)
+
+
+def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
+    """[start, end) of each answer: sampled tokens without a break, of one advantage."""
+    end = 0
+    for (sampled, _), tokens in groupby(zip(sample.mask, sample.advantages, strict=True)):
+        start, end = end, end + len(list(tokens))
+        if sampled:
+            yield start, end
+
+
+def loss_inputs(
+    samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float], config: TrainerConfig
+) -> dict[str, Tensor]:
+    """TRL's inputs, (A, L) each, with `token_weights` next to them: (A, L) and 0 where there is no token.
+
+    A weight goes into the loss with the advantage, in which every term is linear.
+    """
+    mask = answers.mask
+    of_rows = torch.tensor([weights[sample.rollout_id] for sample in samples], device=mask.device)
+    token_weights = of_rows[answers.rows] * mask
+    scale = token_weights
+    if LOSSES[config.loss_type].term == "sapo":  # the one term that TRL averages over sequences
+        scale = scale * mask.sum(1, keepdim=True) * len(mask)
+    nothing = mask[:, :0]
+    return {
+        # Unread: the forward pass is not TRL's (LightningTrainer._get_per_token_logps_and_entropies).
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": answers.take(padded([s.advantages for s in samples], mask.device)) * scale,
+        "old_per_token_logps": answers.take(padded([s.logprobs for s in samples], mask.device)),
+        "num_items_in_batch": torch.tensor(1.0, device=mask.device),
+        "token_weights": token_weights,
+    }
+
+
+def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
+    """(A, L) log-ratios of tokens -> ratios: the tokens' own, or their answer's geometric mean (GSPO, 2507.18071)."""
+    if level == "sequence":
+        log_ratios = ((log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(log_ratios)
+    return log_ratios.exp()
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor, inputs: Mapping[str, Tensor], cap: float) -> Tensor:
+    """The KL to the reference, weighted like the loss: sum of weight · min(ratio, cap) · (logp - ref)² / 2.
+
+    Its gradient, ratio · (logp - ref) · ∇logp, is that of ratio · k3, TRL's (`use_bias_correction_kl`; DeepSeek-V3.2,
+    arXiv 2512.02556): the unbiased one of the reverse KL, but for the cap on the weight.
+    """
+    ratios = (logprobs.detach() - inputs["old_per_token_logps"]).exp().clamp(max=cap)
+    return (inputs["token_weights"] * ratios * (logprobs - reference) ** 2).sum() / 2
+
+
+def padded(rows: Sequence[Sequence[float]], device: torch.device) -> Tensor:
+    """(B, T) in float32, zeros on the right."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float32) for row in rows], True).to(device)

@@ -1,0 +1,169 @@
+"""Log-probabilities of tokens under a causal language model, with every shared prefix computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...proxy.errors import ConfigError
+from ..rows.prefix_tree import Ints, PrefixTree, padded_tree
+from ..types import Sample
+from .tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention
+
+# Logits are made this many at a time (64 MiB in float32); larger pieces are slower on a CPU, whose caches they miss.
+_LOGITS_PER_CHUNK = 2**24
+
+
+class Scores(NamedTuple):
+    """(B, T), T the longest row; zero where a token is not scored. Only `logprobs` carries a gradient."""
+
+    logprobs: Tensor
+    entropies: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The M tokens to score, all (M,): `tokens` at `rows`, `columns` of (B, T), logits divided by `temperatures`."""
+
+    rows: Ints
+    columns: Ints
+    tokens: Ints
+    temperatures: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Targets:
+        """The trained tokens of `samples`."""
+        columns = [np.flatnonzero(np.asarray(s.mask)) for s in samples]
+        return cls(
+            rows=np.repeat(np.arange(len(samples)), [len(c) for c in columns]),
+            columns=np.concatenate(columns),
+            tokens=np.concatenate([np.asarray(s.token_ids)[c] for s, c in zip(samples, columns, strict=True)]),
+            temperatures=np.concatenate(
+                [np.asarray(s.temperatures, np.float32)[c] for s, c in zip(samples, columns, strict=True)]
+            ),
+        )
+
+
+def score(model: PreTrainedModel, tree: PrefixTree, samples: Sequence[Sample]) -> Scores:
+    """Score the trained tokens of `samples` by one forward pass; `tree` holds each of them without its last token.
+
+    `model` is the bare causal LM, its LoRA layers included.
+    """
+    hidden = _hidden_states(model, tree)
+    targets = Targets.of(samples)
+    nodes = np.array([tree.paths[r][c - 1] for r, c in zip(targets.rows, targets.columns, strict=True)])
+    # Siblings that sampled the same token in the same place at the same temperature need one score between them.
+    keys = np.stack([nodes, targets.tokens, targets.temperatures.view(np.int32)], axis=1)
+    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    chosen, tokens, temperatures, back, rows, columns = (
+        torch.from_numpy(x).to(hidden.device)
+        for x in (
+            nodes[first], targets.tokens[first], targets.temperatures[first], inverse.reshape(-1), targets.rows,
+            targets.columns,
+        )
+    )  # fmt: skip
+    logprobs, entropies = _TokenLogprobs.apply(hidden[chosen], model, tokens, temperatures)
+    shape = (len(samples), max(len(s.token_ids) for s in samples))
+    return Scores(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
+
+
+def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
+    """Raise ConfigError where a tree cannot stand for its rows: recurrent layers, or a window shorter than a sample."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"policy.model: layers of type {sorted(kinds)} are not supported; attention only")
+    window = getattr(text, "sliding_window", None) if "sliding_attention" in kinds else None
+    if window and window < max_tokens:
+        raise ConfigError(f"trainer.max_sample_tokens: {max_tokens} is over the model's attention window of {window}")
+
+
+def attention_cost(config: PreTrainedConfig, linear_parameters: int) -> float:
+    """Attention's share of a node's work, per node that it is compared with, in units of the linear layers' work."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * text.num_attention_heads * head_dim / linear_parameters
+
+
+def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
+    """(N, H): the last hidden state of every node."""
+    use_tree_attention(model)
+    device, n = model.device, len(tree)
+    if device.type == "cuda":
+        tree = padded_tree(tree, FLEX_BLOCK)
+    output = model.base_model(
+        input_ids=torch.from_numpy(tree.token_ids).to(device)[None],
+        # A mask of four dimensions is passed on as it is. This empty one fits nothing, should a model drop `tree_mask`.
+        attention_mask=torch.empty(1, 1, 0, 0, device=device),
+        position_ids=torch.from_numpy(tree.depths).to(device)[None],
+        use_cache=False,
+        tree_mask=TreeMask(tree, device),
+    )
+    states: Tensor = output.last_hidden_state
+    return states[0, :n]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """(K, H) hidden states, (K,) next tokens and temperatures -> (K,) log-probabilities and entropies, in float32.
+
+    Each result depends on its own row alone, so the gradient's direction is found on the way: no logits are kept,
+    none are made twice. The head itself gets no gradient; TRL forbids adapters on it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, model: PreTrainedModel, labels: Tensor, temperatures: Tensor) -> Any:
+        chunk = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
+        parts = [
+            _score_chunk(model, *rows, directions=ctx.needs_input_grad[0])
+            for rows in zip(*(x.split(chunk) for x in (hidden, labels, temperatures)), strict=True)
+        ]
+        logprobs, entropies, directions = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(directions)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (directions,) = ctx.saved_tensors
+        return (gradients[0][:, None] * directions).to(directions.dtype), None, None, None
+
+
+def _score_chunk(
+    model: PreTrainedModel, hidden: Tensor, labels: Tensor, temperatures: Tensor, *, directions: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, and d logprob / d hidden (empty unless asked for)."""
+    rows = torch.arange(len(labels), device=labels.device)
+    with torch.set_grad_enabled(directions):
+        hidden = hidden.detach().requires_grad_(directions)
+        logits = _logits(model, hidden)
+    logp = logits.detach().float() / temperatures[:, None]
+    logp -= logp.logsumexp(-1, keepdim=True)
+    chosen = logp[rows, labels]
+    probs = logp.exp()
+    entropies = -torch.linalg.vecdot(probs, logp)
+    if not directions:
+        return chosen, entropies, hidden.new_empty(0)
+    probs[rows, labels] -= 1
+    (direction,) = torch.autograd.grad(logits, hidden, probs.to(logits.dtype))
+    return chosen, entropies, (direction / -temperatures[:, None]).to(hidden.dtype)
+
+
+def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The head's output as the model's own forward makes it: Cohere and Granite scale it, Gemma caps it."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    config = model.config.get_text_config()
+    logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    cap = getattr(config, "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits

@@ -1,0 +1,133 @@
+"""What a training step reports: sums over micro-batches, turned into a few stable names."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ...proxy.config.root import TrainerConfig
+from ..rows.microbatches import MicroBatch
+from .losses import importance_ratios, weight_limits
+from .scoring import Scores
+
+# exp() of anything larger is of no use in a metric and may overflow.
+_MAX_LOG_RATIO = 20.0
+
+
+SUMS = (
+    "loss", "entropy_sum", "kl_sum", "kl_base_sum", "ratio_sum", "clipped", "trained_tokens", "computed_tokens",
+    "padded_tokens", "micro_batches",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class StepMetrics:
+    """`clip_share`: of tokens whose importance ratio, at `trainer.importance_level`, is outside of the loss's limits
+    on the side that its advantage pulls it to, as TRL counts.
+
+    `kl`: to the policies that sampled the answers. `kl_base`: to the base model, where it is computed.
+    """
+
+    started: float
+    config: TrainerConfig
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    skipped: bool = False
+    fault: str | None = None  # why it is skipped
+    entropy_sum: float = 0.0
+    kl_sum: float = 0.0
+    kl_base_sum: float = 0.0
+    ratio_sum: float = 0.0
+    ratio_max: float = 0.0
+    clipped: float = 0.0
+    trained_tokens: int = 0
+    computed_tokens: int = 0
+    padded_tokens: int = 0
+    micro_batches: int = 0
+    forward_backward_s: float = 0.0
+    optimizer_s: float = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def add(
+        self,
+        micro_batch: MicroBatch,
+        loss: Tensor,
+        inputs: dict[str, Tensor],
+        scores: Scores,
+        reference: Tensor | None = None,
+    ) -> None:
+        """`inputs`, `scores`, `reference` (log-probabilities under the base model): (A, L), one row an answer."""
+        mask, logprobs = inputs["completion_mask"].bool(), scores.logprobs.detach()
+        log_ratios = logprobs - inputs["old_per_token_logps"]
+        log_ratio = log_ratios[mask]
+        ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
+        low, high = weight_limits(self.config)
+        compared = importance_ratios(log_ratios, mask, self.config.importance_level)[mask]
+        self.loss += float(loss)
+        self.entropy_sum += float(scores.entropies[mask].sum())
+        self.kl_sum += float(k3(log_ratio).sum())
+        if reference is not None:
+            weight = ratio.clamp(max=self.config.importance_cap)  # of a token under the policy, not the behaviour's
+            self.kl_base_sum += float((weight * k3((reference - logprobs)[mask])).sum())
+        self.ratio_sum += float(ratio.sum())
+        self.ratio_max = max(self.ratio_max, float(ratio.max()))
+        advantages = inputs["advantages"][mask]
+        self.clipped += float(((compared < low) & (advantages < 0) | (compared > high) & (advantages > 0)).sum())
+        self.trained_tokens += len(ratio)
+        self.computed_tokens += len(micro_batch.tree)
+        self.padded_tokens += micro_batch.padded_tokens
+        self.micro_batches += 1
+
+    def sum(self, parts: Sequence[StepMetrics]) -> StepMetrics:
+        """The metrics of all ranks' parts; what is no sum over micro-batches is ours."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = replace(self)
+        for name in SUMS:
+            setattr(whole, name, sum(getattr(part, name) for part in parts))
+        whole.fault = next((part.fault for part in parts if part.fault), None)
+        whole.ratio_max = max(part.ratio_max for part in parts)
+        return whole
+
+    def result(self) -> dict[str, float]:
+        """Finite or not as they came out, under the names of `metric_schema`; means are over trained tokens."""
+        n, seconds = max(self.trained_tokens, 1), self.elapsed
+        kl_base = {"kl_base": self.kl_base_sum / n} if self.config.kl_coef or self.config.kl_metric else {}
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.learning_rate,
+            "skipped": float(self.skipped),
+            "entropy": self.entropy_sum / n,
+            "kl": self.kl_sum / n,
+            **kl_base,
+            "ratio_mean": self.ratio_sum / n,
+            "ratio_max": self.ratio_max,
+            "clip_share": self.clipped / n,
+            "trained_tokens": float(self.trained_tokens),
+            "computed_tokens": float(self.computed_tokens),
+            "padded_tokens": float(self.padded_tokens),
+            "micro_batches": float(self.micro_batches),
+            "trained_tokens_per_s": self.trained_tokens / seconds,
+            "computed_tokens_per_s": self.computed_tokens / seconds,
+            "step_s": seconds,
+            "forward_backward_s": self.forward_backward_s,
+            "optimizer_s": self.optimizer_s,
+        }
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """KL(p, q) of tokens sampled from p, from log q/p: never below 0 (http://joschu.net/blog/kl-approx.html)."""
+    return log_ratio.clamp(max=_MAX_LOG_RATIO).exp() - 1 - log_ratio

@@ -1,0 +1,214 @@
+"""Attention over a prefix tree, as an attention implementation of transformers: a node sees its ancestors and itself.
+
+On a GPU it is FlexAttention with a block mask. On a CPU it is PyTorch's flash kernel, block by block
+(attention_plan.py), and where that lacks what the model wants (capped scores, values of another width) a plain masked
+softmax.
+Importing this module registers it; `use_tree_attention` switches a model over. Without a tree it is SDPA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ...proxy.errors import ConfigError
+from ..rows.prefix_tree import PrefixTree
+from .attention_plan import Block, attention_plan
+
+NAME = "prefix_tree"
+
+# FlexAttention works in blocks of so many nodes; trees of whole blocks have few sizes to compile it for.
+FLEX_BLOCK = 128
+
+# What else a model may want of its attention, and a tree cannot give.
+_UNSUPPORTED = ("s_aux", "position_bias")
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """Who sees whom in a tree of N nodes, in the form that each way of computing wants; made when first asked for."""
+
+    tree: PrefixTree
+    device: torch.device
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """(N, N), true from a node to its ancestors and itself."""
+        return self._among(0, len(self.tree))
+
+    @cached_property
+    def blocks(self) -> list[tuple[Block, Tensor | None]]:
+        """The plan's blocks; those of kind `tree` with their square of `visible`."""
+        return [(b, self._among(*b.keys) if b.kind == "tree" else None) for b in attention_plan(self.tree)]
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """For FlexAttention."""
+        ends, n = self._ends, len(self.tree)
+        return create_block_mask(ancestor_or_self(ends), B=None, H=None, Q_LEN=n, KV_LEN=n, device=ends.device)
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        return torch.from_numpy(self.tree.ends).to(self.device)
+
+    def _among(self, start: int, stop: int) -> Tensor:
+        nodes = torch.arange(start, stop, device=self.device)
+        return (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < self._ends[None, start:stop])
+
+
+def ancestor_or_self(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's mask_mod for nodes in preorder: the query is in the key's subtree, [key, ends[key])."""
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends[key])
+
+    return mask_mod
+
+
+def use_tree_attention(model: PreTrainedModel) -> None:
+    """Let `model` attend as this module does from now on; ordinary rows as before. Raises ConfigError if it cannot."""
+    if model.config._attn_implementation == NAME:
+        return
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise ConfigError(f"policy.model: {type(model).__name__} has an attention of its own, which cannot be replaced")
+
+
+def tree_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    tree_mask: TreeMask | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """(1, heads, N, D) queries and (1, key heads, N, D) keys and values of the tree's nodes -> (1, N, heads, D).
+
+    Without dropout: what is trained is the policy that sampled.
+    """
+    if tree_mask is None and softcap is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if wanted := [name for name in _UNSUPPORTED if kwargs.get(name) is not None]:
+        raise ConfigError(f"policy.model: its attention needs {', '.join(wanted)}, which is not supported")
+    query, key, value = _of_one_dtype(query, key, value)
+    if tree_mask is not None and _has_flex_attention(query.device):
+        return flex_attention_forward(
+            module, query, key, value, tree_mask.block_mask, scaling=scaling, softcap=softcap, **kwargs
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    if tree_mask is None or softcap is not None or value.shape[-1] != query.shape[-1]:
+        visible = tree_mask.visible if tree_mask else _visible_in_rows(attention_mask, query)
+        return _masked_softmax(query, key, value, visible, scaling, softcap).transpose(1, 2), None
+    out: Tensor = _BlockAttention.apply(query, key, value, tree_mask.blocks, scaling)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, tree_attention_forward)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _has_flex_attention(device: torch.device) -> bool:
+    """With a backward pass: on a CPU it has none."""
+    return device.type == "cuda"
+
+
+def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast would do to the arguments of an attention that it knows."""
+    kind = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[0].dtype
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """(1, H, N, D) thrice -> (1, H, N, D), with one kernel call a block each way.
+
+    A query's blocks are softmaxes over parts of its keys; weighted by the exponentials of their log-sum-exps they are
+    the softmax over all. The kernel's backward pass needs no more than the output and log-sum-exp over all keys to give
+    a block's share of the gradients, as in ring attention (https://arxiv.org/abs/2310.01889).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: list[tuple[Block, Tensor | None]],
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        # Nodes before heads in memory, as the caller wants them next; sums over blocks in float32.
+        out = torch.zeros_like(query.transpose(1, 2), dtype=torch.float32).transpose(1, 2)
+        lse = torch.full(query.shape[:-1], -torch.inf)
+        for block, visible in blocks:
+            q, kv = slice(*block.queries), slice(*block.keys)
+            part, part_lse = _flash(
+                query[:, :, q], key[:, :, kv], value[:, :, kv], 0.0, block.kind == "causal",
+                attn_mask=_additive(visible, query.dtype), scale=scale,
+            )  # fmt: skip
+            _merge(out[:, :, q], lse[:, :, q], part, part_lse)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        found = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
+        for block, visible in ctx.blocks:
+            q, kv = slice(*block.queries), slice(*block.keys)
+            parts = _flash_backward(
+                gradients[0][:, :, q], query[:, :, q], key[:, :, kv], value[:, :, kv], out[:, :, q], lse[:, :, q], 0.0,
+                block.kind == "causal", attn_mask=_additive(visible, query.dtype), scale=ctx.scale,
+            )  # fmt: skip
+            for total, part, where in zip(found, parts, (q, kv, kv), strict=True):
+                total[:, :, where] += part
+        return *(x.to(query.dtype) for x in found), None, None
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Put attention over more keys, (1, H, n, D) and its log-sum-exp (1, H, n), into `out` and `lse`."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp_()[..., None]).addcmul_(part, (part_lse - total).exp_()[..., None])
+    lse.copy_(total)
+
+
+def _additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """(1, 1, n, n): 0 where `visible`, else -inf."""
+    if visible is None:
+        return None
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[None, None]
+
+
+def _visible_in_rows(mask: Tensor | None, query: Tensor) -> Tensor:
+    """For rows without a tree: what SDPA is given, where None is causal."""
+    if mask is not None:
+        return mask
+    n = query.shape[2]
+    return torch.ones(n, n, dtype=torch.bool, device=query.device).tril()
+
+
+def _masked_softmax(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None, softcap: float | None
+) -> Tensor:
+    """All scores of (B, H, N, D) queries, capped if wanted: for what the block kernel and SDPA cannot do."""
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    # Not -inf: padding that sees nothing would turn into NaN.
+    weights = scores.float().masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1)
+    return weights.to(value.dtype) @ value
