@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 from rich.progress import track
 from scripted_judge import judged
 
-from lightning_proxy.proxy.config.root import TrainerConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.credit import baselines as advantage
 from lightning_proxy.trainer.credit.rewards import RolloutRewards

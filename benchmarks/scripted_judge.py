@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from lightning_proxy.proxy.config.root import TrainerConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.types import ModelCall, Reward
 from lightning_proxy.trainer.collect.siblings import reward_weights
 from lightning_proxy.trainer.credit.rewards import weighted_rewards

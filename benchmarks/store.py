@@ -19,7 +19,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.control.views import rollout_detail
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.recording.recorder import Recorder

@@ -32,7 +32,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 from trl import GRPOTrainer
 
-from lightning_proxy.proxy.config.root import PolicyConfig, TrainerConfig
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.types import Choice, ModelCall
 from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree
 from lightning_proxy.trainer.rows.samples import rollout_samples

@@ -14,7 +14,7 @@ from ..proxy.config.file import load_config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..proxy.config.root import StoreConfig
+    from ..proxy.config.server import StoreConfig
     from ..proxy.store.retention import Pages
 
 app = typer.Typer(no_args_is_help=True, help="Look at the store's file, and make it smaller.")

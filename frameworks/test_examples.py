@@ -20,7 +20,7 @@ from lightning_proxy.commands.control import ControlClient
 from lightning_proxy.commands.run.programs import PreloadRunner
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.tasks import read_tasks
-from lightning_proxy.proxy.config.root import UpstreamConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from support.environments import command_for
 from support.examples import EXAMPLES, NAMES, modules
 from support.in_process import proxy_of

@@ -15,7 +15,8 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .access.auth import require_local
-from .config.root import Config, ProxyConfig
+from .config.root import Config
+from .config.server import ProxyConfig
 from .control.parts import open_parts
 from .control.routes import router
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable

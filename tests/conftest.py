@@ -21,15 +21,10 @@ from hypothesis import HealthCheck, settings
 
 from lightning_proxy.commands.serve import UVICORN
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.root import (
-    Config,
-    PolicyConfig,
-    ProxyConfig,
-    RecordingConfig,
-    StoreConfig,
-    TelemetryConfig,
-    UpstreamConfig,
-)
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig, StoreConfig, TelemetryConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.training import Ledger

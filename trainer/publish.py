@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..proxy.config.root import DEFAULT_ADAPTER, PolicyConfig
+from ..proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ..proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
 from ..proxy.policy.routing import Superseded, Swap
 from ..proxy.policy.vllm import Vllm, VllmError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..proxy.config.root import DEFAULT_ADAPTER
+from ..proxy.config.policy import DEFAULT_ADAPTER
 
 
 @dataclass(frozen=True, slots=True)

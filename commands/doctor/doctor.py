@@ -10,7 +10,8 @@ import aiohttp
 from rich.console import Console
 
 from ...proxy.config.file import load_config
-from ...proxy.config.root import Config, UpstreamConfig
+from ...proxy.config.root import Config
+from ...proxy.config.upstreams import UpstreamConfig
 from ...proxy.errors import ConfigError
 from ...proxy.policy.mode import publish_mode
 from ..ask import print_json

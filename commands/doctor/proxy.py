@@ -8,7 +8,8 @@ from uuid import uuid4
 
 import aiohttp
 
-from ...proxy.config.root import Config, StoreConfig
+from ...proxy.config.root import Config
+from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
 from ...proxy.store.database import Database
 from ..control import ControlClient, ControlError, ProxyNotThere

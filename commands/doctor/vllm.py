@@ -7,7 +7,8 @@ from typing import Any
 
 import aiohttp
 
-from ...proxy.config.root import Config, UpstreamConfig
+from ...proxy.config.root import Config
+from ...proxy.config.upstreams import UpstreamConfig
 from ...proxy.conversation.renderer import RENDER
 from ...proxy.types import PublishMode
 from .checks import Check, failed, ok, warning

@@ -15,7 +15,8 @@ from typing import Any, Literal, cast, get_args
 from rich.console import Console
 from rich.progress import Progress
 
-from ...proxy.config.root import Config, StoreConfig
+from ...proxy.config.root import Config
+from ...proxy.config.server import StoreConfig
 from ...proxy.control import views
 from ...proxy.errors import ConfigError, LightningError, NotFound
 from ...proxy.store.database import Database

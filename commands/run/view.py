@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ...proxy.config.root import Config, TrainerConfig
+from ...proxy.config.root import Config
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError, LightningError
 from ..control import ControlClient
 from ..signals import run_until_signal

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...proxy.config.cron import next_time
-from ...proxy.config.root import Config, TrainerConfig
+from ...proxy.config.root import Config
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.training import Collapse
 from ..ask import ask, print_json
 from ..control import ControlClient, ControlError, ProxyNotThere

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ...proxy.config.root import StoreConfig
+from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
 from ...proxy.store.database import opened
 from ...proxy.store.training import Ledger

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from ..config.root import LimitsConfig, ProxyConfig
+from ..config.server import LimitsConfig, ProxyConfig
 from ..errors import Forbidden, StoreUnavailable, Unauthorized
 from ..gateway.ports import Caller
 from ..store.keys import ROLLOUT_KEY_PREFIX, Keyring, StoredKey, hash_key

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from ..config.root import UpstreamConfig
+from ..config.upstreams import UpstreamConfig
 from ..errors import NotFound
 from ..gateway.ports import Answer
 from ..json_text import encode

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from ..config.root import UpstreamConfig
+from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError
 from ..json_text import dumps
 from ..upstreams.attempts import Upstreams

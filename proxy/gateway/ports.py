@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ..access.limits import Limiter
-from ..config.root import UpstreamConfig
+from ..config.upstreams import UpstreamConfig
 from ..types import CallEnd, CallStart, RolloutName
 from ..upstreams.http import Request
 from .asgi import Header

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from ..config.root import TelemetryConfig
+from ..config.server import TelemetryConfig
 from ..errors import ConfigError
 from ..recording.redact import Redactor
 from ..types import CallEnd, CallStart

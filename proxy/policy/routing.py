@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from ..config.root import Config, UpstreamConfig
+from ..config.root import Config
+from ..config.upstreams import UpstreamConfig
 from ..errors import Conflict, LightningError, NotFound, UpstreamTimeout, UpstreamUnreachable
 from ..gateway.ports import Route
 from ..power.upstream import power_of

@@ -16,7 +16,7 @@ from uuid import uuid4
 import orjson
 
 from ..apis import sse
-from ..config.root import UpstreamConfig
+from ..config.upstreams import UpstreamConfig
 from ..conversation.renderer import RENDER
 from ..errors import InvalidRequest, Unsupported, UpstreamUnreachable
 from ..gateway.asgi import Header

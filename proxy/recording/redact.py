@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..apis.tools import tool_calls
-from ..config.root import RedactConfig
+from ..config.server import RedactConfig
 from ..json_text import dumps
 from ..types import CallEnd, CallStart, Choice
 from .secret_shapes import SHAPES, Shape

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import aiosqlite
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random
 
-from ..config.root import StoreConfig
+from ..config.server import StoreConfig
 from ..errors import StoreUnavailable
 
 S = TypeVar("S")

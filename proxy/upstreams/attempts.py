@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from ..apis.inject import Injection
-from ..config.root import UpstreamConfig
+from ..config.upstreams import UpstreamConfig
 from ..errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ..gateway.ports import Answer, Route, Upstream
 from .health import Health

@@ -9,7 +9,8 @@ from hashlib import blake2b
 
 import aiohttp
 
-from ..config.root import Config, UpstreamConfig
+from ..config.root import Config
+from ..config.upstreams import UpstreamConfig
 
 log = logging.getLogger(__name__)
 

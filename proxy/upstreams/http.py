@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from ..config.root import UpstreamConfig
+from ..config.upstreams import UpstreamConfig
 from ..errors import UpstreamTimeout, UpstreamUnreachable
 from ..gateway.asgi import Header
 from .health import Health

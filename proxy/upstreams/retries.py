@@ -15,7 +15,7 @@ from tenacity import (
 )
 from tenacity.wait import wait_base
 
-from ..config.root import UpstreamConfig
+from ..config.upstreams import UpstreamConfig
 from ..gateway.ports import Answer, Upstream
 from .http import NoConnection, Request
 

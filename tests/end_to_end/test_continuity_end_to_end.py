@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
-from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.rollouts import Store
 from lightning_proxy.proxy.store.training import Ledger

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.vllm import vllm_program
-from lightning_proxy.proxy.config.root import Config, TrainerConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from support.examples import EXAMPLES, NAMES, learned
 
 

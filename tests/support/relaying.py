@@ -11,7 +11,9 @@ from typing import Any
 import uvicorn
 
 from lightning_proxy.commands.serve import UVICORN
-from lightning_proxy.proxy.config.root import Config, ProxyConfig, RecordingConfig, UpstreamConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import Unauthorized
 from lightning_proxy.proxy.gateway.ports import Caller, Route
 from lightning_proxy.proxy.gateway.relay import Relay

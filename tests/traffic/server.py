@@ -13,7 +13,10 @@ from aiohttp import web
 from traffic.played import PlayedModel
 from traffic.shapes import Ids, stream, whole_answer
 
-from lightning_proxy.proxy.config.root import Config, PolicyConfig, StoreConfig, UpstreamConfig
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 
 Json = dict[str, Any]
 # Status and body for a request; None: no answer ever.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ...proxy.config.root import TrainerConfig
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.training import Collapse, Ledger, Step
 from ...proxy.types import PolicyVersion, Reward, Rollout
 from ..credit.rewards import weighted_rewards

@@ -9,7 +9,7 @@ from itertools import takewhile
 from statistics import NormalDist, fmean
 from typing import Any
 
-from ...proxy.config.root import CollapseConfig
+from ...proxy.config.trainer import CollapseConfig
 from ...proxy.types import CollapseSign
 
 # So many of the newest versions are compared with those before: the reward falls at once, or little by little.

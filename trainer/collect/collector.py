@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from ...proxy.config.root import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
+from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import NotFound
 from ...proxy.store.rollouts import Store
 from ...proxy.store.training import Group, Ledger

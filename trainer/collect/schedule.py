@@ -14,7 +14,7 @@ from types import MappingProxyType
 import psutil
 
 from ...proxy.config.cron import last_time, next_time
-from ...proxy.config.root import ScheduleConfig
+from ...proxy.config.trainer import ScheduleConfig
 from ...proxy.store.training import Ledger
 from .collector import Collector
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from ...proxy.config.root import MIN_EARLIER, TrainerConfig
+from ...proxy.config.trainer import MIN_EARLIER, TrainerConfig
 from ...proxy.errors import NotFound
 from ...proxy.store.rollouts import Store
 from ...proxy.store.training import Ledger

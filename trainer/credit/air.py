@@ -16,7 +16,7 @@ from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 
 from ...proxy.apis.tools import dicts
-from ...proxy.config.root import AirConfig
+from ...proxy.config.trainer import AirConfig
 from ...proxy.types import ModelCall, ToolCall
 
 Json = dict[str, Any]

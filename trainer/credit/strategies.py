@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ...proxy.config.root import TrainerConfig
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 from ...proxy.types import ModelCall
 from .agents import Agents

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...proxy.config.root import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
+from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 
 FILE = "config.json"

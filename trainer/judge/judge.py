@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from ...proxy.config.root import TrainerConfig
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.control.views import message_of
 from ...proxy.errors import LightningError
 from ...proxy.store.rollouts import Store

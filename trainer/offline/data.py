@@ -20,7 +20,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ...proxy.apis.tools import tool_calls
-from ...proxy.config.root import Config, StoreConfig
+from ...proxy.config.root import Config
+from ...proxy.config.server import StoreConfig
 from ...proxy.errors import ConfigError, InvalidRequest, LightningError
 from ...proxy.recording.recorder import Recorder
 from ...proxy.store import sql

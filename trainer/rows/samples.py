@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...proxy.config.root import DEFAULT_ADAPTER
+from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.types import ModelCall
 from ..types import Sample
 from .prefix_tree import Ints, shared_prefix

@@ -23,7 +23,8 @@ from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from ...proxy.config.root import Config, TrainerConfig
+from ...proxy.config.root import Config
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError, LightningError, StoreUnavailable
 from ...proxy.store.rollouts import Store
 from ...proxy.store.training import Ledger, Step

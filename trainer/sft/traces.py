@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ...proxy.config.root import TrainerConfig
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import LightningError, NotFound
 from ...proxy.store.rollouts import Store
 from ...proxy.types import ModelCall, Rollout

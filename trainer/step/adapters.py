@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from ...proxy.config.root import DEFAULT_ADAPTER
+from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.errors import ConfigError
 
 Weights = dict[str, Tensor]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...proxy.config.root import TrainerConfig
+from ...proxy.config.trainer import TrainerConfig
 from ..types import Sample
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ...proxy.config.root import TrainerConfig
+from ...proxy.config.trainer import TrainerConfig
 from ..rows.microbatches import MicroBatch
 from .losses import importance_ratios, weight_limits
 from .scoring import Scores

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, ProgressCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from ...proxy.config.root import DEFAULT_ADAPTER, PolicyConfig, TrainerConfig
+from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 from ..distributed.ranks import alone, on_every_rank, on_every_shard, prepare
 from ..distributed.shares import turns

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from ...apis.dialects import DIALECTS
-from ...config.root import UpstreamConfig
+from ...config.upstreams import UpstreamConfig
 from ...errors import InvalidRequest, LightningError, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ...gateway.asgi import Header
 from ..http import Request

@@ -18,7 +18,7 @@ from aiohttp import web
 from lightning_proxy.commands.eval.eval import Model, Row, parse_models
 from lightning_proxy.commands.eval.report import Scoring, report
 from lightning_proxy.commands.run.run import RolloutResult
-from lightning_proxy.proxy.config.root import UpstreamConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import ConfigError
 from tests.conftest import System
 

@@ -26,7 +26,8 @@ from lightning_proxy.commands.show.rollouts import changed
 from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import tell_steps, teller
-from lightning_proxy.proxy.config.root import Config, TrainerConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.store.training import Collapse
 from support.relaying import speaking
 

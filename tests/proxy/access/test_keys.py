@@ -18,7 +18,7 @@ import pytest
 
 from lightning_proxy.commands.run.programs import make_runner
 from lightning_proxy.proxy.access.limits import Limits
-from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import Conflict, NotFound
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import Keyring

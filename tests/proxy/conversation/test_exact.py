@@ -15,7 +15,10 @@ import uvicorn
 from aiohttp import web
 
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.root import Config, PolicyConfig, StoreConfig, UpstreamConfig
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.conversation.exact import Continuity
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.rollouts import Store

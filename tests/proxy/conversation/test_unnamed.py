@@ -18,7 +18,8 @@ import openai
 import pytest
 from aiohttp import web
 
-from lightning_proxy.proxy.config.root import Config, StoreConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.conversation.unnamed import Conversations, answered, asked
 from lightning_proxy.proxy.store import sql
 from lightning_proxy.proxy.store.database import Database, opened

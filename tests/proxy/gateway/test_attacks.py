@@ -24,7 +24,9 @@ from aiohttp import web
 
 from lightning_proxy.commands.serve import UVICORN
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.root import Config, RecordingConfig, StoreConfig, UpstreamConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import RecordingConfig, StoreConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.gateway import edge
 from lightning_proxy.proxy.gateway.edge import HEAD_BYTES
 

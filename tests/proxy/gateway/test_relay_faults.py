@@ -12,7 +12,8 @@ import orjson
 import pytest
 
 from lightning_proxy.proxy.apis.stream import MAX_EVENT_BYTES
-from lightning_proxy.proxy.config.root import Config, UpstreamConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.gateway.relay import Relay
 from lightning_proxy.proxy.types import CallEnd, CallStart

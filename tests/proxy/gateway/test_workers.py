@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 import yaml
 
-from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store import sql
 from lightning_proxy.proxy.store.database import opened

@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.trace import Status, StatusCode
 
-from lightning_proxy.proxy.config.root import TrainerConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
 from lightning_proxy.proxy.gateway.asgi import unpack
 from lightning_proxy.proxy.otel.otlp import read_spans

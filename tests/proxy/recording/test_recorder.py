@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.control.views import call_view
 from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
 from lightning_proxy.proxy.json_text import loads

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_proxy.proxy.apis.tools import tool_calls
 from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.config.root import RedactConfig, StoreConfig
+from lightning_proxy.proxy.config.server import RedactConfig, StoreConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.recording.redact import MASK, Redactor

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.apis.tools import tool_calls
-from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened

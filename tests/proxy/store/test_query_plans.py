@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.proxy.config.root import StoreConfig
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store import sql
 from lightning_proxy.proxy.store.database import Database
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.store import read_info, shorten
-from lightning_proxy.proxy.config.root import Config, RetentionConfig, StoreConfig, TrainerConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import RetentionConfig, StoreConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store import sql

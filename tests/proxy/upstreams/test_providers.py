@@ -18,7 +18,10 @@ import openai
 import pytest
 from aiohttp import web
 
-from lightning_proxy.proxy.config.root import Config, PolicyConfig, StoreConfig, UpstreamConfig
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from support.in_process import proxy_of
 
 KEY = "sk-ant-api03-of-the-upstream"
@@ -179,7 +182,7 @@ def test_litellm_is_imported_only_when_it_is_used() -> None:
 def test_the_first_use_calls_nobody_but_the_provider_and_lets_the_event_loop_go_on() -> None:
     script = """
 import asyncio, socket, sys
-from lightning_proxy.proxy.config import UpstreamConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.upstreams.litellm.upstream import LitellmUpstream
 from lightning_proxy.proxy.upstreams.http import NoConnection, Request
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.root import StoreConfig, TrainerConfig
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.rollouts import Store

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from lightning_proxy.proxy.config.root import StoreConfig, TrainerConfig
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.control.views import message_of
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database

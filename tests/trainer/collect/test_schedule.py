@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.config.root import ScheduleConfig, StoreConfig, TrainerConfig
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.trainer import ScheduleConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened

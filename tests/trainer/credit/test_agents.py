@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.root import PolicyConfig, StoreConfig, TrainerConfig, UpstreamConfig
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.rollouts import Store

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.apis.tools import tool_results
-from lightning_proxy.proxy.config.root import AirConfig
+from lightning_proxy.proxy.config.trainer import AirConfig
 from lightning_proxy.proxy.types import Choice, ModelCall, ToolCall
 from lightning_proxy.trainer.credit.air import air_rewards
 from support.calls import call

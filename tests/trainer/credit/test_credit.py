@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.root import TrainerConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.types import Reward
 from lightning_proxy.trainer.credit.baselines import group_baselines

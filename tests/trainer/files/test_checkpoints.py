@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_proxy.proxy.config.root import JudgeConfig, PolicyConfig, TrainerConfig
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.trainer import JudgeConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.trainer.files.checkpoint import whole_directory
 from lightning_proxy.trainer.files.saved_config import fingerprint

@@ -23,7 +23,10 @@ from traffic.recording import read
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightning_proxy.proxy.apis.tokens import GREEDY, NOT_THE_POLICY
-from lightning_proxy.proxy.config.root import Config, PolicyConfig, StoreConfig, TrainerConfig
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened

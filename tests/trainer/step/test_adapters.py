@@ -13,7 +13,10 @@ import torch
 
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.config.root import Config, PolicyConfig, StoreConfig, TrainerConfig
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.policy.mode import has_gpu, publish_mode
 from lightning_proxy.proxy.recording.recorder import Recorder

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightning_proxy.proxy.config.root import PolicyConfig, TrainerConfig
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.trainer.step.losses import LOSSES, Answers, answer_spans, loss_inputs, token_weights
 from lightning_proxy.trainer.step.scoring import Scores
 from lightning_proxy.trainer.step.trainer import LightningTrainer

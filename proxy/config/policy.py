@@ -1,0 +1,74 @@
+"""`policy`, `vllm`: the weights that are trained and the server that has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from .section import Port, Seconds, Section
+
+# The adapter of every agent that has none of its own; PEFT's name for it.
+DEFAULT_ADAPTER = "default"
+
+
+# Part of file names, of names of served models, and of PyTorch modules.
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+
+
+class PolicyConfig(Section):
+    model: str | None = None
+    alias: str = "policy"
+    publish: Literal["lora", "merged", "auto"] = "auto"
+    adapters: dict[AdapterName, Annotated[list[str], Field(min_length=1)]] = {}
+    pin_rollouts: bool = True
+    pin_timeout_s: Seconds = 3600.0
+    token_continuity: Literal["text", "exact"] = "text"
+    keep_versions: Annotated[int, Field(ge=2)] = 3
+    directory: Path = Path("lightning-policy")
+    verify_samples: Annotated[int, Field(ge=1)] = 4
+    verify_tolerance: Annotated[float, Field(gt=0)] | None = None
+
+    @field_validator("model")
+    @classmethod
+    def _home(cls, model: str | None) -> str | None:
+        return str(Path(model).expanduser()) if model and model.startswith("~") else model
+
+    @field_validator("adapters")
+    @classmethod
+    def _name_an_agent_once(cls, adapters: dict[str, list[str]]) -> dict[str, list[str]]:
+        if DEFAULT_ADAPTER in adapters:
+            raise ValueError(f"{DEFAULT_ADAPTER!r} is the adapter of agents that no list names: choose another name")
+        named = Counter(agent for agents in adapters.values() for agent in agents)
+        if twice := [agent for agent, n in named.items() if n > 1]:
+            raise ValueError(f"an agent has one adapter, but this is named twice: {', '.join(twice)}")
+        return adapters
+
+    @model_validator(mode="after")
+    def _serves_adapters_side_by_side(self) -> PolicyConfig:
+        if self.adapters and self.publish == "merged":
+            raise ValueError("policy.adapters needs policy.publish: lora; merged weights are those of one adapter")
+        return self
+
+    @cached_property
+    def _adapter_by_agent(self) -> dict[str, str]:
+        return {agent: name for name, agents in self.adapters.items() for agent in agents}
+
+    def adapter_of(self, agent: str | None) -> str:
+        """The adapter that answers the calls of this agent."""
+        return self._adapter_by_agent.get(agent or "", DEFAULT_ADAPTER)
+
+
+class VllmConfig(Section):
+    host: str = "127.0.0.1"
+    port: Port = 8100
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 2.0
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    max_loras: Annotated[int, Field(ge=1)] = 4
+    start_timeout_s: Seconds = 600.0
+    extra_args: list[str] = []

@@ -1,0 +1,112 @@
+"""`proxy`, `store`, `recording`, `telemetry`: the server itself and what it keeps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from .section import NOT_SENDABLE, Limit, Port, Seconds, Section, is_sendable
+
+
+class LimitsConfig(Section):
+    requests_per_minute: Limit = None
+    tokens_per_minute: Limit = None
+    concurrent: Limit = None
+
+
+class ProxyConfig(Section):
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    api_keys: list[SecretStr] = []
+    admin_keys: list[SecretStr] = []
+    limits: LimitsConfig = LimitsConfig()
+    max_body_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
+
+    @field_validator("api_keys", "admin_keys")
+    @classmethod
+    def _can_be_sent(cls, keys: list[SecretStr]) -> list[SecretStr]:
+        """An empty one, from a variable that is not set, say, would let everybody in."""
+        if not all(is_sendable(key) for key in keys):
+            raise ValueError(f"a key cannot be sent: {NOT_SENDABLE}")
+        return keys
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the proxy."""
+        return self.host in ("127.0.0.1", "::1", "localhost")
+
+
+class RedactConfig(Section):
+    secrets: bool = False
+    patterns: list[str] = []
+    fields: list[str] = []
+
+    @field_validator("patterns")
+    @classmethod
+    def _find_something(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                if re.compile(pattern).search("") is not None:
+                    raise ValueError(f"{pattern!r} matches the empty text")
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
+
+    @field_validator("fields")
+    @classmethod
+    def _begin_with_what_is_stored(cls, fields: list[str]) -> list[str]:
+        for path in fields:
+            root, *names = path.split(".")
+            if root not in ("request", "response", "metadata") or not names or "" in names:
+                raise ValueError(f"{path!r} is no path such as request.user, response.choices.*.text or metadata.email")
+        return fields
+
+
+class RetentionConfig(Section):
+    max_age_days: Annotated[float, Field(gt=0)] | None = None
+    max_gib: Annotated[float, Field(gt=0)] | None = None
+
+
+class StoreConfig(Section):
+    url: str = "sqlite:///lightning.db"
+    synchronous: Literal["normal", "full"] = "normal"
+    busy_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 5.0  # in SQLite's milliseconds, .inf would be 0
+    retention: RetentionConfig = RetentionConfig()
+
+    @property
+    def path(self) -> Path:
+        """The database file of a `sqlite:///…` URL: three slashes for a relative path, four for an absolute one."""
+        return Path(self.url.removeprefix("sqlite:///"))
+
+    @model_validator(mode="after")
+    def _supported(self) -> StoreConfig:
+        if not self.url.startswith("sqlite:///") or self.url == "sqlite:///":
+            raise ValueError(f"only sqlite:///FILE is supported so far, got {self.url!r}")
+        return self
+
+
+class RecordingConfig(Section):
+    on_disconnect: Literal["abort", "finish"] = "abort"
+    redact: RedactConfig = RedactConfig()
+
+
+class TelemetryConfig(Section):
+    otlp_endpoint: str | None = None
+    otlp_headers: dict[str, SecretStr] = {}
+    content: bool = False
+    timeout_s: Seconds = 10.0
+
+    @property
+    def traces_url(self) -> str:
+        return f"{(self.otlp_endpoint or '').rstrip('/')}/v1/traces"
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f"an http(s) URL is needed, such as http://127.0.0.1:4318, got {url!r}")
+        return url

@@ -1,0 +1,203 @@
+"""`trainer`: credit, loss, schedule and the rest of a training step."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from . import cron
+from .section import Number, Positive, Seconds, Section
+
+# Fewer earlier rollouts than these say too little of what a reward is usually like.
+MIN_EARLIER = 4
+
+
+Strategy = Literal["uniform", "discounted", "anchor", "judge"]
+
+
+class AirConfig(Section):
+    enabled: bool = False
+    tool_error: Number = -0.1
+    bad_arguments: Number = -0.1
+    repeated_call: Number = -0.1
+    truncated: Number = -0.1
+
+
+class JudgeConfig(Section):
+    model: str | None = None
+    api_base: str | None = None
+    weight: Number = 1.0
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    timeout_s: Seconds = 60.0
+
+
+class ScheduleConfig(Section):
+    when: Literal["continuous", "rollouts", "times", "idle"] = "continuous"
+    every_rollouts: Annotated[int, Field(ge=1)] = 512
+    at: list[str] = []
+    idle_s: Seconds = 300.0
+    max_load: Annotated[float, Field(gt=0, le=1)] = 0.5
+
+    @field_validator("at", mode="before")
+    @classmethod
+    def _unquoted(cls, times: Any) -> Any:
+        """12:30 without quotes is a number to YAML: 12 times 60 and 30."""
+        if not isinstance(times, list):
+            return times
+        return [f"{t // 60:02}:{t % 60:02}" if isinstance(t, int) and not isinstance(t, bool) else t for t in times]
+
+    @field_validator("at")
+    @classmethod
+    def _are_times(cls, times: list[str]) -> list[str]:
+        for text in times:
+            cron.expression(text)
+        return times
+
+    @model_validator(mode="after")
+    def _has_times(self) -> ScheduleConfig:
+        if self.when == "times" and not self.at:
+            raise ValueError('schedule.when times needs schedule.at, such as ["02:00"]')
+        return self
+
+
+LossType = Literal["cispo", "grpo", "sapo", "vespo", "dapo", "bnpo", "dr_grpo", "luspo"]
+
+
+class SapoConfig(Section):
+    temperature_pos: Positive = 1.0
+    temperature_neg: Positive = 1.05
+
+
+class VespoConfig(Section):
+    k_pos: Positive = 2.0
+    lambda_pos: Positive = 3.0
+    k_neg: Positive = 3.0
+    lambda_neg: Positive = 2.0
+
+
+class CollapseConfig(Section):
+    action: Literal["stop", "rollback", "warn", "off"] = "stop"
+    reward_warn: Positive = 3.0
+    reward_stop: Positive = 5.0
+    min_drop: Annotated[float, Field(ge=0, le=1)] = 0.25
+    steps: Annotated[int, Field(ge=1)] = 3
+    min_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    max_clip_share: Annotated[float, Field(gt=0, le=1)] | None = 0.3
+    max_kl: Positive | None = 1.0
+    max_kl_base: Positive | None = 5.0
+
+    @model_validator(mode="after")
+    def _warns_before_it_stops(self) -> CollapseConfig:
+        if self.reward_stop < self.reward_warn:
+            raise ValueError("reward_stop is less than reward_warn: it would stop without a warning")
+        return self
+
+
+class SftConfig(Section):
+    min_reward: Number | None = None
+    top: Annotated[int, Field(ge=1)] = 4
+    epochs: Annotated[int, Field(ge=1)] = 3
+    learning_rate: Positive = 2e-4
+    batch_tokens: Annotated[int, Field(ge=1)] = 2048
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+
+
+class TrainerConfig(Section):
+    agents: Annotated[list[str], Field(min_length=1)] | None = None
+    agent_credit: Literal["team", "own"] = "team"
+    credit: Strategy | dict[str, Strategy] = "uniform"
+    discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    anchor_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    reward_weights: dict[str, Number] = {"reward": 1.0}
+    air: AirConfig = AirConfig()
+    judge: JudgeConfig = JudgeConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    baseline: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    lone_rollouts: Literal["drop", "running"] = "drop"
+    running_window: Annotated[int, Field(ge=MIN_EARLIER)] = 32
+    failed_rollouts: Literal["drop", "zero"] | Number = "drop"
+    group_size: Annotated[int, Field(ge=2)] = 8
+    tasks_per_step: Annotated[int, Field(ge=1)] = 8
+    group_timeout_s: Seconds = 600.0
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    max_staleness: Annotated[int, Field(ge=0)] = 8
+    loss_type: LossType = "cispo"
+    importance_level: Literal["token", "sequence"] = "token"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.3
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    sapo: SapoConfig = SapoConfig()
+    vespo: VespoConfig = VespoConfig()
+    sft: SftConfig = SftConfig()
+    kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    kl_metric: bool = False
+    collapse: CollapseConfig = CollapseConfig()
+    lora_rank: Annotated[int, Field(ge=1)] = 16
+    lora_alpha: Annotated[int, Field(ge=1)] = 32
+    lora_targets: list[str] | Literal["all-linear"] = "all-linear"
+    max_tokens_per_batch: Annotated[int, Field(ge=1)] = 8192
+    max_sample_tokens: Annotated[int, Field(ge=1)] = 4096
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    threads: Annotated[int, Field(ge=1)] | None = None
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 3
+    report_to: list[str] = ["tensorboard"]
+    poll_s: Seconds = 0.5
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _decays_to_an_end(self) -> TrainerConfig:
+        if self.lr_scheduler in ("linear", "cosine") and self.max_steps is None:
+            raise ValueError(f"lr_scheduler {self.lr_scheduler} needs max_steps, to know when the rate is to be 0")
+        return self
+
+    @model_validator(mode="after")
+    def _warms_up_where_it_can(self) -> TrainerConfig:
+        if self.warmup_steps and self.lr_scheduler == "constant":
+            raise ValueError("warmup_steps needs lr_scheduler constant_with_warmup, linear or cosine")
+        return self
+
+    @model_validator(mode="after")
+    def _tells_agents_apart(self) -> TrainerConfig:
+        if self.agent_credit == "own" and set(self.agents or ()) <= {"*"}:
+            raise ValueError("agent_credit own needs agents to be named, as in agents: [planner, writer]")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_level_for_its_loss(self) -> TrainerConfig:
+        if self.loss_type == "luspo" and self.importance_level != "sequence":
+            raise ValueError("loss_type luspo is a loss of whole answers: it needs importance_level: sequence")
+        if self.loss_type == "vespo" and self.importance_level != "token":
+            raise ValueError("loss_type vespo weighs whole answers by itself: it needs importance_level: token")
+        return self
+
+    @property
+    def judged(self) -> bool:
+        """Whether any call is scored by a judge."""
+        return "judge" in ([self.credit] if isinstance(self.credit, str) else self.credit.values())
+
+    @property
+    def credit_by_agent(self) -> list[str]:
+        """The agents that have a strategy by name."""
+        return [] if isinstance(self.credit, str) else [agent for agent in self.credit if agent != "*"]
+
+    @property
+    def failed_reward(self) -> float | None:
+        """What a failed rollout counts for; None: it is dropped."""
+        return {"drop": None, "zero": 0.0}[value] if isinstance(value := self.failed_rollouts, str) else value
+
+    @model_validator(mode="after")
+    def _has_a_judge(self) -> TrainerConfig:
+        if self.judged and self.judge.model is None:
+            raise ValueError("credit judge needs judge.model, as litellm names it (openai/gpt-4o-mini)")
+        return self
+
+    @model_validator(mode="after")
+    def _counts_some_reward(self) -> TrainerConfig:
+        if not any(self.reward_weights.values()):
+            raise ValueError("reward_weights: at least one name needs a weight other than 0")
+        return self

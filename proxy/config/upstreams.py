@@ -1,0 +1,103 @@
+"""`upstreams`: the model servers that calls go to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr, model_validator
+
+from .section import NOT_SENDABLE, Seconds, Section, is_sendable
+
+_SECRET_NAME = re.compile(r"key|token|secret|password|authorization|credential", re.IGNORECASE)
+
+
+class UpstreamConfig(Section):
+    name: str
+    kind: Literal["vllm", "openai", "litellm"] = "vllm"
+    base_url: str | None = None
+    replicas: list[str] = []
+    api_key: SecretStr | None = None
+    api_key_header: Literal["authorization", "x-api-key"] = "authorization"
+    models: list[str] = []
+    model_map: dict[str, str] = {}
+    litellm_params: dict[str, Any] = {}
+    fallbacks: list[str] = []
+    connect_timeout_s: Seconds = 5.0
+    first_byte_timeout_s: Seconds = 600.0
+    idle_timeout_s: Seconds = 300.0
+    total_timeout_s: Seconds | None = None
+    retries: Annotated[int, Field(ge=0, le=10)] = 0
+    retry_wait_s: Seconds = 30.0
+    health_check_s: Seconds | None = None
+
+    @cached_property
+    def urls(self) -> tuple[str, ...]:
+        """The servers: `base_url` and its replicas, without a slash at the end."""
+        return tuple(url.rstrip("/") for url in (self.base_url, *self.replicas) if url is not None)
+
+    @cached_property
+    def credentials(self) -> dict[str, str]:
+        """The header that carries its key; none without a key."""
+        if self.api_key is None:
+            return {}
+        key, header = self.api_key.get_secret_value(), self.api_key_header
+        return {header: f"Bearer {key}" if header == "authorization" else key}
+
+    def secrets(self) -> list[str]:
+        """Its key, and what `litellm_params` holds under a name that sounds secret."""
+        own = [] if self.api_key is None else [self.api_key.get_secret_value()]
+        return [*own, *_secret_texts(self.litellm_params, secret=False)]
+
+    @model_validator(mode="after")
+    def _urls(self) -> UpstreamConfig:
+        if self.api_key is not None and not is_sendable(self.api_key):
+            raise ValueError(f"api_key cannot be sent: {NOT_SENDABLE}")
+        if self.kind == "litellm":
+            self._check_litellm()
+            return self
+        for key, url in [("base_url", self.base_url), *(("replicas", url) for url in self.replicas)]:
+            if not (url or "").startswith(("http://", "https://")) or not (url or "").rstrip("/").endswith("/v1"):
+                raise ValueError(f"{key} must be an http(s) URL that ends in /v1, got {url!r}")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("replicas must differ from each other and from base_url")
+        if self.litellm_params:
+            raise ValueError("litellm_params is for kind litellm only")
+        return self
+
+    def _check_litellm(self) -> None:
+        if not self.models and not self.model_map:
+            raise ValueError("kind litellm serves only what models or model_map name: name at least one")
+        if self.replicas:
+            raise ValueError("replicas are not for kind litellm")
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url must be an http(s) URL, got {self.base_url!r}")
+        if self.health_check_s and not self.base_url:
+            raise ValueError("health_check_s needs a base_url to ask")
+
+
+def check_fallbacks(fallbacks: Mapping[str, Sequence[str]], upstreams: int) -> None:
+    """Raise ValueError unless names are unique, every fallback is one of them, and none leads back to itself."""
+    if len(fallbacks) < upstreams:
+        raise ValueError("upstreams: every one needs a name of its own")
+    for name, following in fallbacks.items():
+        for other in following:
+            if other not in fallbacks:
+                raise ValueError(f"upstreams: {name} falls back to {other!r}, which is no upstream")
+    try:
+        TopologicalSorter(fallbacks).prepare()
+    except CycleError as error:
+        raise ValueError(f"upstreams: fallbacks go in a circle: {' -> '.join(reversed(error.args[1]))}") from None
+
+
+def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
+    if isinstance(value, str) and secret:
+        yield value
+        yield value.rpartition(" ")[2]  # without its scheme, as in "Bearer …"
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from _secret_texts(inner, secret=secret or _SECRET_NAME.search(str(name)) is not None)
+    for inner in value if isinstance(value, list) else ():
+        yield from _secret_texts(inner, secret=secret)
