@@ -1,0 +1,164 @@
+"""The folders are the map: imports run down, the core knows no side room, and nothing grows too large to read."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+TOPS = ("proxy", "trainer", "commands", "client")
+
+# From the top down; rooms of one level do not import each other.
+LEVELS = {
+    "proxy": [
+        {"app"},
+        {"control"},
+        {"gateway"},
+        {"policy", "conversation"},
+        {"upstreams", "access", "recording"},
+        {"store", "apis"},
+        {"config", "types"},
+        {"errors", "json_text"},
+    ],
+    "trainer": [
+        {"main"},
+        {"loop"},
+        {"publish"},
+        {"step"},
+        {"collect", "files"},
+        {"collapse", "report"},
+        {"rows"},
+        {"credit"},
+        {"types"},
+    ],
+}
+# Rooms that are plugged in where the program is put together, by the files that may do so.
+SIDE_ROOMS = {
+    "proxy": ({"upstreams/litellm", "otel", "power"}, {"app"}),
+    "trainer": ({"judge", "sft", "offline", "distributed"}, {"main"}),
+}
+# What each top-level package may import besides itself.
+BELOW = {"proxy": set[str](), "trainer": {"proxy"}, "commands": {"proxy", "trainer"}, "client": set[str]()}
+
+MOST_LINES, MOST_FUNCTION_LINES, MOST_FILES, MOST_WORDS = 350, 40, 20, 25
+
+
+def modules(top: str) -> list[Path]:
+    return sorted((ROOT / top).rglob("*.py"))
+
+
+PRODUCT = [ROOT / "cli.py", *(path for top in TOPS for path in modules(top))]
+
+
+def imported(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Each import of ours in a file: its line, and the names from the root down to what is imported."""
+    here = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "lightning_proxy" for alias in node.names), f"{path}: absolute"
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        assert node.level or (node.module or "").split(".")[0] not in (*TOPS, "cli", "lightning_proxy"), path
+        if node.level:
+            base = (*here[: len(here) - node.level + 1], *(node.module.split(".") if node.module else ()))
+            for alias in node.names:
+                yield node.lineno, (*base, alias.name)
+
+
+def level(top: str, room: str) -> int | None:
+    return next((n for n, rooms in enumerate(LEVELS[top]) if room in rooms), None)
+
+
+def side_room(top: str, inside: tuple[str, ...]) -> str | None:
+    """The side room that a path below the top-level package is in."""
+    return next((room for room in SIDE_ROOMS[top][0] if inside[: room.count("/") + 1] == tuple(room.split("/"))), None)
+
+
+def test_each_top_level_package_imports_only_those_below_it() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {'.'.join(names)}"
+        for top in TOPS
+        for path in modules(top)
+        for line, names in imported(path)
+        if names[0] != top and names[0] not in BELOW[top]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("top", sorted(LEVELS))
+def test_imports_run_down(top: str) -> None:
+    wrong = []
+    for path in modules(top):
+        inside = path.relative_to(ROOT / top).with_suffix("").parts
+        if side_room(top, inside) or inside == ("__init__",):
+            continue
+        mine = level(top, inside[0])
+        assert mine is not None, f"{path.relative_to(ROOT)} is in no room: {inside[0]}"
+        for line, names in imported(path):
+            if names[0] != top or names[1] == inside[0] or side_room(top, names[1:]):
+                continue
+            theirs = level(top, names[1])
+            if theirs is None or theirs <= mine:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {'.'.join(names)}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("top", sorted(SIDE_ROOMS))
+def test_the_core_imports_no_side_room(top: str) -> None:
+    wrong = []
+    for path in modules(top):
+        inside = path.relative_to(ROOT / top).with_suffix("").parts
+        if side_room(top, inside) is None and inside[0] not in SIDE_ROOMS[top][1]:
+            wrong += [
+                f"{path.relative_to(ROOT)}:{line}: {'.'.join(names)}"
+                for line, names in imported(path)
+                if names[0] == top and side_room(top, names[1:])
+            ]
+    assert wrong == []
+
+
+def test_the_distribution_has_every_room() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    rooms = {".".join(("lightning_proxy", *path.parent.relative_to(ROOT).parts)) for path in PRODUCT}
+    assert sorted(listed) == sorted(rooms)
+
+
+def test_every_room_is_a_package() -> None:
+    assert [path for path in PRODUCT if path.name != "cli.py" and not (path.parent / "__init__.py").exists()] == []
+
+
+def test_no_file_is_too_long() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PRODUCT}
+    assert {path: n for path, n in lines.items() if n > MOST_LINES} == {}
+
+
+def test_no_folder_has_too_many_files() -> None:
+    folders = [path.parent for path in PRODUCT if path.name != "__init__.py"]
+    assert {folder for folder in folders if folders.count(folder) > MOST_FILES} == set()
+
+
+def test_no_function_is_too_long() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}: {node.name}": length
+        for path in PRODUCT
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := node.end_lineno - node.body[0].lineno + 1) > MOST_FUNCTION_LINES  # type: ignore[operator]
+    }
+    assert long == {}
+
+
+def test_the_first_line_of_a_docstring_can_be_read_in_one_go() -> None:
+    long = []
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = (ast.get_docstring(node) or "").split("\n")[0]
+                if len(first.split()) > MOST_WORDS:
+                    long.append(f"{path.relative_to(ROOT)}: {first}")
+    assert long == []
