@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .access.auth import require_local
 from .config.root import Config
 from .config.server import ProxyConfig
+from .control import health, policy, rewards, rollouts
 from .control.parts import open_parts
-from .control.routes import router
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
 from .gateway.asgi import Agent, ClientDisconnected, read_headers
 from .gateway.relay import is_data_path
@@ -37,8 +37,8 @@ def create_app(config: Config) -> ASGIApp:
             yield
 
     control = FastAPI(title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, redoc_url=None)
-    control.include_router(router)
-    control.include_router(spans_in.router)
+    for resource in (rewards, rollouts, policy, health, spans_in):
+        control.include_router(resource.router)
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)
     control.add_exception_handler(HTTPException, _http_error)

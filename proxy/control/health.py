@@ -1,0 +1,55 @@
+"""`/healthz`, `/readyz` and `/metrics`. Contract, section 3."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from ..errors import LightningError
+from ..upstreams.health import replica_name
+from .answers import ERRORS, Ready, answers
+from .requests import parts
+
+router = APIRouter(tags=["health"], responses=ERRORS)
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """The process runs."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses=answers(Ready) | answers(Ready, 503))
+async def readyz(request: Request) -> Response:
+    """Store and policy can be reached: 200, or 503 and which cannot; `down` names every watched server that is down."""
+    p = parts(request)
+    checks = {"store": "ok", "upstream": "ok"}
+    try:
+        await p.ledger.live()
+    except LightningError as error:
+        checks["store"] = error.message
+    if not await p.policy.reachable():
+        checks["upstream"] = "not reachable"
+    ready = all(value == "ok" for value in checks.values())
+    down = [f"{name} {replica_name(url)}" for (name, url), problem in p.health.problems.items() if problem is not None]
+    view = {"status": "ready" if ready else "not ready", **checks} | ({"down": down} if down else {})
+    return JSONResponse(view, 200 if ready else 503)
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Metrics in Prometheus' text format."""
+    p = parts(request)
+    p.metrics.queue.set(p.recorder.depth)
+    p.metrics.live_version.set((await p.ledger.live()).version)
+    trainer = p.config.trainer
+    lone, failed = trainer.lone_rollouts == "running", trainer.failed_reward is not None
+    p.metrics.waiting.set(await p.ledger.waiting(lone=lone, failed=failed))
+    p.metrics.stopped_for(await p.ledger.collapse())
+    if (last := await p.ledger.last_step()) is not None:
+        p.metrics.step_ended(last.step, last.metrics)
+    for (mode, status), count in (await p.store.rollout_counts()).items():
+        p.metrics.rollouts.labels(mode, status).set(count)
+    for (name, url), problem in p.health.problems.items():
+        p.metrics.upstream_up.labels(name, replica_name(url)).set(problem is None)
+    return Response(p.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

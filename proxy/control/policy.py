@@ -1,0 +1,68 @@
+"""`/policy`: the live version, the history of versions and steps, and changing what is live. Contract, section 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from ..types import PolicyVersion
+from . import views
+from .answers import ERRORS, Policy, Steps, Versions, answers
+from .bodies import PromoteBody
+from .requests import Limit, parts
+
+router = APIRouter(prefix="/policy", tags=["policy"], responses=ERRORS)
+
+
+@router.get("", response_model=None, responses=answers(Policy))
+async def get_policy(request: Request) -> dict[str, Any]:
+    """The live version, how it is served, the last training step, and the collapse that publication is stopped for."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers)
+    live, last = await p.ledger.live(), await p.ledger.last_step()
+    return {
+        "alias": p.policy.alias,
+        "live_version": live.version,
+        "served_model": live.served_model,
+        "adapters": live.adapters,
+        "publish": p.publish,
+        "live_at": live.live_at,
+        "steps": last.step if last else 0,
+        "last_step": views.step_view(last) if last else None,
+        "collapse": views.collapse_view(await p.ledger.collapse()),
+    }
+
+
+@router.get("/versions", response_model=None, responses=answers(Versions))
+async def get_versions(request: Request) -> dict[str, Any]:
+    """Every policy version, oldest first, with the metrics of the step that made it."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers)
+    live = (await p.ledger.live()).version
+    return {"data": [views.version_view(version, live) for version in await p.ledger.versions()]}
+
+
+@router.get("/steps", response_model=None, responses=answers(Steps))
+async def get_steps(request: Request, limit: Limit = 40) -> dict[str, Any]:
+    """The last training steps, newest first, with all that they report (docs/metrics.md)."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers)
+    return {"data": [views.step_view(step) for step in await p.ledger.newest_steps(limit)]}
+
+
+@router.post("/promote", response_model=None, responses=answers(PolicyVersion))
+async def promote(request: Request, body: PromoteBody) -> dict[str, Any]:
+    """Make a version live; the trainer goes on from it."""
+    p = parts(request)
+    p.keys.require_admin(request.headers)
+    return views.version_view(await p.policy.promote(body.version), body.version)
+
+
+@router.post("/rollback", response_model=None, responses=answers(PolicyVersion))
+async def rollback(request: Request) -> dict[str, Any]:
+    """Make the version before the live one live again; the trainer goes on from it."""
+    p = parts(request)
+    p.keys.require_admin(request.headers)
+    live = await p.policy.rollback()
+    return views.version_view(live, live.version)

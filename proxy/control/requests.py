@@ -1,0 +1,45 @@
+"""What the routes of the control API do alike with a request."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Annotated, Any
+
+from fastapi import Query, Request, Response
+
+from ..conversation.continuation import scope_of
+from ..json_text import dumps
+from ..types import check_id
+from .parts import Parts
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+def parts(request: Request) -> Parts:
+    """The parts of the running proxy."""
+    opened: Parts = request.app.state.parts
+    return opened
+
+
+async def parts_for(request: Request, rollout_id: str) -> Parts:
+    """The parts, for a request that reads or changes one rollout; its own key is enough for that."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers, {check_id(rollout_id, "rollout_id")})
+    return p
+
+
+def own_key(request: Request, idempotency_key: str | None) -> str | None:
+    """The `Idempotency-Key`, made the sender's own: another API key may use the same one for another request."""
+    sender = scope_of(request.headers)
+    if idempotency_key is None or not sender.strip():
+        return idempotency_key
+    return f"{blake2b(sender.encode(), digest_size=16).hexdigest()} {idempotency_key}"
+
+
+def redacted_text(p: Parts, text: str | None) -> str | None:
+    return None if text is None else p.redactor.text(text)
+
+
+def json_response(value: Any) -> Response:
+    """JSON as the store's: recorded texts may hold what UTF-8 cannot, and FastAPI is slow on long lists."""
+    return Response(dumps(value), media_type="application/json")

@@ -1,0 +1,37 @@
+"""`POST /reward`. Contract, section 2."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+
+from ..types import Reward
+from .answers import ERRORS, Rewarded, answers
+from .bodies import RewardBody
+from .parts import Parts
+from .requests import json_response, own_key, parts, redacted_text
+
+router = APIRouter(tags=["rewards"], responses=ERRORS)
+
+
+@router.post("/reward", response_model=None, responses=answers(Rewarded | list[Rewarded]))
+async def post_reward(
+    request: Request,
+    body: RewardBody | list[RewardBody],
+    idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+) -> Any:
+    """Record one reward, or a list of them (all or none)."""
+    bodies = body if isinstance(body, list) else [body]
+    p = parts(request)
+    await p.keys.require_agent(request.headers, {b.rollout_id for b in bodies})
+    rewards = [_reward(p, b) for b in bodies]
+    answer = await p.store.post_rewards(rewards, own_key(request, idempotency_key), await request.body())
+    p.metrics.rewards.inc(len(answer))
+    return json_response(answer if isinstance(body, list) else answer[0])
+
+
+def _reward(p: Parts, body: RewardBody) -> Reward:
+    final = body.call_id is None if body.final is None else body.final
+    source, comment = redacted_text(p, body.source), redacted_text(p, body.comment)
+    return Reward(body.rollout_id, body.reward, body.call_id, body.name, source, comment, final, body.retrain)
