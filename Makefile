@@ -1,4 +1,4 @@
-# make setup | test | check | demo. A machine needs python3 >= 3.11 with pip; the rest is put into .venv/ (tests: JavaScript clients too).
+# make setup | test | check | demo. A machine needs python3 >= 3.11 with pip; the rest is put into .venv/.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -10,7 +10,7 @@ STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test check lint demo learn bench-proxy bench-peers bench-store bench-credit bench-train soak
+.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-credit bench-train soak
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -34,9 +34,9 @@ $(STAMP): pyproject.toml
 	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/lightning_proxy
 	@touch $@
 
-# Clients of other languages and versions; without them their tests are skipped, and say so.
+# Clients of other languages and versions, which `make test-all` runs; without them their tests are skipped, and say so.
 CLIENTS := $(VENV)/clients/.set-up
-clients: $(CLIENTS)  ## bring the official clients that the tests run besides those in .venv/ (node included)
+clients: $(CLIENTS)  ## bring the other official clients that test-all runs (node included)
 
 $(CLIENTS): $(STAMP) tests/clients/openai-3.txt tests/clients/js/package-lock.json
 	@echo "bringing the official clients: half a minute"
@@ -48,15 +48,24 @@ $(CLIENTS): $(STAMP) tests/clients/openai-3.txt tests/clients/js/package-lock.js
 	    --silent --no-audit --no-fund --omit=peer && touch $@ || \
 	echo "not all of them could be brought: their tests are skipped"
 
-test: setup clients  ## run the tests, the end-to-end test with a real vLLM included
-	$(BIN)/python -m pytest $(ARGS)
+# A file's tests run in one process, in the order of the file; the processes' output is told apart by pytest-xdist.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
+SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+test: setup  ## run the tests, a real vLLM included: ten minutes; one file: ARGS=tests/...
+	$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
+
+test-all: setup clients  ## run every test: long fuzzing, benchmarks, kill matrices, frameworks too; an hour
+	$(PYTEST) $(SPREAD) --hypothesis-profile=long $(ARGS)
+	$(PYTEST) frameworks
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test  ## what CI runs: lint, types, tests
+check: lint test  ## lint, types and tests: before every commit
 
 demo: setup  ## the whole loop on a small real model: record, reward, train, swap
 	$(BIN)/lightning-proxy demo $(ARGS)
@@ -85,9 +94,9 @@ soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 
 # Frameworks pin what the product needs in other versions: each program of theirs has an environment in .venv-agents/.
 test-frameworks: setup clients  ## run an agent of every framework through the proxy (their packages: a minute, once)
-	$(BIN)/python -m pytest frameworks $(ARGS)
+	$(PYTEST) frameworks $(ARGS)
 
-record-traffic: setup  ## record the traffic of real agents that tests/test_traffic.py replays
+record-traffic: setup  ## record the traffic of real agents that tests/long/test_traffic.py replays
 	PYTHONPATH=tests $(BIN)/python -m traffic.record $(ARGS)
 
 clean:  ## remove every environment and all caches

@@ -57,7 +57,7 @@ async def test_an_example_with_its_teacher(name: str, tmp_path: Path, monkeypatc
     assert {call["status"] for call in calls} == {"ok"}
 
 
-@pytest.mark.slow
+@pytest.mark.vllm
 def test_a_lesson_on_a_real_vllm(tmp_path: Path) -> None:
     """Too short to learn much: every stage is there, and the versions are those that it made."""
     command = [sys.executable, EXAMPLES / "learn.py", "calculator", "--dir", tmp_path]

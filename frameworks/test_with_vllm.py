@@ -27,7 +27,7 @@ from support.tool_template import TEMPLATE
 HERE = Path(__file__).parent
 PROGRAMS = ["js/with_openai.mjs", "with_langchain.py", "with_openai_agents_chat.py", "with_pydantic_ai.py"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 import yaml
 from aiohttp import web
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 from lightning_proxy.commands.serve import UVICORN
 from lightning_proxy.proxy.app import create_app
@@ -28,19 +28,27 @@ from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.training import Ledger
+from support import fuzzing  # noqa: F401  (registers the profiles)
+from support.paths import ROOT
 
 WIDE = {"COLUMNS": "80"}
 
-# The machine may be busy: what is slow is no fault.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not has_gpu():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    """Marks what only `make test-all` runs, and sorts for several processes: a file's tests run in one of them."""
+    no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        file = item.path.relative_to(ROOT)
+        if file.is_relative_to("tests/long"):
+            item.add_marker(pytest.mark.long)
+        if "gpu" in item.keywords and not has_gpu():
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(file)))
+    items.sort(key=lambda item: "vllm" not in item.keywords)  # the longest first
 
 
 @pytest.fixture(autouse=True)

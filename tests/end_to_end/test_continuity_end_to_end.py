@@ -34,7 +34,7 @@ from lightning_proxy.trainer.rows.samples import rollout_samples
 from support.paths import EXAMPLES
 from support.tool_template import TEMPLATE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
 ADDITION = EXAMPLES / "addition" / "agent.py"

@@ -28,7 +28,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ?"
 GROUP, TASKS = 8, 4
 PLANNER_EXECUTOR = EXAMPLES / "planner_executor"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a minute each on two idle cores
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a minute each on two idle cores
 
 # The reward is the share of vowels: a random model writes few, and every answer says a little about how to get more.
 AGENT = """
@@ -247,6 +247,7 @@ def test_an_agent_gets_better_while_it_keeps_working(make_system: Any, publish: 
     system.stop()
 
 
+@pytest.mark.long
 def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     system: System = make_system("merged")
     system.start()
@@ -268,6 +269,7 @@ def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     system.stop()
 
 
+@pytest.mark.long
 def test_of_a_planner_and_an_executor_the_planners_calls_alone_are_trained_on(make_system: Any) -> None:
     settings = yaml.safe_load((PLANNER_EXECUTOR / "config.yaml").read_text())["trainer"]
     system: System = make_system("merged", **settings | {"learning_rate": 1e-2})
@@ -289,6 +291,7 @@ def test_of_a_planner_and_an_executor_the_planners_calls_alone_are_trained_on(ma
     system.stop()
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when_it_is_back(make_system: Any) -> None:
     system: System = make_system("merged", learning_rate=2e-3)  # slow: equal rewards would make no steps
     port = system.set_up_second_server()
@@ -333,6 +336,7 @@ def served_weights(port: int) -> str:
         return ""
 
 
+@pytest.mark.long
 def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights_in_one_batch(
     make_system: Any, tiny_model: Path
 ) -> None:

@@ -22,9 +22,9 @@ import pytest
 import yaml
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
-from support.clients import CLIENTS, Client
+from support.clients import EACH_CLIENT, Client
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 NAME = "SmolLM2-135M-Instruct"
 SAY = [{"role": "user", "content": "Say hello to Zoë, in French."}]
@@ -187,7 +187,7 @@ def test_what_was_sampled_is_recorded_with_its_tokens(served: Served) -> None:
     assert calls[5]["response"]["content"][0]["type"] == "text"
 
 
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_an_official_client_sees_no_difference(served: Served, client: Client) -> None:
     if client.missing:
         pytest.skip(client.missing)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HERE = Path(__file__).parents[1] / "clients"
 OPENAI_3 = Path(sys.prefix) / "clients" / "openai-3"
 JS_VERSIONS: dict[str, str] = json.loads((HERE / "js/package.json").read_text())["dependencies"]
@@ -78,3 +80,5 @@ CLIENTS = [
     _javascript(f"openai-js {JS_VERSIONS['openai']}", "openai_client.mjs", "openai", "/v1"),
     _javascript(f"anthropic-js {JS_VERSIONS['@anthropic-ai/sdk']}", "anthropic_client.mjs", "@anthropic-ai/sdk", ""),
 ]
+# Those of `.venv/` are always run, those that `make clients` brings by `make test-all`.
+EACH_CLIENT = [pytest.param(c, id=c.name, marks=[pytest.mark.long] if c.needs else []) for c in CLIENTS]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_proxy.proxy.conversation.turns import (
@@ -22,6 +22,7 @@ from lightning_proxy.proxy.conversation.turns import (
     undrifted_prompt,
 )
 from lightning_proxy.proxy.types import Choice
+from support.fuzzing import examples
 
 Json = dict[str, Any]
 Render = Callable[[Sequence[Json], bool], str]
@@ -94,7 +95,7 @@ def turn_of(
     return Turn(messages, {}, answer, array("i", [*prompt, *ids]), len(ids), why, array("i", rendered or prompt))
 
 
-@settings(deadline=None)  # the machine may be busy
+@examples(100)
 @given(st.data(), st.lists(st.tuples(TEXTS, TEXTS), min_size=2, max_size=4), st.sampled_from([chatml, late_end]))
 def test_a_conversation_stays_one_row_whatever_was_sampled(data: Any, said: list[tuple[str, str]], render: Any) -> None:
     messages: list[Json] = []
@@ -112,7 +113,7 @@ def test_a_conversation_stays_one_row_whatever_was_sampled(data: Any, said: list
         messages = [*messages, assistant(answered)]
 
 
-@settings(deadline=None)
+@examples(100)
 @given(TEXTS, TEXTS)
 def test_a_template_without_special_tokens_gives_the_right_text_or_none(answer: str, more: str) -> None:
     asked = [user("a")]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support import voice
-from support.clients import CLIENTS, Client
+from support.clients import EACH_CLIENT, Client
 from support.corpus.case import SSE_HEAD, chunk, head, streamed, whole
 from support.played import Asked, Do, Played, Step, playing
 from support.relaying import MemoryRecorder, relaying
@@ -65,7 +65,7 @@ class Upstream:
         return whole(voice.dumps(shaped), "Retry-After: 0", "x-request-id: req_3", status=status)
 
 
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_an_official_client_sees_no_difference(client: Client) -> None:
     if client.missing:
         (pytest.fail if "CI" in os.environ else pytest.skip)(client.missing)

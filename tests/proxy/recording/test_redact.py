@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from lightning_proxy.proxy.apis.tools import tool_calls
@@ -24,6 +24,7 @@ from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import new_key
 from lightning_proxy.proxy.store.rollouts import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
+from support.fuzzing import examples
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 ALNUM = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -120,7 +121,7 @@ def stored(path: Path) -> bytes:
     return b"".join(file.read_bytes() for file in sorted(path.parent.glob(path.name + "*")))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(secrets=st.lists(SECRETS, min_size=1, max_size=4), around=TEXT_AROUND, data=st.data())
 def test_no_secret_is_in_any_byte_of_the_store(
     tmp_path_factory: pytest.TempPathFactory, secrets: list[tuple[str, str]], around: str, data: st.DataObject

@@ -191,7 +191,7 @@ def test_the_weights_are_where_it_says(whole: Run, base: Path) -> None:
     assert (whole.out / "adapter" / "COMPLETE").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "moments", [("save:3", "commit:2"), ("step:2", "save:2"), ("epoch:1", "commit:1")], ids="+".join
 )
@@ -223,7 +223,7 @@ def _same(a: Any, b: Any) -> None:
         assert a == b
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_an_export_trains_to_the_same_weights_as_the_store(
     whole: Run, recorded: Path, base: Path, tmp_path: Path, suffix: str
@@ -311,7 +311,7 @@ async def test_an_export_from_before_it_held_rewards_of_every_name_has_those_nam
     assert found == [("t1-1-0", "reward", 0.25), (None, "reward", 1.0)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_epochs_go_on_where_the_last_one_ended(recorded: Path, base: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", base)
     for epochs, steps in ((1, 3), (2, 6), (2, 6)):
@@ -485,7 +485,7 @@ def test_data_that_cannot_be_trained_on_is_named(base: Path, tmp_path: Path, tex
     assert code == 2 and what in said, said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_that_finds_the_disk_full_waits_for_space(
     whole: Run, recorded: Path, base: Path, tmp_path: Path
 ) -> None:

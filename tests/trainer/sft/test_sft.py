@@ -471,7 +471,7 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, arguments: tuple[str,
     assert found.returncode == 2 and what in found.stderr, found.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("moments", [("save:5",), ("save:9", "commit:1")], ids="+".join)
 def test_a_killed_run_ends_as_any_other(base: Path, tmp_path: Path, moments: tuple[str, ...]) -> None:
     whole, run = Run(tmp_path / "whole", base), Run(tmp_path / "run", base)

@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from lightning_proxy.proxy.apis.dialects import DIALECTS
@@ -14,6 +14,7 @@ from lightning_proxy.proxy.apis.inject import Injection
 from lightning_proxy.proxy.apis.sse import Frame, SSEDecoder
 from lightning_proxy.proxy.apis.stream import Transcript
 from lightning_proxy.proxy.json_text import dumps, loads
+from support.fuzzing import examples
 
 # What a stream is made of, whole and in halves.
 PIECES = st.sampled_from(
@@ -37,7 +38,7 @@ def frames(pieces: list[bytes]) -> list[Frame]:
     return [*found, decoder.close()]
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(text=STREAMS, cuts=CUTS)
 @example(text=b"data: a\r\n\r\n\ndata: b\n\n", cuts=[10])
 def test_frames_are_the_same_wherever_a_stream_is_cut(text: bytes, cuts: list[int]) -> None:
@@ -47,7 +48,7 @@ def test_frames_are_the_same_wherever_a_stream_is_cut(text: bytes, cuts: list[in
 
 
 @pytest.mark.parametrize("path", sorted(DIALECTS))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(text=STREAMS, cuts=CUTS)
 def test_a_stream_that_nothing_was_injected_into_goes_on_as_it_came(path: str, text: bytes, cuts: list[int]) -> None:
     transcript = Transcript(DIALECTS[path].stream(Injection()), whole_frames=False)
@@ -62,7 +63,7 @@ def test_a_stream_that_nothing_was_injected_into_goes_on_as_it_came(path: str, t
 
 
 @pytest.mark.parametrize("path", sorted(DIALECTS))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(text=STREAMS, cuts=CUTS)
 def test_a_stream_that_something_was_injected_into_makes_nothing_up(path: str, text: bytes, cuts: list[int]) -> None:
     transcript = Transcript(DIALECTS[path].stream(Injection(True, True, True)), whole_frames=True)
@@ -73,7 +74,7 @@ def test_a_stream_that_something_was_injected_into_makes_nothing_up(path: str, t
     dumps(transcript.response())
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(text=st.binary(max_size=40) | st.lists(PIECES).map(b"".join) | st.text(max_size=20).map(str.encode))
 @example(text=b'"\\ud800"')
 @example(text=b"[" * 100_000)

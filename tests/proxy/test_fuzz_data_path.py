@@ -1,6 +1,6 @@
 """Any request to a running proxy: it is answered, not with an error of ours, and what was answered is in the store.
 
-`LIGHTNING_FUZZ_SECONDS=600` for longer.
+`make test-all` tries more; `LIGHTNING_FUZZ_SECONDS=600` more still.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from yarl import URL
 
 from lightning_proxy.proxy.apis.dialects import DIALECTS
+from support.fuzzing import examples
 
-EXAMPLES = max(15, int(os.environ.get("LIGHTNING_FUZZ_SECONDS", "0")) * 2)
+EXAMPLES = max(20, int(os.environ.get("LIGHTNING_FUZZ_SECONDS", "0")) * 2)
 NAMES_TEXT = "model messages stream n prompt input tools logprobs stream_options return_token_ids include temperature x"
 NAMES = st.sampled_from(NAMES_TEXT.split())
 JSON = st.recursive(
@@ -61,7 +62,7 @@ REQUESTS = ANYTHING | CHAT
 
 
 @pytest.mark.timeout(EXAMPLES * 20)
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(requests=st.lists(REQUESTS, min_size=15, max_size=30))
 def test_what_is_answered_is_stored(running: Any, caplog: Any, requests: list[Any]) -> None:
     async def all_of_them(directory: Path) -> None:

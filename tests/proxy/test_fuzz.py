@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_proxy.proxy.apis.dialects import DIALECTS
@@ -19,6 +19,7 @@ from lightning_proxy.proxy.conversation.unnamed import answered, asked
 from lightning_proxy.proxy.json_text import dumps, with_model
 from lightning_proxy.proxy.store.delta import grow_request, shrink_request
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
+from support.fuzzing import examples
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 # The names that the code looks at, so that the values behind them are strange rather than missing.
@@ -57,7 +58,7 @@ TYPED = st.fixed_dictionaries({"type": st.sampled_from(TYPES_TEXT.split()), "ind
 BEGUN = {"type": "message_start", "message": {"usage": 3}}
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(request=OBJECTS, answer=OBJECTS, path=st.sampled_from(sorted(DIALECTS)))
 @example(request={}, answer={"output_messages": [{"tokens": 5}], "input_messages": [{"tokens": 5}]}, path=RESPONSES)
 @example(request={}, answer={"output": [{"content": [{"type": "output_text", "logprobs": 5}]}]}, path=RESPONSES)
@@ -74,7 +75,7 @@ def test_whole_answers(request: dict[str, Any], answer: dict[str, Any], path: st
     tool_results(conversation(request))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(request=OBJECTS, events=st.lists(OBJECTS | TYPED, max_size=6), path=st.sampled_from(sorted(DIALECTS)))
 @example(request={}, events=[BEGUN, {"type": "message_delta", "delta": "x", "usage": [1]}], path=MESSAGES)
 @example(request={}, events=[BEGUN, {"type": "message_delta", "usage": {"output_tokens": 1}}], path=MESSAGES)
@@ -106,7 +107,7 @@ def test_streamed_answers(request: dict[str, Any], events: list[dict[str, Any]],
     transcript.tokens.untrainable_reason("ok", request)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(before=OBJECTS, request=OBJECTS, answer=OBJECTS)
 def test_conversations_and_what_is_stored_of_them(
     before: dict[str, Any], request: dict[str, Any], answer: dict[str, Any]
@@ -135,7 +136,7 @@ def test_a_model_is_renamed_and_nothing_else_touched(text: bytes, renamed: bytes
     assert with_model(text, "base") == renamed
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(rest=OBJECTS, old=st.text(), new=st.text(), ascii_only=st.booleans(), space=st.booleans())
 def test_a_text_whose_model_is_renamed_says_what_its_object_would(
     rest: Any, old: str, new: str, ascii_only: bool, space: bool
