@@ -33,7 +33,7 @@ WARM_UP_S = 8.0
 def counted(argv: list[str | Path], port: int, directory: Path, ready: str) -> Iterator[Server]:
     """The program under callgrind, until the block is left."""
     valgrind = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={directory}/out", "--quiet"]
-    server = Server([*valgrind, *argv], port, ready=ready, log=directory / "log")
+    server = Server([*valgrind, *argv], port, ready=ready, log=directory / "log", patience_s=300)
     try:
         yield server
     finally:
@@ -56,7 +56,7 @@ def instructions(server: Server, directory: Path) -> int:
     """Instructions since the last call of this function."""
     pid = next(iter(server.pids()))
     before = set(directory.glob("out.*"))
-    subprocess.run(["callgrind_control", "--dump", str(pid)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["callgrind_control", "--dump", str(pid)], check=True, capture_output=True)
     counts = [
         int(match[1])
         for dump in set(directory.glob("out.*")) - before

@@ -37,15 +37,17 @@ class Server:
         ready: str = "/v1/models",
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
+        patience_s: float = 60.0,
     ) -> None:
-        """Start it and wait, for at most 60 s, until `ready` is answered with 200; else Unavailable."""
+        """Start it and wait, for at most `patience_s`, until `ready` is answered with 200; else Unavailable."""
         self.port = port
         output: Any = log.open("wb") if log else None
         self._popen = subprocess.Popen(
             [str(part) for part in argv], env=os.environ | (env or {}), stdin=subprocess.DEVNULL,
             stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
-        for _ in range(600):
+        until = time.monotonic() + patience_s
+        while time.monotonic() < until:
             if self._popen.poll() is not None:
                 break
             try:
