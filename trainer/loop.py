@@ -14,10 +14,9 @@ from typing import Any
 
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, NotSaved, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
-from ..proxy.policy.fleet import open_vllm
 from ..proxy.policy.mode import publish_mode
-from ..proxy.policy.routing import Superseded, Swap
-from ..proxy.policy.vllm import VllmFault, operator_session
+from ..proxy.policy.swap import Superseded, Swap
+from ..proxy.policy.vllm import VllmFault, VllmFleet, operator_session
 from ..proxy.store.database import opened
 from ..proxy.store.rollouts import Store
 from ..proxy.store.training import Ledger, Step
@@ -354,7 +353,7 @@ async def train(
         try:
             async with opened(config.store) as database, operator_session() as session:
                 store, ledger = Store(database), Ledger(database)
-                vllm = open_vllm(session, upstream.urls, upstream.credentials)
+                vllm = VllmFleet(session, upstream.urls, upstream.credentials)
                 swap = Swap(ledger, vllm, mode, config.policy.directory)
                 publisher = Publisher(config.policy, ledger, swap, trainer)
                 await runs(config, store, ledger, trainer, publisher, show=show).run(stop, once=once)

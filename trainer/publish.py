@@ -15,8 +15,8 @@ import torch
 
 from ..proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ..proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
-from ..proxy.policy.routing import Superseded, Swap
-from ..proxy.policy.vllm import Vllm, VllmError
+from ..proxy.policy.swap import Superseded, Swap
+from ..proxy.policy.vllm import VllmError, VllmServer
 from ..proxy.store.training import Ledger, Step
 from ..proxy.types import PolicyVersion
 from .step.adapters import Weights
@@ -177,7 +177,9 @@ class Publisher:
             raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
         self._served[adapter] = self._trainer.adapter(adapter)
 
-    async def _verify_server(self, server: Vllm, model: str, prompts: Sequence[Sequence[int]], adapter: str) -> bool:
+    async def _verify_server(
+        self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]], adapter: str
+    ) -> bool:
         """False if the server goes away meanwhile."""
         try:
             answers = [await self._sample(server, model, prompt) for prompt in prompts]
@@ -203,7 +205,7 @@ class Publisher:
                 )
         return True
 
-    async def _sample(self, server: Vllm, model: str, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
+    async def _sample(self, server: VllmServer, model: str, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
         """vLLM's answer; waits for the only server until `stop`, if it is away: the proxy puts it in line then."""
         for _ in range(VERIFY_TRIES):
             try:
@@ -218,7 +220,7 @@ class Publisher:
                     raise
         raise UpstreamUnreachable(f"the published weights are not verified yet: vLLM is away for {VERIFY_TRIES} tries")
 
-    async def _another_answers(self, server: Vllm) -> bool:
+    async def _another_answers(self, server: VllmServer) -> bool:
         try:
             return any(other is not server for other in await self._swap.vllm.reachable())
         except (UpstreamUnreachable, UpstreamTimeout):

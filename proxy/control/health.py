@@ -28,7 +28,7 @@ async def readyz(request: Request) -> Response:
         await p.ledger.live()
     except LightningError as error:
         checks["store"] = error.message
-    if not await p.policy.reachable():
+    if p.watch is not None and not await p.watch.reachable():
         checks["upstream"] = "not reachable"
     ready = all(value == "ok" for value in checks.values())
     down = [f"{name} {replica_name(url)}" for (name, url), problem in p.health.problems.items() if problem is not None]

@@ -14,11 +14,13 @@ from ..conversation.exact import Continuity
 from ..conversation.unnamed import Conversations
 from ..gateway.relay import Relay
 from ..otel.telemetry import open_telemetry
-from ..policy.chosen import Chosen
-from ..policy.fleet import open_vllm
 from ..policy.mode import publish_mode
-from ..policy.routing import Policy, Swap
-from ..policy.vllm import operator_session
+from ..policy.model_check import ModelCheck
+from ..policy.pins import Pins
+from ..policy.routing import PolicyRouter
+from ..policy.swap import Swap
+from ..policy.vllm import VllmFleet, operator_session
+from ..policy.watch import Watch
 from ..recording.metrics import Metrics
 from ..recording.recorder import Recorder
 from ..recording.redact import Redactor
@@ -45,18 +47,20 @@ class Parts:
     ledger: Ledger
     events: Events
     recorder: Recorder
-    policy: Policy
+    swap: Swap | None
+    watch: Watch | None
+    pins: Pins
     keys: Keys
     metrics: Metrics
     redactor: Redactor
     relay: Relay
-    chosen: Chosen
+    model_check: ModelCheck
     health: Health
 
     def forget(self, rollout_id: str, why: str) -> None:
         """The rollout was deleted."""
         self.recorder.forget(rollout_id)
-        self.policy.forget(rollout_id)
+        self.pins.forget(rollout_id)
         self.relay.forget(rollout_id)
         self.metrics.deleted.labels(why).inc()
 
@@ -68,11 +72,16 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
     async with opened(config.store) as database, make_session() as data, operator_session() as control:
         store, ledger, metrics = Store(database), Ledger(database), Metrics()
         upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
-        vllm = open_vllm(control, upstream.urls, upstream.credentials) if upstream else None
-        swap = Swap(ledger, vllm, mode, config.policy.directory) if vllm else None
         upstreams = Upstreams(data)
         health = upstreams.health
-        policy, keys = Policy(config, store, ledger, swap, health), Keys(config.proxy, store, Keyring(database))
+        pins = Pins(store, ledger, config.policy.pin_timeout_s)
+        swap = watch = None
+        if upstream is not None:
+            vllm = VllmFleet(control, upstream.urls, upstream.credentials)
+            swap = Swap(ledger, vllm, mode, config.policy.directory)
+            watch = Watch(swap, upstream, pins, health)
+        router = PolicyRouter(config, store, ledger, pins, watch)
+        keys = Keys(config.proxy, store, Keyring(database))
         await keys.refresh()
         async with Recorder(store, merged=mode == "merged") as recorder:
             redactor = Redactor(config.recording.redact, config.keys())
@@ -82,18 +91,32 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             conversations = Conversations(database)
             telemetry = open_telemetry(config.telemetry, redactor)
             on_end = metrics.call_ended
-            relay = Relay(config, upstreams, kept, policy, keys, on_end, continuity, conversations, telemetry)
-            events, chosen = Events(database), Chosen(config, ledger, swap)
+            relay = Relay(config, upstreams, kept, router, keys, on_end, continuity, conversations, telemetry)
+            events, model_check = Events(database), ModelCheck(config, ledger, swap)
             parts = Parts(
-                config, mode, store, ledger, events, recorder, policy, keys, metrics, redactor, relay, chosen, health
+                config,
+                mode,
+                store,
+                ledger,
+                events,
+                recorder,
+                swap,
+                watch,
+                pins,
+                keys,
+                metrics,
+                redactor,
+                relay,
+                model_check,
+                health,
             )
             keeper = Keeper(database, config, parts.forget)
             running = (
-                policy.watch(),
                 keys.watch(),
                 check_health(config, control, health),
                 keeper.run(),
                 memory.watch(),
+                *([watch.run()] if watch is not None else []),
             )
             beside = [asyncio.create_task(one) for one in running]
             try:

@@ -6,10 +6,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from ..errors import Conflict
+from ..policy.swap import Swap
 from ..types import PolicyVersion
 from . import views
 from .answers import ERRORS, Policy, Steps, Versions, answers
 from .bodies import PromoteBody
+from .parts import Parts
 from .requests import Limit, parts
 
 router = APIRouter(prefix="/policy", tags=["policy"], responses=ERRORS)
@@ -22,7 +25,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
     await p.keys.require_agent(request.headers)
     live, last = await p.ledger.live(), await p.ledger.last_step()
     return {
-        "alias": p.policy.alias,
+        "alias": p.config.policy.alias,
         "live_version": live.version,
         "served_model": live.served_model,
         "adapters": live.adapters,
@@ -56,7 +59,7 @@ async def promote(request: Request, body: PromoteBody) -> dict[str, Any]:
     """Make a version live; the trainer goes on from it."""
     p = parts(request)
     p.keys.require_admin(request.headers)
-    return views.version_view(await p.policy.promote(body.version), body.version)
+    return views.version_view(await _swap(p).promote(body.version), body.version)
 
 
 @router.post("/rollback", response_model=None, responses=answers(PolicyVersion))
@@ -64,5 +67,11 @@ async def rollback(request: Request) -> dict[str, Any]:
     """Make the version before the live one live again; the trainer goes on from it."""
     p = parts(request)
     p.keys.require_admin(request.headers)
-    live = await p.policy.rollback()
+    live = await _swap(p).rollback()
     return views.version_view(live, live.version)
+
+
+def _swap(p: Parts) -> Swap:
+    if p.swap is None:
+        raise Conflict("no upstream of kind vllm is configured: there are no policy versions to serve")
+    return p.swap

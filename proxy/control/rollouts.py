@@ -28,7 +28,7 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     names = [RolloutName(uuid4().hex, body.task_id, None, body.mode) for _ in range(body.n)]
     keys = [new_key("rollout") for _ in names]
     hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
-    await p.chosen.check(body.policy_version, body.model)
+    await p.model_check.require(body.policy_version, body.model)
     metadata = p.redactor.value(body.metadata, "metadata")
     await p.store.open_rollouts(hashed, metadata, caller.key_id, policy_version=body.policy_version, model=body.model)
     root = str(request.base_url).rstrip("/")

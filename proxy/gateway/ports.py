@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..access.limits import Limiter
 from ..config.upstreams import UpstreamConfig
-from ..types import CallEnd, CallStart, RolloutName
+from ..types import CallEnd, CallStart
 from ..upstreams.http import Request
 from .asgi import Header
 
@@ -17,7 +17,6 @@ class Route(NamedTuple):
     """Where a call goes, under which model name (None: the agent's), and the policy version (None: not one of ours).
 
     `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
-    `power`: its answer is to be sampled from the model's distribution to this power.
     `pins`: the version is what the rollout is answered by from now on; not one that was asked for by its own name.
     """
 
@@ -26,7 +25,6 @@ class Route(NamedTuple):
     version: int | None
     fallbacks: tuple[Route, ...] = ()
     pins: bool = True
-    power: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +101,6 @@ class _NoRecorder:
 
 
 NO_RECORDER = _NoRecorder()
-
-
-class Policy(Protocol):
-    @property
-    def alias(self) -> str: ...
-
-    async def route(self, rollout: RolloutName, model: str | None) -> Route:
-        """Where a call of this rollout for this model goes."""
-
-    def alias_entry(self) -> dict[str, Any]:
-        """The alias as an entry of GET /v1/models."""
 
 
 class Keys(Protocol):

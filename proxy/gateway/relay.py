@@ -22,7 +22,7 @@ from ..conversation.unnamed import Conversations, Remembering
 from ..errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from ..json_text import as_utf8, encode, loads, with_model
 from ..otel.telemetry import Telemetry
-from ..power.upstream import PowerCall
+from ..policy.routing import PolicyRouter
 from ..types import CallEnd, CallStart, RolloutName
 from ..upstreams.attempts import Attempts, Target, Upstreams
 from ..upstreams.http import Request
@@ -30,7 +30,7 @@ from .asgi import Agent, ClientDisconnected, Receive, Scope, Send, read_headers,
 from .call import Exchange
 from .forms import form_model, is_form, with_form_model
 from .naming import DataPath, name_rollout, parse_path, wants_recording
-from .ports import NO_RECORDER, Caller, Keys, Policy, Recorder, Route
+from .ports import NO_RECORDER, Caller, Keys, Recorder, Route
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Relay:
         config: Config,
         upstreams: Upstreams,
         recorder: Recorder,
-        policy: Policy,
+        policy: PolicyRouter,
         keys: Keys,
         on_end: Callable[[CallEnd, bool], None] | None = None,
         continuity: Continuity | None = None,
@@ -169,9 +169,7 @@ class Relay:
             agent.extra.append((_VERSION, str(route.version).encode()))
         continuity = self._continuity if recorder is not None else None
         continued = continuity and continuity.call(route.upstream, start, attempts.target.sent)
-        if route.power is not None:
-            attempts.begin_with(PowerCall(self._upstreams, route.upstream, route.power).open)
-        elif continued:
+        if continued:
             attempts.begin_with(continued.open)
         recorded = recorder is not None
         if recorder is not None and conversations is not None:

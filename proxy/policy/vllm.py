@@ -1,14 +1,17 @@
-"""vLLM's operator routes: adapters, weights, pauses. Never reachable through the proxy."""
+"""vLLM's operator routes: adapters, weights, pauses. None of them can be reached through the proxy."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
 from ..upstreams.http import why_not_connected
+
+T = TypeVar("T")
 
 
 class VllmError(LightningError):
@@ -23,35 +26,19 @@ class VllmFault(VllmError):
 
 
 def operator_session() -> aiohttp.ClientSession:
-    """For `Vllm`. vLLM's server closes idle connections after 5 s; a request must not meet one that is just closing."""
+    """A session for the classes below. vLLM closes idle connections after 5 s: this one does it first."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=4))
 
 
-class Vllm:
+class VllmServer:
     """One vLLM server, addressed by the `base_url` (ending in /v1) of its upstream."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        base_url: str,
-        headers: Mapping[str, str] | None = None,
-        *,
-        timeout_s: float = 120.0,
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, headers: Mapping[str, str]) -> None:
         self.base_url = base_url
-        self._headers = dict(headers or {})
+        self._headers = headers
         self._session = session
         self._root = base_url.rstrip("/").removesuffix("/v1")
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5)
-
-    async def each(self, work: Callable[[Vllm], Awaitable[object]]) -> dict[str, LightningError | None]:
-        """Do it here; by URL, what went wrong. See `VllmFleet`."""
-        await work(self)
-        return {self.base_url: None}
-
-    async def reachable(self) -> list[Vllm]:
-        """This server, whether it answers or not; of a fleet, those that do."""
-        return [self]
+        self._timeout = aiohttp.ClientTimeout(total=120.0, sock_connect=5)
 
     async def models(self) -> list[dict[str, Any]]:
         """The served models: the base model, whose `parent` is None, and the adapters."""
@@ -60,18 +47,19 @@ class Vllm:
 
     async def base_model(self) -> str:
         """The name under which the base model is served."""
-        names = [m["id"] for m in await self.models() if m.get("parent") is None]
+        names = [model["id"] for model in await self.models() if model.get("parent") is None]
         if not names:
             raise VllmError(f"{self._root}/v1/models lists no base model")
         return str(names[0])
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter at `path` as model `name`; harmless when it is served already."""
-        if name not in {m["id"] for m in await self.models()}:
+        if name not in {model["id"] for model in await self.models()}:
             await self._request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     async def unload_adapter(self, name: str) -> None:
-        if name in {m["id"] for m in await self.models()}:
+        """Stop serving the adapter; harmless when it is not served."""
+        if name in {model["id"] for model in await self.models()}:
             await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def weight_version(self) -> str:
@@ -84,18 +72,11 @@ class Vllm:
     async def resume(self) -> None:
         await self._request("POST", "/resume")
 
-    async def replace_weights(self, path: str, label: str, committed: Callable[[], Awaitable[None]]) -> None:
-        """Freeze running requests, load the weights at `path`, await `committed`, and let the requests go on.
-
-        Their attention caches are kept; cached prefixes of finished requests are forgotten. Where this fails, requests
-        stay frozen under the label `loading`: no token is sampled from unknown weights. `Swap.restore` mends it.
-        """
-        await self.load_weights(path)
-        await committed()
-        await self.go_on(label)
-
     async def load_weights(self, path: str) -> None:
-        """The first half of `replace_weights`: frozen, and the new weights are there."""
+        """Freeze running requests and load the weights at `path`, under the label `loading`.
+
+        Attention caches of running requests are kept; cached prefixes of finished requests are forgotten.
+        """
         await self._request("POST", "/pause?mode=keep")
         await self._request("POST", "/update_weight_version", {"new_version": "loading"})
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
@@ -103,7 +84,7 @@ class Vllm:
         await self._request("POST", "/reset_prefix_cache")
 
     async def go_on(self, label: str) -> None:
-        """The second half: name the weights, and let the requests go on."""
+        """Name the weights that were loaded, and let the frozen requests go on."""
         await self._request("POST", "/update_weight_version", {"new_version": label})
         await self.resume()
 
@@ -131,3 +112,95 @@ class Vllm:
             raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {why_not_connected(error)}") from error
         except aiohttp.ClientError as error:
             raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {error}") from error
+
+
+class VllmFleet:
+    """All vLLM servers of the policy, one or more, which are published to together.
+
+    A server that is away is left out: it answers no calls until `Swap.restore` has given it the live version. If any
+    other server refuses, the whole fleet has refused.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, urls: Sequence[str], headers: Mapping[str, str] | None = None
+    ) -> None:
+        """`urls`: those of the upstream; `headers` go with every request."""
+        self._servers = [VllmServer(session, url, headers or {}) for url in urls]
+
+    async def each(self, work: Callable[[VllmServer], Awaitable[object]]) -> dict[str, LightningError | None]:
+        """Do it at every server; by URL, what went wrong there. Raises if it went wrong everywhere."""
+        problems: dict[str, LightningError | None] = {}
+        for server, outcome in await self._outcomes(work):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, LightningError):
+                raise outcome
+            problems[server.base_url] = outcome if isinstance(outcome, LightningError) else None
+        errors = [problem for problem in problems.values() if problem is not None]
+        if len(errors) == len(problems):
+            raise next((error for error in errors if not _is_away(error)), errors[0])
+        return problems
+
+    async def reachable(self) -> list[VllmServer]:
+        """The servers that answer; the only one whether it does or not. Raises as `models` does if none does."""
+        if len(self._servers) == 1:
+            return [*self._servers]
+        return [server for server, _ in await self._ask(VllmServer.models)]
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models of the first server that answers."""
+        return (await self._ask(VllmServer.models))[0][1]
+
+    async def base_model(self) -> str:
+        """The name under which all servers serve the base model; VllmError if they serve different ones."""
+        names = {name for _, name in await self._ask(VllmServer.base_model)}
+        if len(names) > 1:
+            raise VllmError(f"the replicas serve different base models: {', '.join(sorted(names))}")
+        return names.pop()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self._ask(lambda server: server.load_adapter(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._ask(lambda server: server.unload_adapter(name))
+
+    async def weight_version(self) -> str:
+        """The label of the weights being served; `mixed` if the servers have different ones."""
+        labels = {label for _, label in await self._ask(VllmServer.weight_version)}
+        return labels.pop() if len(labels) == 1 else "mixed"
+
+    async def replace_weights(self, path: str, label: str, commit: Callable[[], Awaitable[None]]) -> None:
+        """Freeze all servers, load the weights at `path`, await `commit`, and let the requests go on.
+
+        No two versions are sampled at once. Where this fails, requests stay frozen under the label `loading`, so that
+        no token is sampled from unknown weights; `Swap.restore` mends it.
+        """
+        loaded = await self._ask(lambda server: server.load_weights(path))
+        await commit()
+        await self._ask(lambda server: server.go_on(label), [server for server, _ in loaded])
+
+    async def _ask(
+        self, work: Callable[[VllmServer], Awaitable[T]], servers: Sequence[VllmServer] | None = None
+    ) -> list[tuple[VllmServer, T]]:
+        """Every server's answer, without those that are away. Raises what one refused, or if all are away."""
+        answers: list[tuple[VllmServer, T]] = []
+        away: list[BaseException] = []
+        for server, outcome in await self._outcomes(work, servers):
+            if not isinstance(outcome, BaseException):
+                answers.append((server, outcome))
+            elif _is_away(outcome):
+                away.append(outcome)
+            else:
+                raise outcome
+        if not answers:
+            raise away[0]
+        return answers
+
+    async def _outcomes(
+        self, work: Callable[[VllmServer], Awaitable[T]], servers: Sequence[VllmServer] | None = None
+    ) -> list[tuple[VllmServer, T | BaseException]]:
+        asked = self._servers if servers is None else servers
+        outcomes = await asyncio.gather(*(work(server) for server in asked), return_exceptions=True)
+        return list(zip(asked, outcomes, strict=True))
+
+
+def _is_away(error: BaseException) -> bool:
+    return isinstance(error, UpstreamUnreachable | UpstreamTimeout)

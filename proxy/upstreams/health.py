@@ -64,7 +64,7 @@ def replica_name(url: str) -> str:
 async def check_health(config: Config, session: aiohttp.ClientSession, health: Health) -> None:
     """Ask the servers of every upstream with `health_check_s` for their models, again and again, until cancelled.
 
-    Not the policy's: `Policy.watch` knows more of it, whether a server has the live weights for one.
+    Not the policy's: `policy/watch.py` knows more of it, whether a server has the live weights for one.
     """
     policys = next((upstream for upstream in config.upstreams if upstream.kind == "vllm"), None)
     checked = [upstream for upstream in config.upstreams if upstream.health_check_s and upstream is not policys]

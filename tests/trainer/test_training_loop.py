@@ -43,9 +43,8 @@ from lightning_proxy.proxy.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from lightning_proxy.proxy.policy.fleet import open_vllm
-from lightning_proxy.proxy.policy.routing import NotServed, Swap
-from lightning_proxy.proxy.policy.vllm import VllmError, VllmFault, operator_session
+from lightning_proxy.proxy.policy.swap import NotServed, Swap
+from lightning_proxy.proxy.policy.vllm import VllmError, VllmFault, VllmFleet, operator_session
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.rollouts import Store
@@ -225,7 +224,7 @@ async def bench(
     database = await Database.open(config.store)
     try:
         async with operator_session() as session:
-            yield Bench(config, database, open_vllm(session, config.upstreams[0].urls), servers)
+            yield Bench(config, database, VllmFleet(session, config.upstreams[0].urls), servers)
     finally:
         await database.close()
         for runner in runners:

@@ -13,9 +13,8 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.proxy.errors import UpstreamUnreachable
-from lightning_proxy.proxy.policy.fleet import VllmFleet, open_vllm
-from lightning_proxy.proxy.policy.routing import Swap
-from lightning_proxy.proxy.policy.vllm import Vllm, VllmError, operator_session
+from lightning_proxy.proxy.policy.swap import Swap
+from lightning_proxy.proxy.policy.vllm import VllmError, VllmFleet, VllmServer, operator_session
 
 ROLLOUTS = [f"r{i}" for i in range(30)]
 
@@ -113,7 +112,7 @@ async def test_a_replica_that_only_the_publisher_did_not_reach_answers_with_no_o
         assert len(await answers(system)) == 1
         async with system.ledger() as ledger, operator_session() as session:
             version = await system.earlier_version(ledger, tmp_path)
-            alone = Vllm(session, system.config.upstreams[0].base_url)
+            alone = VllmFleet(session, system.config.upstreams[0].urls[:1])
             swap = Swap(ledger, alone, "merged", system.config.policy.directory)
             await swap.activate(await ledger.version(version))
             assert second.weights == str(tmp_path)
@@ -140,20 +139,23 @@ async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path
         assert await answers(system) == before
 
 
-async def test_one_server_needs_no_fleet_and_all_being_away_is_an_error() -> None:
+async def test_all_servers_being_away_is_an_error() -> None:
+    one, other = "http://127.0.0.1:9/v1", "http://127.0.0.1:9/other/v1"
     async with operator_session() as session:
-        assert isinstance(open_vllm(session, ["http://127.0.0.1:9/v1"]), Vllm)
-        fleet = open_vllm(session, ["http://127.0.0.1:9/v1", "http://127.0.0.1:9/other/v1"])
-        assert isinstance(fleet, VllmFleet)
-        for work in (fleet.models(), fleet.reachable(), fleet.load_adapter("a", "/a"), fleet.each(Vllm.models)):
-            with pytest.raises(UpstreamUnreachable):
-                await work
+        alone, fleet = VllmFleet(session, [one]), VllmFleet(session, [one, other])
+        for asked in (alone, fleet):
+            for work in (asked.models(), asked.load_adapter("a", "/a"), asked.each(VllmServer.models)):
+                with pytest.raises(UpstreamUnreachable):
+                    await work
+        with pytest.raises(UpstreamUnreachable):
+            await fleet.reachable()
+        assert [server.base_url for server in await alone.reachable()] == [one]  # who asks it may wait for it
 
 
 async def test_replicas_of_different_models_are_refused(running: Any, tmp_path: Path) -> None:
     async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
         second.base = "another"
         async with operator_session() as session:
-            fleet = open_vllm(session, system.config.upstreams[0].urls)
+            fleet = VllmFleet(session, system.config.upstreams[0].urls)
             with pytest.raises(VllmError, match="different base models: another, base"):
                 await fleet.base_model()

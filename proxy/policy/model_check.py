@@ -1,4 +1,4 @@
-"""Whether a rollout can be opened for a model of its choice: a policy version, or any model that is served."""
+"""Refuses to open a rollout for a policy version, or another model, that cannot be served."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 from ..config.root import Config
 from ..errors import Conflict, NotFound
-from ..power.upstream import power_of
 from ..store.training import Ledger
 from ..types import PolicyVersion
-from .routing import Swap, models_by_upstream
+from .routing import models_by_upstream
+from .swap import Swap
 
 
-class Chosen:
-    """Asked when a rollout is opened, so that what cannot be served is refused then and not at its first call."""
+class ModelCheck:
+    """Asked when a rollout is opened, so that the refusal comes then and not at its first call."""
 
     def __init__(self, config: Config, ledger: Ledger, swap: Swap | None) -> None:
         self._policy = config.policy
@@ -22,16 +22,16 @@ class Chosen:
         self._ledger = ledger
         self._swap = swap
 
-    async def check(self, policy_version: int | None, model: str | None) -> None:
-        """Both None is the live version: always well. Raises NotFound, and Conflict, for both as well."""
+    async def require(self, policy_version: int | None, model: str | None) -> None:
+        """Raise NotFound or Conflict if that cannot be served; both None is the live version, which always can."""
         if policy_version is not None and model is not None:
             raise Conflict("policy_version and model exclude each other", param="model")
         if policy_version is not None:
-            await self._version(policy_version)
-        if model is not None:
-            await self._model(model)
+            await self._require_version(policy_version)
+        if model is not None and model not in self._named and not await self._first_serves(model):
+            raise NotFound(f"no upstream serves the model {model!r}: name it in the `models` of one", param="model")
 
-    async def _version(self, number: int) -> None:
+    async def _require_version(self, number: int) -> None:
         """Have the version served beside the live one; Conflict if it cannot be, NotFound if there is none."""
         version, live = await self._ledger.version(number), await self._ledger.live()
         if version.version == live.version:
@@ -46,34 +46,17 @@ class Chosen:
             )
         if not self._policy.pin_rollouts:
             raise Conflict("with policy.pin_rollouts: false only the live version answers", param="policy_version")
-        _check_files(version)
+        _require_files(version)
         await self._swap.load(version)
 
-    async def _model(self, name: str) -> None:
-        """NotFound if no upstream serves it, as far as we can know; Conflict for power sampling of trained weights."""
-        if self._swap is not None and power_of(name) is not None:
-            await self._base_is_served(name)
-        elif name not in self._named and not await self._first_serves(name):
-            raise NotFound(f"no upstream serves the model {name!r}: name it in the `models` of one", param="model")
-
-    async def _base_is_served(self, name: str) -> None:
-        assert self._swap is not None
-        live = (await self._ledger.live()).version
-        if self._swap.mode == "merged" and live != 0:
-            raise Conflict(
-                f"{name} samples from the base model, in whose place version {live} is served: promote version 0 first "
-                "(`eval --promote` does, and takes it back)",
-                param="model",
-            )
-
     async def _first_serves(self, name: str) -> bool:
-        """It gets every model that no upstream names: only of the policy's vLLM we know what it has."""
+        """The first upstream gets every model that none names; only the policy's vLLM says which it has."""
         if self._swap is None or self._first.kind != "vllm":
             return self._first.kind != "litellm"
         return name == self._policy.alias or name in {model["id"] for model in await self._swap.vllm.models()}
 
 
-def _check_files(version: PolicyVersion) -> None:
+def _require_files(version: PolicyVersion) -> None:
     if version.version == 0:
         return
     if version.publish != "lora":

@@ -1,0 +1,45 @@
+"""Which policy version answers a rollout: the one that it began with."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+from ..errors import NotFound
+from ..store.rollouts import Store
+from ..store.training import Ledger
+
+MOST = 20_000
+
+
+class Pins:
+    """The versions that rollouts began with, whichever process answered their first call; the newest are in memory."""
+
+    def __init__(self, store: Store, ledger: Ledger, timeout_s: float) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._timeout_s = timeout_s
+        self._recent: OrderedDict[str, int] = OrderedDict()
+
+    async def of(self, rollout_id: str) -> int | None:
+        """The rollout's version; None before its first call."""
+        pin = self._recent.get(rollout_id)
+        if pin is not None:
+            return pin
+        try:
+            pin = (await self._store.rollout(rollout_id)).policy_version
+        except NotFound:
+            return None
+        if pin is not None:
+            self._recent[rollout_id] = pin
+            if len(self._recent) > MOST:
+                self._recent.popitem(last=False)
+        return pin
+
+    async def in_use(self) -> set[int]:
+        """Every version that a rollout may still ask for (`policy.pin_timeout_s`)."""
+        return set(self._recent.values()) | await self._ledger.pinned(time.time() - self._timeout_s)
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout was deleted: another one may begin under its name, with the version that is live then."""
+        self._recent.pop(rollout_id, None)

@@ -1,0 +1,183 @@
+"""Puts a policy version behind the alias, and brings back what a restarted vLLM has forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from ..errors import Conflict, LightningError, NotFound
+from ..store.training import Ledger
+from ..types import PolicyVersion, PublishMode
+from .vllm import VllmFleet, VllmServer
+
+log = logging.getLogger(__name__)
+
+
+class NotServed(LightningError):
+    """vLLM is there, but does not serve what the store says is live."""
+
+    status = 503
+
+
+class Superseded(LightningError):
+    """Another version was made live by hand; what was to follow the one before it does not count any more."""
+
+    status = 409
+
+
+class Swap:
+    """Makes versions live. One process at a time (a lock file), the proxy or the trainer."""
+
+    def __init__(self, ledger: Ledger, vllm: VllmFleet, mode: PublishMode, directory: Path) -> None:
+        self.ledger = ledger
+        self.vllm = vllm
+        self.mode = mode
+        self._lock_file = directory / "swap.lock"
+
+    async def activate(
+        self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
+    ) -> None:
+        """Load the version into vLLM and move the alias to it; running requests go on.
+
+        Superseded, and nothing changed, if `expected` is given and another version is live. `verified`: it was seen
+        to be served.
+        """
+        async with self._locked():
+            self._check_mode(version)
+            live = await self.ledger.live()
+            if expected not in (None, live.version):
+                raise Superseded(f"policy version {live.version} was made live meanwhile")
+            if self.mode == "lora":
+                await self.load(version)
+                await self.ledger.set_live(version.version, step, verified=verified)
+            else:
+                path, label = await self._weights(version), _labels(version)[0]
+                await self.vllm.replace_weights(path, label, lambda: self.ledger.set_live(version.version, step))
+
+    async def promote(self, number: int) -> PolicyVersion:
+        """Make a version live by hand; Conflict if its files are gone or it failed."""
+        version = await self.ledger.version(number)
+        if number and (version.path is None or version.status in ("failed", "publishing")):
+            raise Conflict(f"policy version {number} is {version.status} and has no files to serve", param="version")
+        await self.activate(version)
+        return await self.ledger.live()
+
+    async def rollback(self) -> PolicyVersion:
+        """Make the newest version before the live one live again; Conflict if there is none."""
+        live = await self.ledger.live()
+        earlier = [
+            v.version for v in await self.ledger.versions()
+            if v.version < live.version and v.status == "ready" and (v.path or v.version == 0)
+        ]  # fmt: skip
+        if not earlier:
+            raise Conflict(f"there is no version before {live.version} to go back to")
+        return await self.promote(earlier[-1])
+
+    async def serves(self, version: PolicyVersion) -> bool:
+        """Whether merged weights in vLLM carry the label of this version."""
+        return await self.vllm.weight_version() in _labels(version)
+
+    async def load(self, version: PolicyVersion) -> None:
+        """Serve the version's adapters beside the others; the base model has none."""
+        for name, path in _adapters(version).items():
+            await self.vllm.load_adapter(name, path)
+
+    async def unload(self, version: PolicyVersion) -> None:
+        """Stop serving the version's adapters."""
+        for name in version.served_models:
+            await self.vllm.unload_adapter(name)
+
+    async def restore(self, pinned: set[int]) -> dict[str, LightningError | None]:
+        """Make vLLM serve the live version after its restart, or after a process died in mid-swap.
+
+        With `lora`, the `pinned` versions too. Returns, by URL, why a server does not; raises if none does.
+        """
+        async with self._locked():
+            self._check_mode(await self.ledger.live())
+            if self.mode == "merged":
+                return await self.vllm.each(self._restore_weights)
+            return await self.vllm.each(lambda server: self._restore_adapters(server, pinned))
+
+    async def _restore_weights(self, server: VllmServer) -> None:
+        live = await self.ledger.live()
+        labels = _labels(live)
+        if await server.weight_version() not in labels:
+            log.warning("vLLM does not serve policy version %d: loading it again", live.version)
+            await server.load_weights(await self._weights(live))
+            await server.go_on(labels[0])
+        elif await server.is_paused():
+            log.warning("vLLM was left paused: resuming it")
+            await server.resume()
+
+    async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
+        served = {model["id"] for model in await server.models()}
+        for version in await self.ledger.versions():
+            wanted = version.path and (version.status == "live" or version.version in pinned)
+            if wanted and version.publish == self.mode and not served.issuperset(version.served_models):
+                log.warning("vLLM does not serve policy version %d: loading it again", version.version)
+                await self._load_again(server, version)
+
+    async def _load_again(self, server: VllmServer, version: PolicyVersion) -> None:
+        try:
+            for name, path in _adapters(version).items():
+                await server.load_adapter(name, path)
+        except NotFound:
+            if version.status == "live":
+                raise
+            log.warning("policy version %d has lost its files: its rollouts go on with the live one", version.version)
+            await self.ledger.forget_files(version.version)
+
+    def _check_mode(self, version: PolicyVersion) -> None:
+        if version.publish not in (None, self.mode):
+            raise NotServed(
+                f"policy version {version.version} was published as {version.publish}, and policy.publish is now "
+                f"{self.mode}: set it back, promote version 0, or start the trainer, which publishes it anew"
+            )
+
+    async def _weights(self, version: PolicyVersion) -> str:
+        """The directory of the version's merged weights; for version 0, of the base model, as vLLM names it."""
+        if version.version:
+            return _files(version)
+        root = next((model["root"] for model in await self.vllm.models() if model.get("parent") is None), None)
+        if root is None:
+            raise NotFound("vLLM does not say where the base model's files are")
+        return str(root)
+
+    @asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        self._lock_file.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock_file.open("w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(0.05)
+            yield
+
+
+def _files(version: PolicyVersion) -> str:
+    if version.path is None or not Path(version.path).is_dir():
+        raise NotFound(f"the files of policy version {version.version} are gone: {version.path}")
+    return version.path
+
+
+def _adapters(version: PolicyVersion) -> dict[str, str]:
+    """The directory of each adapter, by the name that it is served under; NotFound if one is gone."""
+    if version.version == 0:
+        return {}
+    path = _files(version)
+    paths = {str(version.served_model): path} | {name: f"{path}/{own}" for own, name in version.adapters.items()}
+    if gone := [path for path in paths.values() if not Path(path).is_dir()]:
+        raise NotFound(f"files of policy version {version.version} are gone: {gone[0]}")
+    return paths
+
+
+def _labels(version: PolicyVersion) -> tuple[str, ...]:
+    """vLLM's weight version for ours. The time tells stores apart; `default` is vLLM's after a start."""
+    label = f"{version.version}-{int(version.created_at)}"
+    return (label,) if version.version else (label, "default")

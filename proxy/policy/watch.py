@@ -1,0 +1,95 @@
+"""Looks at the policy's vLLM every second, and has it serve the live version again after it was away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ..config.upstreams import UpstreamConfig
+from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
+from ..upstreams.health import Health
+from .pins import Pins
+from .swap import NotServed, Swap
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+
+
+class Watch:
+    """Knows whether vLLM serves the live version, and reports servers that do not, so that they get no calls."""
+
+    def __init__(self, swap: Swap, upstream: UpstreamConfig, pins: Pins, health: Health) -> None:
+        self.swap = swap
+        self.upstream = upstream
+        self.base: str | None = None  # the name under which vLLM serves the base model
+        self._pins = pins
+        self._health = health
+        self._look: asyncio.Task[None] | None = None
+        self._in_line = False
+        self._in_line_for = 0  # the version that was live when vLLM was looked at last
+        self._problem: LightningError | None = None
+
+    async def run(self) -> None:
+        """Look every second, until cancelled."""
+        while True:
+            await self._get_in_line()
+            await asyncio.sleep(WATCH_S)
+
+    async def reachable(self) -> bool:
+        """Whether any of the servers answers."""
+        try:
+            await self.swap.vllm.models()
+        except LightningError:
+            return False
+        return True
+
+    async def require(self) -> None:
+        """Return when a call may go out. An unreachable vLLM is left for the call itself to meet.
+
+        Raises NotServed, and UpstreamTimeout if vLLM does not say within the upstream's `connect_timeout_s`.
+        """
+        if not self._in_line:
+            await self._get_in_line(self.upstream.connect_timeout_s)
+        elif self.upstream.replicas:
+            await self._see_who_missed_the_live_version()
+        if isinstance(self._problem, NotServed):
+            raise self._problem
+
+    async def _see_who_missed_the_live_version(self) -> None:
+        """Servers that do not serve it must be out of rotation before a call that is to reach it goes out."""
+        for _ in range(2):  # a look that was under way may have begun before
+            if self._in_line_for != self.swap.ledger.live_now().version:
+                await self._get_in_line(self.upstream.connect_timeout_s)
+
+    async def _get_in_line(self, timeout: float | None = None) -> None:
+        """Look, or wait for a look that is under way; UpstreamTimeout if it takes longer than `timeout` s."""
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._look_at_vllm())
+        _, pending = await asyncio.wait((self._look,), timeout=timeout)
+        if pending:
+            raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
+
+    async def _look_at_vllm(self) -> None:
+        live = self.swap.ledger.live_now().version
+        problems: dict[str, LightningError | None] = {}
+        try:
+            self.base = await self.swap.vllm.base_model()
+            problems = await self.swap.restore(await self._pins.in_use())
+            self._in_line, self._in_line_for, self._problem = True, live, None
+        except (UpstreamUnreachable, UpstreamTimeout) as error:
+            self._fall_out_of_line(error, f"the policy is not served yet: {error}")
+        except NotServed as error:
+            self._fall_out_of_line(error, str(error))
+        except Exception as error:  # whatever vLLM answered; the next look may find it mended
+            unknown = NotServed(f"vLLM does not serve the live policy version: {error}")
+            self._fall_out_of_line(unknown, "the live policy version cannot be served", exc_info=error)
+        for url in self.upstream.urls:
+            problem = problems.get(url, self._problem)
+            self._health.report(self.upstream.name, url, None if problem is None else str(problem))
+
+    def _fall_out_of_line(self, problem: LightningError, story: str, exc_info: Exception | None = None) -> None:
+        """Log it once, not at every look for as long as it stays the same: vLLM may be away for days."""
+        if str(problem) != str(self._problem):
+            log.warning("%s", story, exc_info=exc_info)
+        self._in_line, self._problem = False, problem
