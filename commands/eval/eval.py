@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...proxy.errors import ConfigError, InvalidRequest, LightningError
-from ...proxy.power.upstream import power_of
+from ...proxy.power.chat import power_of
 from ..control import ControlClient, ControlError
 from ..run.programs import Runner
 from ..run.run import RolloutResult, RunOptions, run_tasks
@@ -105,6 +105,7 @@ class Evaluation:
         if not self._promote:
             for row in self.rows:
                 await self._api.open_rollouts("eval", "eval", 0, **row.model.choice)
+                _check_base_is_served(row.model, policy)
             return
         known = {v["version"]: v for v in (await self._api.request("GET", "/policy/versions"))["data"]}
         for row in self.rows:
@@ -152,6 +153,15 @@ class Evaluation:
             on_result(row, result)
 
         return take
+
+
+def _check_base_is_served(model: Model, policy: dict[str, Any]) -> None:
+    """Power sampling needs the base model, in whose place merged weights may be served."""
+    if model.version is None and model.needs == 0 and policy["publish"] == "merged" and policy["live_version"]:
+        raise LightningError(
+            f"{model.name} samples from the base model, and policy version {policy['live_version']} is served in its "
+            "place: `--promote` makes version 0 live meanwhile"
+        )
 
 
 def _check_promotable(number: int, version: dict[str, Any] | None) -> None:

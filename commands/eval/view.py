@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ..run.tasks import Task, read_tasks
 from ..run.view import RunProgress, logs_directory, progress_bars
 from ..signals import run_until_signal
 from .eval import Evaluation, Row, parse_models
+from .power import serving_power
 from .report import Scoring, check_writable, print_tables, report, save
 
 
@@ -47,9 +49,10 @@ def eval_command(config: Config, asked: EvalRequest) -> None:
     runner, console = make_runner(asked.command, asked.preload), Console(stderr=True)
     options = RunOptions(asked.samples, asked.concurrency, "eval", logs_directory(asked.logs))
     api = ControlClient.of(config, patience_s=60)
+    power = serving_power(config, [model.name for model in models])
     evaluation = Evaluation(api, runner, options, models, promote=asked.promote, say=console.print)
     try:
-        run_until_signal(_with_progress(api, runner, evaluation, tasks, asked.samples, console))
+        run_until_signal(_with_progress(api, runner, evaluation, power, tasks, asked.samples, console))
     finally:
         _show(evaluation, asked)
     if all(result.failed for row in evaluation.rows for result in row.results):
@@ -57,7 +60,13 @@ def eval_command(config: Config, asked: EvalRequest) -> None:
 
 
 async def _with_progress(
-    api: ControlClient, runner: Runner, evaluation: Evaluation, tasks: list[Task], samples: int, console: Console
+    api: ControlClient,
+    runner: Runner,
+    evaluation: Evaluation,
+    power: AbstractAsyncContextManager[None],
+    tasks: list[Task],
+    samples: int,
+    console: Console,
 ) -> None:
     with progress_bars(console) as progress:
         bars: dict[str, RunProgress] = {}
@@ -68,7 +77,7 @@ async def _with_progress(
                 bars[name] = RunProgress(progress, len(tasks) * samples, name)
             bars[name].add(result)
 
-        async with api:
+        async with api, power:
             try:
                 await evaluation.run(tasks, on_result)
             finally:

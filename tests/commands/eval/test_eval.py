@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
@@ -106,10 +107,19 @@ async def other_provider() -> AsyncIterator[UpstreamConfig]:
     await runner.cleanup()
 
 
+def power_upstream() -> UpstreamConfig:
+    """Where `eval` is to serve power sampling."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    return UpstreamConfig(name="power", kind="openai", base_url=url, models=["power:4"])
+
+
 async def test_versions_other_models_and_power_sampling_are_compared_with_the_first(
     running: Running, tmp_path: Path
 ) -> None:
-    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
+    others = [power_upstream()]
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider, *others]) as e:
         code, out, err = await e.run("live,1,base,vendor/gpt-mini,power:4", "--samples", "2", "--json")
         rollouts = await e.rollouts()
     assert code == 0, err
@@ -159,6 +169,7 @@ async def test_failed_rollouts_and_those_without_a_reward_count_as_0_and_are_cou
         ("live,7", "no policy version 7"),
         ("live,nobody", "no upstream serves the model 'nobody'"),
         ("live,power:1", "above 1"),
+        ("live,power:4", "power:4 needs an upstream of its own"),
         ("live,live", "each once"),
         ("live,", "each once"),
     ],
@@ -200,7 +211,8 @@ async def test_an_agent_that_never_asks_for_the_alias_is_found_out_whatever_the_
 
 
 async def test_agents_that_are_not_trained_may_ask_for_other_models_by_name(running: Running, tmp_path: Path) -> None:
-    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
+    others = [power_upstream()]
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider, *others]) as e:
         e.set_tasks([{"x": 1, "untrained_asks_for": name} for name in ("base", "vendor/gpt-mini")])
         code, _, err = await e.run("1,live,power:4")
         assert code == 0, err
@@ -210,16 +222,19 @@ async def test_agents_that_are_not_trained_may_ask_for_other_models_by_name(runn
 
 
 async def test_where_weights_are_merged_only_the_live_version_answers(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path, "merged") as e:
+    async with evaluating(running, tmp_path, "merged", others=[power_upstream()]) as e:
         code, _, err = await e.run("0,1")
         assert (code, "--promote" in err) == (1, True)
         assert await e.rollouts() == []
         code, _, err = await e.run("0,live,power:4")
         assert (code, e.rows()["0"]["policy_versions"]) == (0, [0]), err
+        await e.system.call("POST", "/policy/promote", {"version": 1})
+        code, _, err = await e.run("live,power:4")
+        assert (code, "version 1 is served in its place" in " ".join(err.split())) == (1, True), err
 
 
 async def test_versions_are_promoted_in_turn_and_the_live_one_is_live_again(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path, "merged") as e:
+    async with evaluating(running, tmp_path, "merged", others=[power_upstream()]) as e:
         code, _, err = await e.run("live,power:4,1", "--promote")
         assert code == 0, err
         rows = e.rows()

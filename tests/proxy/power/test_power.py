@@ -1,22 +1,25 @@
-"""Power sampling: exact where p^alpha can be worked out, and as a model that any agent can ask for."""
+"""Power sampling: exact where p^alpha can be worked out, and as an upstream that agents reach by a model's name."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import random
+import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.power.sampling import Answer, PowerSampler
+from lightning_proxy.proxy.power.server import power_server
 from tests.conftest import System
 
 Running = Callable[..., AbstractAsyncContextManager[System]]
@@ -132,7 +135,21 @@ def test_it_is_not_a_low_temperature() -> None:
     assert first[1] > first[0]
 
 
-# As a model ------------------------------------------------------------------------------------------------------
+# As an upstream --------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def powered_system(running: Running, directory: Path, publish: str = "lora") -> AsyncIterator[System]:
+    """A proxy with an upstream that samples from its policy's vLLM."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    power = UpstreamConfig(name="power", kind="openai", base_url=url, models=["power:4", "power:1"])
+    async with (
+        running(directory, publish=publish, others=[power]) as system,
+        power_server(power, system.config.upstreams[0]),
+    ):
+        yield system
 
 
 async def ask(system: System, model: str = "power:4", **more: Any) -> Any:
@@ -152,9 +169,9 @@ def remembering(bodies: list[dict[str, Any]]) -> Callable[[dict[str, Any]], dict
     return answer
 
 
-async def test_any_agent_can_ask_for_it_and_is_answered_once(running: Running, tmp_path: Path) -> None:
+async def test_an_agent_that_asks_for_it_is_answered_once(running: Running, tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
-    async with running(tmp_path, publish="lora") as system:
+    async with powered_system(running, tmp_path) as system:
         system.vllm.answer = remembering(bodies)
         answer = await ask(system, temperature=0.2, seed=7, max_tokens=9, stop=["6"])
         assert answer.choices[0].message.content.endswith("5 ")
@@ -167,21 +184,23 @@ async def test_any_agent_can_ask_for_it_and_is_answered_once(running: Running, t
             prompt = body["kv_transfer_params"]["prompt_token_ids"]
             assert prompt[:3] == [1, 2, 3]
             assert body["max_completion_tokens"] == 9 - len(prompt[3:])
-        _, found = await system.call("GET", "/rollouts/r")
-    (call,) = found["calls"]
-    assert (call["status"], call["model"], call["policy_version"]) == ("ok", "base", None)
+        assert {headers["Authorization"] for headers in system.vllm.headers} == {"Bearer unused"}
+        _, rollout = await system.call("GET", "/rollouts/r")
+    (call,) = rollout["calls"]
+    assert (call["status"], call["model"], call["upstream"]) == ("ok", "power:4", "power")
+    assert call["policy_version"] is None
     assert call["response_token_ids"][-1] == 6
     assert call["untrainable_reason"] == "the model is not the policy"
 
 
 async def test_a_stream_is_one_chunk_and_its_end(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, publish="lora") as system:
+    async with powered_system(running, tmp_path) as system:
         chunks = await ask(system, stream=True, stream_options={"include_usage": True}, max_tokens=16)
-        _, found = await system.call("GET", "/rollouts/r")
+        _, rollout = await system.call("GET", "/rollouts/r")
     assert chunks[0].choices[0].delta.content.endswith("5")
     assert chunks[0].choices[0].finish_reason == "stop"
     assert chunks[-1].usage.prompt_tokens == 3
-    assert found["calls"][0]["status"] == "ok"
+    assert rollout["calls"][0]["status"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -198,14 +217,14 @@ async def test_a_stream_is_one_chunk_and_its_end(running: Running, tmp_path: Pat
 async def test_what_cannot_be_sampled_like_that_is_refused(
     running: Running, tmp_path: Path, asked: dict[str, Any], status: int, says: str
 ) -> None:
-    async with running(tmp_path, publish="lora") as system:
+    async with powered_system(running, tmp_path) as system:
         with pytest.raises(openai.APIStatusError, match=says) as refused:
             await ask(system, **asked)
     assert refused.value.status_code == status
 
 
 async def test_other_routes_and_a_vllm_without_these_are_told_apart(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, publish="lora") as system:
+    async with powered_system(running, tmp_path) as system:
         status, body = await system.call("POST", "/v1/completions", {"model": "power:4", "prompt": "x"})
         assert (status, "only" in body["error"]["message"]) == (501, True)
         system.vllm.renders = False
@@ -214,21 +233,30 @@ async def test_other_routes_and_a_vllm_without_these_are_told_apart(running: Run
 
 
 async def test_vllms_refusal_is_the_agents_answer(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, publish="lora") as system:
+    async with powered_system(running, tmp_path) as system:
         system.vllm.fails = 400
         with pytest.raises(openai.BadRequestError, match="busy"):
             await ask(system)
 
 
 async def test_trained_weights_are_not_taken_for_the_base_model(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, publish="merged") as system:
+    async with powered_system(running, tmp_path, "merged") as system:
         async with system.ledger() as ledger:
             version = await system.earlier_version(ledger, tmp_path)
         assert (await ask(system)).choices[0].message.content.endswith("5")
         await system.call("POST", "/policy/promote", {"version": version})
         with pytest.raises(openai.NotFoundError, match=f"version {version} is in its place"):
             await ask(system)
-        assert json.dumps(await system.call("POST", "/rollouts", {"model": "power:4"})).startswith("[409")
+        await system.call("POST", "/policy/promote", {"version": 0})
+        assert (await ask(system)).choices[0].message.content.endswith("5")
+
+
+async def test_an_address_that_is_taken_is_one_line(running: Running, tmp_path: Path) -> None:
+    async with powered_system(running, tmp_path) as system:
+        vllm, power = system.config.upstreams
+        with pytest.raises(LightningError, match=f"{power.base_url}: .*in use"):
+            async with power_server(power, vllm):
+                pass
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:

@@ -1,0 +1,73 @@
+"""Power sampling as an upstream of its own: a small HTTP server in front of the policy's vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from ..config.upstreams import UpstreamConfig
+from ..errors import InvalidRequest, LightningError, Unsupported
+from ..json_text import loads
+from ..policy.vllm import operator_session
+from .chat import CHAT, PowerChat
+
+log = logging.getLogger(__name__)
+MOST_BYTES = 2**30  # of a request; the proxy has its own limit
+_KEYS = ("authorization", "x-api-key")
+
+
+@asynccontextmanager
+async def power_server(upstream: UpstreamConfig, vllm: UpstreamConfig) -> AsyncIterator[None]:
+    """Answer at the address of `upstream`, sampling from `vllm`, until the block is left."""
+    async with operator_session() as session:
+        app = web.Application(client_max_size=MOST_BYTES)
+        app.router.add_route("*", "/{path:.*}", _Handler(PowerChat(session, vllm.urls[0])).answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await _listen(runner, upstream.urls[0])
+            yield
+        finally:
+            await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, url: str) -> None:
+    address = urlsplit(url)
+    try:
+        await web.TCPSite(runner, address.hostname, address.port).start()
+    except OSError as error:
+        raise LightningError(f"power sampling cannot be served at {url}: {error.strerror}") from None
+
+
+class _Handler:
+    """Answers requests; vLLM is asked with the key that a request carries."""
+
+    def __init__(self, chat: PowerChat) -> None:
+        self._chat = chat
+
+    async def answer(self, request: web.Request) -> web.Response:
+        headers = {name: request.headers[name] for name in _KEYS if name in request.headers}
+        try:
+            if request.path != CHAT:
+                raise Unsupported(f"power sampling answers {CHAT} only, not {request.path}")
+            status, content_type, body = await self._chat.answer(_object(await request.read()), headers)
+        except LightningError as error:
+            return web.json_response(error.body(), status=error.status)
+        except Exception:
+            log.exception("power sampling: internal error")
+            return web.json_response(LightningError("internal error of power sampling").body(), status=500)
+        return web.Response(body=body, status=status, headers={"content-type": content_type})
+
+
+def _object(body: bytes) -> dict[str, object]:
+    try:
+        value = loads(body)
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    return value
