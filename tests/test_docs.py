@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -15,12 +17,59 @@ from lightning_proxy.cli import app
 from support.examples import learned
 from support.paths import ROOT
 
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *DOCS, *sorted(ROOT.glob("examples/*/README.md"))]
+# Fences and code spans show brackets that are no links.
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+LINK = re.compile(r"\]\(([^()\s]+)\)")
 
-def test_the_readme_names_every_command() -> None:
-    readme = (ROOT / "README.md").read_text()
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    missing = [name for name in commands if f"lightning-proxy {name}" not in readme and f"`{name}`" not in readme]
-    assert missing == []
+
+def prose(page: Path) -> str:
+    return CODE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    without_fences = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", without_fences, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def every_command(group: Any, path: str = "lightning-proxy") -> Iterator[str]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from every_command(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}"
+
+
+def test_the_documents_name_every_command() -> None:
+    text = "\n".join(page.read_text() for page in [ROOT / "README.md", *DOCS])
+    commands = list(every_command(typer.main.get_command(app)))
+    assert len(commands) > 20
+    assert [command for command in commands if not re.search(rf"{command}\b", text)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_the_index_links_every_page() -> None:
+    linked = set(LINK.findall(prose(ROOT / "docs" / "README.md")))
+    assert {page.name for page in DOCS} - {"README.md"} - linked == set()
+
+
+def test_the_readme_and_agents_md_are_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "AGENTS.md").read_text().splitlines()) < 60
 
 
 def test_the_snippets_for_frameworks_are_parts_of_the_programs_that_are_run() -> None:
@@ -54,10 +103,6 @@ def test_what_examples_learned_is_shown_as_it_was_measured(results: Path) -> Non
     assert len(found) >= 3
     for one in found:
         assert one["held_out"]["rl"]["mean_reward"] > one["held_out"]["sft"]["mean_reward"]
-
-
-def test_agents_md_is_short() -> None:
-    assert len((ROOT / "AGENTS.md").read_text().splitlines()) < 60
 
 
 def test_the_proxy_does_not_import_torch() -> None:
