@@ -28,7 +28,9 @@ from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.training import Ledger
-from support import fuzzing  # noqa: F401  (registers the profiles)
+from support import fuzzing, network  # noqa: F401  (fuzzing registers the profiles)
+from support.command_line import Done, lightning
+from support.left_open import LeftOpen
 from support.paths import ROOT
 
 WIDE = {"COLUMNS": "80"}
@@ -49,6 +51,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(file)))
     items.sort(key=lambda item: "vllm" not in item.keywords)  # the longest first
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_open() -> Iterator[None]:
+    """A test that leaves a file, a pipe or a process fails itself, not one that runs later."""
+    left = LeftOpen()
+    yield
+    assert not (found := left.now()), "left open: " + "; ".join(found)
+
+
+@pytest.fixture(autouse=True)
+def no_network(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Only what `make test` leaves out may ask other machines."""
+    asked: list[str] = []
+    network.watch(None if "long" in request.keywords else asked)
+    yield
+    network.watch(None)
+    assert not asked, f"asked another machine: {', '.join(asked)}"
 
 
 @pytest.fixture(autouse=True)
@@ -195,17 +215,19 @@ class System:
         async with self.session.request(method, self.url + path, data=data, headers=names) as answer:
             return answer.status, json.loads(await answer.text() or "null")
 
-    async def lightning(self, *arguments: str | Path) -> tuple[int, str, str]:
-        """The command line with this system's configuration, in a process of its own: exit code, stdout, stderr."""
+    async def lightning(self, *arguments: str | Path) -> Done:
+        """The command line with this system's configuration; what stops at a signal has its own process."""
         config = self.config.model_dump(mode="json")
         config["proxy"]["port"] = int(self.url.rsplit(":", 1)[1])
         path = self.vllm.root / "system.yaml"
         path.write_text(yaml.safe_dump(config))
+        if arguments[0] not in ("run", "eval"):
+            return await asyncio.to_thread(lightning, "--config", path, *arguments)
         command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(path), *map(str, arguments)]
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=os.environ | WIDE)
         out, err = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode is not None
-        return process.returncode, out.decode(), err.decode()
+        return Done(process.returncode, out.decode(), err.decode())
 
     async def chat(self, rollout_id: str, **headers: str) -> tuple[int, Any]:
         body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}

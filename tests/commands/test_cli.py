@@ -20,9 +20,10 @@ from lightning_proxy.commands.vllm import served_model, vllm_program
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
+from support.command_line import lightning
 
 
-def lightning(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def in_a_process(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lightning_proxy.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
 
@@ -51,7 +52,7 @@ def test_a_wrong_key_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
 
 
 def test_a_missing_configuration_file_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
-    done = lightning("--config", "no.yaml", "serve", cwd=tmp_path)
+    done = in_a_process("--config", "no.yaml", "serve", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "lightning-proxy: cannot read no.yaml: No such file or directory\n"
 
@@ -65,7 +66,7 @@ def test_a_missing_model_directory_ends_with_one_line_and_code_2(tmp_path: Path)
 def test_a_port_in_use_ends_with_one_line_before_anything_starts(tmp_path: Path, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = lightning("up", "--model", model, "--port", str(port), cwd=tmp_path)
+        done = in_a_process("up", "--model", model, "--port", str(port), cwd=tmp_path)
     assert done.returncode == 1
     assert f"127.0.0.1:{port} cannot be bound" in done.stderr
     assert "proxy.port" in done.stderr
@@ -75,7 +76,7 @@ def test_a_port_in_use_ends_with_one_line_before_anything_starts(tmp_path: Path,
 
 def test_a_host_that_is_not_this_machine_is_named_in_place_of_the_port(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("proxy: {host: 192.0.2.1, api_keys: [k]}\n")
-    done = lightning("serve", cwd=tmp_path)
+    done = in_a_process("serve", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.endswith("choose another proxy.host\n")
 
@@ -152,7 +153,7 @@ def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Pat
     upstream = {"name": "policy", "base_url": f"http://127.0.0.1:{vllm}/v1"}
     settings = {"proxy": {"port": port}, "vllm": {"port": vllm}, "upstreams": [upstream]}
     (tmp_path / "config.yaml").write_text(json.dumps(settings))
-    done = lightning("up", "--model", model, "--logs", "config.yaml", cwd=tmp_path)
+    done = in_a_process("up", "--model", model, "--logs", "config.yaml", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "--logs: cannot make the directory config.yaml" in done.stderr
 

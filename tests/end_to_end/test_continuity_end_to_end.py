@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,6 @@ import openai
 import pytest
 import yaml
 
-from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.rollouts import Store
@@ -32,9 +30,9 @@ from lightning_proxy.proxy.store.training import Ledger
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.rows.samples import rollout_samples
 from support.paths import EXAMPLES
-from support.tool_template import TEMPLATE
+from support.whole_system import CLI, System, free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
 ADDITION = EXAMPLES / "addition" / "agent.py"
@@ -52,7 +50,7 @@ WEATHER: Any = {
 
 @dataclass
 class Served:
-    """The same vLLM behind both proxies, by `policy.token_continuity`."""
+    """One vLLM behind both proxies, by `policy.token_continuity`."""
 
     config: Path
     url: dict[str, str]
@@ -85,7 +83,7 @@ class Served:
             async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
                 ledger = Ledger(database)
                 version = await ledger.new_version("lora", 1, {})
-                await ledger.saved(version, str(directory), f"policy-v{version}")
+                await ledger.saved(version, str(directory), f"continuity-v{version}")
                 await ledger.set_live(version)
                 await ledger.set_live(0)
                 return version
@@ -115,40 +113,24 @@ def adapter(config: Path, directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(lora: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two proxies of their own in front of the shared vLLM."""
     directory = tmp_path_factory.mktemp("continuity")
-    (directory / "template.jinja").write_text(TEMPLATE.strip())
-    vllm_port = free_port()
-    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    settings = {
-        "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
-        "policy": {"model": str(prepare_model(cache_directory())), "publish": "lora", "token_continuity": "exact"},
-        "vllm": {
-            "port": vllm_port, "max_model_len": 1024, "kv_cache_gib": 1,
-            "extra_args": [*tools, "--chat-template", str(directory / "template.jinja")],
-        },
-    }  # fmt: skip
-    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
-    found = Served(directory / "config.yaml", {}, {})
+    found = Served(lora.config, {}, {})
     parts: list[subprocess.Popen[bytes]] = []
-
-    def start(part: str, **environment: str) -> None:
-        with (directory / "log").open("ab") as log:
-            command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(directory / "config.yaml"), part]
-            env = os.environ | {"LIGHTNING_POLICY__DIRECTORY": str(directory / "policy"), **environment}
-            parts.append(subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True))
-
     try:
-        start("vllm")
         for way in ("exact", "text"):
             port, found.store[way] = free_port(), directory / f"{way}.db"
             found.url[way] = f"http://127.0.0.1:{port}"
-            start(
-                "serve",
-                LIGHTNING_PROXY__PORT=str(port),
-                LIGHTNING_STORE__URL=f"sqlite:///{found.store[way]}",
-                LIGHTNING_POLICY__TOKEN_CONTINUITY=way,
-            )
+            environment = {
+                "LIGHTNING_PROXY__PORT": str(port),
+                "LIGHTNING_STORE__URL": f"sqlite:///{found.store[way]}",
+                "LIGHTNING_POLICY__TOKEN_CONTINUITY": way,
+                "LIGHTNING_POLICY__DIRECTORY": str(directory / "policy"),
+            }
+            with (directory / "log").open("ab") as log:
+                command = [*CLI, "--config", str(lora.config), "serve"]
+                parts.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment))
         for url in found.url.values():
             wait_until_ready(f"{url}/readyz", directory / "log")
         yield found
@@ -286,12 +268,6 @@ def wait_until_ready(url: str, log: Path) -> None:
         except OSError:
             time.sleep(0.5)
     pytest.fail(f"not ready: {log.read_text()[-3000:]}")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(served: Served) -> None:

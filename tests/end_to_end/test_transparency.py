@@ -5,28 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from support.clients import EACH_CLIENT, Client
+from support.whole_system import System
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 
-NAME = "SmolLM2-135M-Instruct"
+NAME = "speller"
 SAY = [{"role": "user", "content": "Say hello to Zoë, in French."}]
 SUM = {
     "type": "function",
@@ -112,42 +104,8 @@ class Answer:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = tmp_path_factory.mktemp("transparency")
-    port, vllm_port = free_port(), free_port()
-    config = directory / "config.yaml"
-    settings = {
-        "proxy": {"port": port},
-        "store": {"url": f"sqlite:///{directory}/store.db"},
-        "upstreams": [
-            {"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"},
-            litellm_upstream("hosted_vllm", f"http://127.0.0.1:{vllm_port}/v1"),
-            litellm_upstream("anthropic", f"http://127.0.0.1:{vllm_port}"),
-        ],
-        "policy": {
-            "model": str(prepare_model(cache_directory())),
-            "publish": "merged",
-            "directory": str(directory / "policy"),
-        },
-        "vllm": {
-            "port": vllm_port, "max_model_len": 512, "kv_cache_gib": 1,
-            "extra_args": ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
-        },
-    }  # fmt: skip
-    config.write_text(yaml.safe_dump(settings))
-    cli = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(config)]
-    with (directory / "log").open("wb") as log:
-        parts = [
-            subprocess.Popen([*cli, part], stdout=log, stderr=log, start_new_session=True) for part in ("vllm", "serve")
-        ]
-    try:
-        wait_until_ready(f"http://127.0.0.1:{port}/readyz", directory / "log")
-        yield Served(f"http://127.0.0.1:{vllm_port}", f"http://127.0.0.1:{port}/rollouts/r")
-    finally:
-        for part in parts:
-            part.send_signal(signal.SIGINT)
-        for part in parts:
-            part.wait(60)
+def served(merged: System) -> Served:
+    return Served(f"http://127.0.0.1:{merged.vllm_port}", f"http://127.0.0.1:{merged.port}/rollouts/r")
 
 
 @pytest.mark.parametrize(("path", "body"), CASES, ids=lambda value: json.dumps(value)[:70])
@@ -159,7 +117,7 @@ def test_the_agent_sees_no_difference(served: Served, path: str, body: dict[str,
     theirs = body | {"model": body.get("model", NAME)}
     post(f"{served.direct}/v1/{path}", theirs)  # fills vLLM's prefix cache, which `usage` shows
     several = body["stream"] and (body.get("n") or isinstance(body.get("prompt"), list))  # vLLM sends as they come
-    for _ in range(3):  # where it falls behind, vLLM joins tokens in one frame: then both are asked anew
+    for _ in range(10):  # where it falls behind, vLLM joins tokens in one frame: then both are asked anew
         expected = post(f"{served.direct}/v1/{path}", theirs)
         got = post(f"{served.proxied}/v1/{path}", ours)
         assert (got.status, got.headers) == (expected.status, expected.headers)
@@ -245,13 +203,6 @@ def post(url: str, body: dict[str, Any]) -> Answer:
         return Answer(answer.status, _comparable(dict(answer.headers)), _without_ids(text))
 
 
-def litellm_upstream(provider: str, base_url: str) -> dict[str, Any]:
-    return {
-        "name": provider, "kind": "litellm", "base_url": base_url, "api_key": "unused",
-        "model_map": {provider: f"{provider}/{NAME}"},
-    }  # fmt: skip
-
-
 def _comparable(headers: dict[str, str]) -> dict[str, str]:
     """Without what is new in every answer, ours, and how the body's end is shown."""
     changing = ("date", "content-length", "transfer-encoding", "x-rollout-id", "x-call-id", "x-policy-version")
@@ -261,19 +212,3 @@ def _comparable(headers: dict[str, str]) -> dict[str, str]:
 def _without_ids(text: str) -> str:
     text = re.sub(r"\b(chatcmpl|chatcmpl-tool|cmpl|resp|msg|fc|call|rs)[-_][0-9a-f-]{8,}", "ID", text)
     return re.sub(r'"(created|created_at)":[0-9.]+', '"TIME"', text)
-
-
-def wait_until_ready(url: str, log: Path) -> None:
-    for _ in range(480):
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"not ready: {log.read_text()[-3000:]}")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -22,7 +22,6 @@ from lightning_proxy.proxy.conversation.turns import (
     undrifted_prompt,
 )
 from lightning_proxy.proxy.types import Choice
-from support.fuzzing import examples
 
 Json = dict[str, Any]
 Render = Callable[[Sequence[Json], bool], str]
@@ -95,7 +94,6 @@ def turn_of(
     return Turn(messages, {}, answer, array("i", [*prompt, *ids]), len(ids), why, array("i", rendered or prompt))
 
 
-@examples(100)
 @given(st.data(), st.lists(st.tuples(TEXTS, TEXTS), min_size=2, max_size=4), st.sampled_from([chatml, late_end]))
 def test_a_conversation_stays_one_row_whatever_was_sampled(data: Any, said: list[tuple[str, str]], render: Any) -> None:
     messages: list[Json] = []
@@ -113,7 +111,6 @@ def test_a_conversation_stays_one_row_whatever_was_sampled(data: Any, said: list
         messages = [*messages, assistant(answered)]
 
 
-@examples(100)
 @given(TEXTS, TEXTS)
 def test_a_template_without_special_tokens_gives_the_right_text_or_none(answer: str, more: str) -> None:
     asked = [user("a")]

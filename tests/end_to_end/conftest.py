@@ -1,0 +1,59 @@
+"""Two real systems that the tests share, one for each way of publishing: each starts vLLM once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.spelling_model import save_spelling_model
+from support.tool_template import TEMPLATE
+from support.whole_system import System
+
+NAME = "speller"
+
+
+@pytest.fixture(scope="session")
+def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_spelling_model(tmp_path_factory.mktemp("model") / NAME)
+
+
+@pytest.fixture(scope="session")
+def merged(speller: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with running_system("merged", speller, tmp_path_factory.mktemp("merged")) as system:
+        yield system
+
+
+@pytest.fixture(scope="session")
+def lora(speller: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with running_system("lora", speller, tmp_path_factory.mktemp("lora")) as system:
+        yield system
+
+
+@contextmanager
+def running_system(publish: str, model: Path, directory: Path) -> Iterator[System]:
+    template = directory / "template.jinja"
+    template.write_text(TEMPLATE.strip())
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
+    system = System(
+        directory, model, publish, {}, vllm={"max_model_len": 1024, "extra_args": tools}, others=through_litellm
+    )
+    try:
+        system.start()
+        yield system
+    finally:
+        system.stop()
+
+
+def through_litellm(vllm_port: int) -> list[dict[str, Any]]:
+    """The same vLLM as other providers' models."""
+    return [
+        {
+            "name": provider, "kind": "litellm", "base_url": f"http://127.0.0.1:{vllm_port}{path}",
+            "api_key": "unused", "model_map": {provider: f"{provider}/{NAME}"},
+        }
+        for provider, path in (("hosted_vllm", "/v1"), ("anthropic", ""))
+    ]  # fmt: skip

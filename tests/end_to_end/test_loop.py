@@ -1,0 +1,42 @@
+"""The whole loop as a user runs it, on a tiny model: `up`, an agent under `run`, rewards, training, new weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.whole_system import System, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    "publish", [pytest.param(name, marks=pytest.mark.xdist_group(f"{name} vllm")) for name in ("merged", "lora")]
+)
+def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequest, publish: str) -> None:
+    system: System = request.getfixturevalue(publish)
+    before = system.run_agents(repeat=2, mode="eval")["mean_reward"]
+    rounds = 0
+    while system.steps() < 8 and rounds < 8:
+        rounds += 1
+        summary = system.run_agents(repeat=2)
+        assert summary["failed"] == 0
+    after = system.run_agents(repeat=2, mode="eval")["mean_reward"]
+    assert before < 0.35
+    assert after > before + 0.25, (before, after)
+    if publish == "lora":
+        base, trained = system.evaluate("base", str(system.live()["version"]))
+        assert (base["policy_versions"], trained["policy_versions"]) == ([0], [system.live()["version"]])
+        assert trained["versus"]["difference"] > 0.25, "versions are evaluated side by side"
+    versions = {v["version"]: v for v in system.get("/policy/versions")["data"]}
+    assert all(v["status"] in ("live", "ready") for v in versions.values()), versions
+    calls = [
+        call
+        for rollout in system.get("/rollouts?limit=200&status=completed")["data"]
+        for call in system.get(f"/rollouts/{rollout['rollout_id']}")["calls"]
+    ]
+    assert all(call["status"] == "ok" and call["trainable"] for call in calls)
+    assert len({v for call in calls for v in call["policy_versions"]}) > 1
+    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
+    system.promote(0)
+    again = system.run_agents(repeat=1, mode="eval")["mean_reward"]
+    assert again < before + 0.15, "the base model answers again"
