@@ -24,8 +24,7 @@ from lightning_proxy.proxy.control.views import rollout_detail
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database, opened
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
 
 AT_ONCE = 64  # rollouts
@@ -72,9 +71,9 @@ class Filler:
             prompt, answer = await self._turn(name, turn, messages, prompt, source)
             messages = [*messages, *answer]
         if number % 100 == 0:
-            await self.store.end_rollout(rollout_id, "failed", "the benchmark says so")
+            await self.store.rollouts.end(rollout_id, "failed", "the benchmark says so")
         else:
-            await self.store.post_rewards([Reward(rollout_id, source.random(), final=True)], None, b"")
+            await self.store.rewards.post([Reward(rollout_id, source.random(), final=True)], None, b"")
         self.ended = [*self.ended[-99:], rollout_id]
 
     async def _turn(
@@ -103,23 +102,23 @@ class Filler:
         return prompt + sampled.token_ids + IDS[at : at + 100], [message, result]
 
 
-async def train(ledger: Ledger, done: asyncio.Event) -> None:
+async def train(store: Store, done: asyncio.Event) -> None:
     """Take steps as a trainer does, as long as there are enough groups; a few are left to claim."""
     while not done.is_set():
-        ready = [group for group in await ledger.groups() if group.ended >= SIBLINGS - 1]
+        ready = [group for group in await store.waiting.groups() if group.ended >= SIBLINGS - 1]
         for first in range(0, len(ready) - 2 * TASKS_PER_STEP, TASKS_PER_STEP):
-            await step(ledger, [group.task_id for group in ready[first : first + TASKS_PER_STEP]])
+            await step(store, [group.task_id for group in ready[first : first + TASKS_PER_STEP]])
         await asyncio.sleep(0.1)
 
 
-async def step(ledger: Ledger, tasks: list[str]) -> None:
-    rollouts = [one.rollout_id for task in tasks for one in await ledger.group_rollouts(task)]
-    await ledger.trained(await ledger.claim(rollouts, 0), None, {"reward_mean": 0.5})
+async def step(store: Store, tasks: list[str]) -> None:
+    rollouts = [one.rollout_id for task in tasks for one in await store.waiting.of_task(task)]
+    await store.steps.trained(await store.steps.claim(rollouts, 0), None, {"reward_mean": 0.5})
 
 
-async def figures(store: Store, ledger: Ledger, filler: Filler, path: Path) -> dict[str, float]:
+async def figures(store: Store, filler: Filler, path: Path) -> dict[str, float]:
     """Median milliseconds of each, with nothing else running, and the file's size."""
-    _, middle = await store.rollouts({}, 1, filler.rollouts // 2)
+    _, middle = await store.rollouts.page({}, 1, filler.rollouts // 2)
     pages: dict[str, tuple[dict[str, str], int | None]] = {
         "page": ({}, None),
         "deep": ({}, middle),
@@ -129,23 +128,23 @@ async def figures(store: Store, ledger: Ledger, filler: Filler, path: Path) -> d
         "mode": ({"mode": "eval"}, None),
     }
     found = {
-        name: await timed(lambda f=filters, c=cursor: store.rollouts(f, 100, c))
+        name: await timed(lambda f=filters, c=cursor: store.rollouts.page(f, 100, c))
         for name, (filters, cursor) in pages.items()
     }
 
     async def rollout() -> None:
         rollout_id = random.choice(filler.ended)
-        calls, rewards = await store.calls(rollout_id), await store.rewards(rollout_id)
-        dumps(rollout_detail(await store.rollout(rollout_id), calls, rewards))
+        calls, rewards = await store.calls.of(rollout_id), await store.rewards.of(rollout_id)
+        dumps(rollout_detail(await store.rollouts.get(rollout_id), calls, rewards))
 
     async def claim() -> None:
-        groups = await ledger.groups()
-        await step(ledger, [group.task_id for group in groups[:1]])
+        groups = await store.waiting.groups()
+        await step(store, [group.task_id for group in groups[:1]])
 
     found["rollout"] = await timed(rollout)
-    found["groups"] = await timed(ledger.groups)
+    found["groups"] = await timed(store.waiting.groups)
     found["step"] = await timed(claim)
-    found["counts"] = await timed(store.rollout_counts)
+    found["counts"] = await timed(store.rollouts.counts)
     size = sum(file.stat().st_size for file in path.parent.glob(path.name + "*"))
     return found | {"GiB": size / 2**30, "B/call": size / filler.calls}
 
@@ -167,17 +166,17 @@ async def count(database: Database) -> tuple[int, int]:
 async def run(path: Path, calls: int, every: int) -> list[dict[str, float]]:
     config, rows = StoreConfig(url=f"sqlite:///{path}"), []
     async with opened(config) as database, opened(config) as trainers:
-        store, ledger = Store(database), Ledger(trainers)
+        store, trainer_store = Store(database), Store(trainers)
         async with Recorder(store, merged=False) as recorder:
             filler = Filler(store, recorder, *await count(database))
             while filler.calls < calls:
                 done, before, began = asyncio.Event(), filler.calls, time.perf_counter()
-                training = asyncio.create_task(train(ledger, done))
+                training = asyncio.create_task(train(trainer_store, done))
                 await filler.fill(min(calls, (before // every + 1) * every))
                 per_s = (filler.calls - before) / (time.perf_counter() - began)
                 done.set()
                 await training
-                rows.append({"calls": filler.calls, "calls/s": per_s, **await figures(store, ledger, filler, path)})
+                rows.append({"calls": filler.calls, "calls/s": per_s, **await figures(store, filler, path)})
                 print(" ".join(f"{name}={shown(value)}" for name, value in rows[-1].items()), flush=True)
     return rows
 

@@ -37,7 +37,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Make a key and print it, once: the store keeps only its hash."""
-    from ..proxy.access.limits import Limits
+    from ..proxy.types import Limits
     from .ask import print_json
 
     limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
@@ -57,7 +57,7 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
 
     from .ask import print_json
 
-    keys = _with_keyring(context, lambda ring: ring.keys())
+    keys = _with_keyring(context, lambda ring: ring.all())
     if as_json:
         print_json({"data": [_view(key) for key in keys]})
     else:
@@ -70,7 +70,7 @@ def revoke(context: typer.Context, name: Name) -> None:
 
     async def work(ring: Keyring) -> list[StoredKey]:
         await ring.revoke(name)
-        return await ring.keys()
+        return await ring.all()
 
     left = any(key.live for key in _with_keyring(context, work))
     typer.echo(f"revoked {name!r}")

@@ -48,13 +48,13 @@ def compact(context: typer.Context) -> None:
 async def read_info(config: StoreConfig) -> dict[str, Any]:
     """What `store info` shows, as plain data; sizes in bytes."""
     from ..proxy.store.database import opened
-    from ..proxy.store.retention import read_pages
-    from ..proxy.store.rollouts import Store
+    from ..proxy.store.retention import read_pages, read_totals
+    from ..proxy.store.rollouts import Rollouts
 
     async with opened(config) as database:
-        store, pages = Store(database), await read_pages(database)
-        counts = {f"{mode} {status}": n for (mode, status), n in (await store.rollout_counts()).items() if n}
-        totals = await store.totals()
+        pages = await read_pages(database)
+        counts = {f"{mode} {status}": n for (mode, status), n in (await Rollouts(database).counts()).items() if n}
+        totals = await read_totals(database)
     log = _beside(config.path, "-wal")
     return {
         "path": str(database.path),

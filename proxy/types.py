@@ -6,7 +6,7 @@ Those that every call makes are named tuples, which are made four times as fast 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from .errors import InvalidRequest
@@ -300,3 +300,20 @@ class Transition:
     reward: float
     next_state: Any
     done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a key may ask for. None: as much as one likes."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent: int | None = None
+
+    def __or__(self, other: Limits) -> Limits:
+        """These limits, and where there is none the other's."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Limits(*(theirs if mine is None else mine for mine, theirs in pairs))
+
+    def __bool__(self) -> bool:
+        return self != Limits()

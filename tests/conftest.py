@@ -27,7 +27,7 @@ from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig, St
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from support import fuzzing, network  # noqa: F401  (fuzzing registers the profiles)
 from support.command_line import Done, lightning
 from support.left_open import LeftOpen
@@ -234,26 +234,26 @@ class System:
         return await self.call("POST", f"/rollouts/{rollout_id}/v1/chat/completions", body, **headers)
 
     @asynccontextmanager
-    async def ledger(self) -> AsyncIterator[Ledger]:
+    async def store(self) -> AsyncIterator[Store]:
         """The trainer's side of the store, as another process has it."""
         database = await Database.open(self.config.store)
         try:
-            yield Ledger(database)
+            yield Store(database)
         finally:
             await database.close()
 
-    async def earlier_version(self, ledger: Ledger, directory: Path, adapters: Sequence[str] = ()) -> int:
+    async def earlier_version(self, store: Store, directory: Path, adapters: Sequence[str] = ()) -> int:
         """A version that was live once and can be promoted again."""
         publish = self.config.policy.publish
         assert publish != "auto"
-        version = await ledger.new_version(publish, 1, {})
+        version = await store.versions.new(publish, 1, {})
         path = directory / f"v{version}"
         for part in (path, *(path / name for name in adapters)):
             part.mkdir()
         served = f"policy-v{version}"
-        await ledger.saved(version, str(path), served, {name: f"{served}.{name}" for name in adapters})
-        await ledger.set_live(version, 1)
-        await ledger.set_live(0)
+        await store.versions.saved(version, str(path), served, {name: f"{served}.{name}" for name in adapters})
+        await store.versions.set_live(version, 1)
+        await store.versions.set_live(0)
         return version
 
 

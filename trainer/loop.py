@@ -18,8 +18,8 @@ from ..proxy.policy.mode import publish_mode
 from ..proxy.policy.swap import Superseded, Swap
 from ..proxy.policy.vllm import VllmFault, VllmFleet, operator_session
 from ..proxy.store.database import opened
-from ..proxy.store.rollouts import Store
-from ..proxy.store.training import Ledger, Step
+from ..proxy.store.store import Store
+from ..proxy.store.training import Step
 from ..proxy.types import PolicyVersion
 from .collapse.monitor import Monitor
 from .collect.collector import Collector, Order
@@ -57,21 +57,20 @@ class TrainingLoop:
         self,
         config: Config,
         store: Store,
-        ledger: Ledger,
         trainer: LightningTrainer,
         publisher: Publisher | None,
         order: Order | None = None,
         show: Show = show_nothing,
     ) -> None:
         self._config = config.trainer
-        self._ledger = ledger
+        self._store = store
         self._trainer = trainer
         self._publisher = publisher
         fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
-        self._collector = Collector(fitting, store, ledger, order, config.policy, trainer.vocabulary)
-        self._schedule = Schedule(config.trainer.schedule, self._collector, ledger)
+        self._collector = Collector(fitting, store, order, config.policy, trainer.vocabulary)
+        self._schedule = Schedule(config.trainer.schedule, self._collector, store)
         self._waits_for: str | None = None
-        self._monitor = Monitor(config.trainer, ledger)
+        self._monitor = Monitor(config.trainer, store)
         if publisher is not None:
             publisher.keep = self._monitor.keep
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
@@ -116,13 +115,13 @@ class TrainingLoop:
 
     async def _restore(self) -> Step | None:
         """Go on from the last step; None if there was none."""
-        if released := await self._ledger.release_unfinished():
+        if released := await self._store.steps.release_unfinished():
             log.warning("step %s was not finished: its rollouts are offered again", released[0])
         if self._publisher is not None:
             await self._publisher.abandon_unfinished()
         if not (self._checkpoints / "0").is_dir():
             await asyncio.to_thread(self._trainer.save, self._checkpoints / "0")
-        last = await self._ledger.last_step()
+        last = await self._store.steps.last()
         if last is None:
             if not self._fresh:
                 await asyncio.to_thread(self._trainer.load, self._checkpoints / "0")
@@ -141,12 +140,12 @@ class TrainingLoop:
         return last
 
     async def _finish_publishing(self, publisher: Publisher, last: Step) -> None:
-        live = await self._ledger.live()
+        live = await self._store.versions.live()
         if live.status == "failed":  # killed before the version before it was live again
             await publisher.take_back(live.version, last.base)
-            live = await self._ledger.live()
+            live = await self._store.versions.live()
         stopped = await self._monitor.look() is not None
-        last = await self._ledger.last_step() or last  # what was seen is in its metrics
+        last = await self._store.steps.last() or last  # what was seen is in its metrics
         if stopped and last.version is None:
             self._version = UNPUBLISHED
         done = last.metrics.get("skipped") or publisher.is_done(live, last)
@@ -217,7 +216,7 @@ class TrainingLoop:
             try:
                 await asyncio.to_thread(self._trainer.save, checkpoint)
                 metrics["checkpoint_s"] = time.perf_counter() - started
-                await self._ledger.trained(batch.step, str(checkpoint), metrics)
+                await self._store.steps.trained(batch.step, str(checkpoint), metrics)
                 break
             except (NotSaved, StoreUnavailable) as error:
                 log.error("step %d waits to be saved: %s; free some space, it is tried again", batch.step, error)
@@ -241,7 +240,7 @@ class TrainingLoop:
             return
         again, metrics["publish_s"] = "publish_s" in metrics, time.perf_counter() - started
         if again:  # in another way, or after it was made live by hand: the trackers know this step
-            await self._ledger.update_metrics(step, metrics)
+            await self._store.steps.update_metrics(step, metrics)
         else:
             await self._finish(step, metrics)
 
@@ -249,7 +248,7 @@ class TrainingLoop:
         """All is known of a step: to the trackers, the store, the screen; once, unless killed in the middle of it."""
         metrics.setdefault("publish_s", 0.0)
         self._trainer.report(metrics)  # in this thread: MLflow and trackio know their run by thread or context
-        await self._ledger.update_metrics(step, metrics)
+        await self._store.steps.update_metrics(step, metrics)
         self._show(step, metrics)
 
     async def _reach(
@@ -282,7 +281,7 @@ class TrainingLoop:
         collapse = None if self._publisher is None else await self._monitor.look()
         if collapse is None or self._publisher is None:
             return False
-        live = (await self._ledger.live()).version
+        live = (await self._store.versions.live()).version
         if self._config.collapse.action != "rollback" or collapse.go_back_to >= live:
             return True
         await self._publisher.take_back(live, collapse.go_back_to)
@@ -295,10 +294,10 @@ class TrainingLoop:
 
     async def follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""
-        live = await self._ledger.live()
+        live = await self._store.versions.live()
         if live.version == self._version:
             return
-        step = await self._ledger.step_of_version(live.version)
+        step = await self._store.steps.of_version(live.version)
         checkpoint = self._checkpoints / str(step.step if step else 0)
         if not checkpoint.is_dir():
             raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
@@ -309,20 +308,20 @@ class TrainingLoop:
             await self._publish(step.step, await self._samples_of_step(step.step), step.metrics)
 
     async def _samples_of_step(self, step: int) -> list[Sample]:
-        return await self._collector.samples_of(await self._ledger.rollouts_of(step))
+        return await self._collector.samples_of(await self._store.steps.rollouts_of(step))
 
     async def is_done(self) -> bool:
-        last = await self._ledger.last_step()
+        last = await self._store.steps.last()
         return self._config.max_steps is not None and last is not None and last.step >= self._config.max_steps
 
     async def _prune_checkpoints(self) -> None:
         """Keep the newest, and those that a policy version with files can be trained on from."""
-        steps = [s for s in await self._ledger.steps() if s.checkpoint is not None]
-        servable = {v.version for v in await self._ledger.versions() if v.path is not None}
+        steps = [s for s in await self._store.steps.all() if s.checkpoint is not None]
+        servable = {v.version for v in await self._store.versions.all() if v.path is not None}
         for step in steps[: -self._config.keep_checkpoints]:
             if step.version not in servable:
                 await asyncio.to_thread(shutil.rmtree, str(step.checkpoint), ignore_errors=True)
-                await self._ledger.forget_checkpoint(step.step)
+                await self._store.steps.forget_checkpoint(step.step)
 
 
 def follow(config: Config) -> None:
@@ -352,11 +351,11 @@ async def train(
         trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
         try:
             async with opened(config.store) as database, operator_session() as session:
-                store, ledger = Store(database), Ledger(database)
+                store = Store(database)
                 vllm = VllmFleet(session, upstream.urls, upstream.credentials)
-                swap = Swap(ledger, vllm, mode, config.policy.directory)
-                publisher = Publisher(config.policy, ledger, swap, trainer)
-                await runs(config, store, ledger, trainer, publisher, show=show).run(stop, once=once)
+                swap = Swap(store, vllm, mode, config.policy.directory)
+                publisher = Publisher(config.policy, store, swap, trainer)
+                await runs(config, store, trainer, publisher, show=show).run(stop, once=once)
             trainer.ranks.end()
         finally:
             trainer.close()

@@ -17,7 +17,8 @@ from ..proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ..proxy.errors import LightningError, PublishError, UpstreamTimeout, UpstreamUnreachable
 from ..proxy.policy.swap import Superseded, Swap
 from ..proxy.policy.vllm import VllmError, VllmServer
-from ..proxy.store.training import Ledger, Step
+from ..proxy.store.store import Store
+from ..proxy.store.training import Step
 from ..proxy.types import PolicyVersion
 from .step.adapters import Weights
 from .step.trainer import LightningTrainer
@@ -38,9 +39,9 @@ RETRY_S = 2.0
 class Publisher:
     """Publishes the trainer's weights as policy versions."""
 
-    def __init__(self, config: PolicyConfig, ledger: Ledger, swap: Swap, trainer: LightningTrainer) -> None:
+    def __init__(self, config: PolicyConfig, store: Store, swap: Swap, trainer: LightningTrainer) -> None:
         self._config = config
-        self._ledger = ledger
+        self._store = store
         self._swap = swap
         self._trainer = trainer
         self._directory = config.directory.absolute() / "versions"
@@ -53,11 +54,11 @@ class Publisher:
 
         PublishError, and `base` live again, if vLLM does not serve them; Superseded if another version was made live.
         """
-        live = await self._ledger.live()
+        live = await self._store.versions.live()
         await self._swap.vllm.models()  # not reachable: before a version is reserved
         if live.step == step and live.publish == self._swap.mode == "merged" and not live.verified:
             version = live  # only its verification is missing
-            made_by = await self._ledger.step_of_version(live.version)
+            made_by = await self._store.steps.of_version(live.version)
             base = made_by.base if made_by else base
         else:
             version = await self._save(step, metrics)
@@ -71,14 +72,14 @@ class Publisher:
                     await self._swap.activate(version, step, expected=base)
                 await self._verify_merged(version, samples)
         except (PublishError, Superseded) as error:
-            await self._ledger.failed(version.version, str(error))
+            await self._store.versions.failed(version.version, str(error))
             if isinstance(error, PublishError) and self._swap.mode == "merged":
                 await self.take_back(version.version, base)
             raise
         if self._swap.mode == "merged":
-            await self._ledger.verified(version.version)
+            await self._store.versions.verified(version.version)
         await self._prune()
-        return await self._ledger.version(version.version)
+        return await self._store.versions.get(version.version)
 
     def is_done(self, live: PolicyVersion, last: Step) -> bool:
         """Whether the last step's weights are live, seen to be served, and published in the way that is configured."""
@@ -91,12 +92,12 @@ class Publisher:
     async def take_back(self, version: int, base: int) -> None:
         """Make `base` live again instead of `version`; where vLLM cannot have it now, the proxy goes on trying."""
         try:
-            await self._swap.activate(await self._ledger.version(base), expected=version)
+            await self._swap.activate(await self._store.versions.get(base), expected=version)
         except Superseded:
             log.warning("policy version %d is not taken back: another one was made live", version)
         except LightningError as error:
             log.error("policy version %d is live again, but not in vLLM yet: %s", base, error.message)
-            await self._ledger.set_live(base)
+            await self._store.versions.set_live(base)
 
     async def _verify_adapters(self, version: PolicyVersion, samples: Sequence[Sample]) -> None:
         """Load them and verify what vLLM serves; once more where it was restarted meanwhile, and knows them no more."""
@@ -132,7 +133,7 @@ class Publisher:
             try:
                 await self._verify(await self._swap.vllm.base_model(), samples)
             except PublishError:
-                if (live := await self._ledger.live()).version != version.version:
+                if (live := await self._store.versions.live()).version != version.version:
                     raise Superseded(f"policy version {live.version} was made live meanwhile") from None
                 if await self._swap.serves(version):
                     raise
@@ -143,26 +144,28 @@ class Publisher:
     async def abandon_unfinished(self, why: str = "the trainer was stopped while it published this version") -> None:
         """Versions that a killed trainer was publishing, or this one gave up, will not go live."""
         for version in await self._unfinished():
-            await self._ledger.failed(version.version, why)
+            await self._store.versions.failed(version.version, why)
             await self._remove(version)
 
     async def forget_unfinished(self) -> None:
         """As if it had not been tried: the next try gets the version's number, for what is stale goes by numbers."""
         for version in await self._unfinished():
-            await self._ledger.forget_unfinished(version.version)
+            await self._store.versions.forget_unfinished(version.version)
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version.version}", ignore_errors=True)
 
     async def _unfinished(self) -> list[PolicyVersion]:
-        return [version for version in await self._ledger.versions() if version.status == "publishing"]
+        return [version for version in await self._store.versions.all() if version.status == "publishing"]
 
     async def _save(self, step: int, metrics: dict[str, Any]) -> PolicyVersion:
-        number = await self._ledger.new_version(self._swap.mode, step, metrics)
+        number = await self._store.versions.new(self._swap.mode, step, metrics)
         path = self._directory / f"v{number}"
         lora = self._swap.mode == "lora"
         await asyncio.to_thread(self._trainer.save_weights, path, merged=not lora)
         served = f"{self._config.alias}-v{number}" if lora else await self._swap.vllm.base_model()
-        await self._ledger.saved(number, str(path), served, {own: f"{served}.{own}" for own in self._config.adapters})
-        return await self._ledger.version(number)
+        await self._store.versions.saved(
+            number, str(path), served, {own: f"{served}.{own}" for own in self._config.adapters}
+        )
+        return await self._store.versions.get(number)
 
     async def _verify(self, model: str, samples: Sequence[Sample], adapter: str = DEFAULT_ADAPTER) -> None:
         """Let vLLM go on from the prompts of a few samples, and compare its log-probabilities with the trainer's own.
@@ -228,11 +231,15 @@ class Publisher:
 
     async def _prune(self) -> None:
         """Remove the files of old versions, except those that running rollouts or `keep` keep to."""
-        versions = [v for v in await self._ledger.versions() if v.path is not None]
-        keep = {v.version for v in versions[-self._config.keep_versions :]} | {(await self._ledger.live()).version}
+        versions = [v for v in await self._store.versions.all() if v.path is not None]
+        keep = {v.version for v in versions[-self._config.keep_versions :]} | {
+            (await self._store.versions.live()).version
+        }
         keep |= set() if self.keep is None else await self.keep()
         keep |= (
-            await self._ledger.pinned(time.time() - self._config.pin_timeout_s) if self._swap.mode == "lora" else set()
+            await self._store.versions.pinned(time.time() - self._config.pin_timeout_s)
+            if self._swap.mode == "lora"
+            else set()
         )
         for version in versions:
             if version.version not in keep:
@@ -242,7 +249,7 @@ class Publisher:
         if self._swap.mode == "lora":
             with suppress(LightningError):  # a server that is away has unloaded them already
                 await self._swap.unload(version)
-        await self._ledger.forget_files(version.version)
+        await self._store.versions.forget_files(version.version)
         await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version.version}", ignore_errors=True)
 
 

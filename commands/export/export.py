@@ -20,8 +20,7 @@ from ...proxy.config.server import StoreConfig
 from ...proxy.control import views
 from ...proxy.errors import ConfigError, LightningError, NotFound
 from ...proxy.store.database import Database
-from ...proxy.store.events import Events
-from ...proxy.store.rollouts import Store
+from ...proxy.store.store import Store
 from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
 from ..show.conversation import longest, whole
 from ..signals import run_until_signal
@@ -104,8 +103,8 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
 async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selection: Selection) -> int:
     database, written = await Database.open(config), 0
     try:
-        store, events = Store(database), Events(database)
-        counts = await store.rollout_counts()
+        store = Store(database)
+        counts = await store.rollouts.counts()
         total = sum(n for (m, s), n in counts.items() if selection.mode in (None, m) and selection.status in (None, s))
         with Progress(console=Console(stderr=True)) as progress:
             bar = progress.add_task("rollouts", total=None if selection.task_id else total)
@@ -115,10 +114,11 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
                     if not selection.takes(rollout):
                         continue
                     try:
-                        calls = await store.calls(rollout.rollout_id)
+                        calls = await store.calls.of(rollout.rollout_id)
                     except NotFound:  # deleted meanwhile, for its age perhaps
                         continue
-                    told, rewards = await events.of(rollout.rollout_id), await store.rewards(rollout.rollout_id)
+                    told = await store.events.of(rollout.rollout_id)
+                    rewards = await store.rewards.of(rollout.rollout_id)
                     for row in rows_of(rollout, calls, kind, told, rewards):
                         writer.write(row)
                         written += 1
@@ -131,7 +131,7 @@ async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[Rollou
     """Newest first, a page in memory at a time."""
     cursor: int | None = None
     while True:
-        page, cursor = await store.rollouts(selection.filters, PAGE, cursor)
+        page, cursor = await store.rollouts.page(selection.filters, PAGE, cursor)
         for rollout in page:
             yield rollout
         if cursor is None:

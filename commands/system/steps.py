@@ -13,7 +13,7 @@ from rich.console import Console
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
 from ...proxy.store.database import opened
-from ...proxy.store.training import Ledger
+from ...proxy.store.store import Store
 from ..show.steps import step_line
 
 log = logging.getLogger(__name__)
@@ -38,16 +38,16 @@ def teller(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
 async def tell_steps(config: StoreConfig, console: Console) -> None:
     """Tell every step that another process finishes from now on, and what it stops for; runs until cancelled."""
     async with opened(config) as database:
-        ledger = Ledger(database)
-        last, stopped = await ledger.last_step(), None
+        store = Store(database)
+        last, stopped = await store.steps.last(), None
         told = last.step if last else 0
         while True:
             with suppress(StoreUnavailable):  # busy; the next look will do
-                for step in reversed(await ledger.newest_steps(NEWEST)):
+                for step in reversed(await store.steps.newest(NEWEST)):
                     if step.step > told and "publish_s" in step.metrics:
                         console.print(step_line(step.step, step.metrics, console.width), soft_wrap=True)
                         told = step.step
-                if stopped != (collapse := await ledger.collapse()):
+                if stopped != (collapse := await store.steps.collapse()):
                     console.print(f"stopped: {collapse.story}" if collapse else "not stopped any more", style="red")
                 stopped = collapse
             await asyncio.sleep(POLL_S)

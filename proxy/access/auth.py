@@ -19,9 +19,10 @@ from pydantic import SecretStr
 from ..config.server import LimitsConfig, ProxyConfig
 from ..errors import Forbidden, StoreUnavailable, Unauthorized
 from ..gateway.ports import Caller
-from ..store.keys import ROLLOUT_KEY_PREFIX, Keyring, StoredKey, hash_key
-from ..store.rollouts import Store
-from .limits import Limiter, Limits
+from ..store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
+from ..store.store import Store
+from ..types import Limits
+from .limits import Limiter
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +81,8 @@ class Keys:
     was made: revoking the last one, or the last admin's, lets nobody in who was not before.
     """
 
-    def __init__(self, config: ProxyConfig, store: Store, keyring: Keyring) -> None:
+    def __init__(self, config: ProxyConfig, store: Store) -> None:
         self._store = store
-        self._keyring = keyring
         self._default = _limits(config.limits)
         # Keys are looked up by a digest that nobody outside can compute: how long it takes says nothing about them.
         self._salt = secrets.token_bytes(32)
@@ -100,7 +100,7 @@ class Keys:
 
     async def refresh(self) -> None:
         """Take over the keys that were made and revoked since; raises StoreUnavailable."""
-        stored = await self._keyring.keys()
+        stored = await self._store.keys.all()
         if stored == self._stored:
             return
         known = {key.key_id: self._by_id.get(key.key_id) or self._grant(key) for key in stored if key.live}
@@ -171,7 +171,7 @@ class Keys:
         digest = hash_key(key)
         cached, until = self._rollouts.get(digest, (None, 0.0))
         if cached is None or until < monotonic():
-            cached, until = await self._store.rollout_of_key(digest), monotonic() + CACHED_S
+            cached, until = await self._store.rollouts.of_key(digest), monotonic() + CACHED_S
         found = cached
         rollout_id, key_id = found or (None, None)
         grant = None if key_id is None else self._by_id.get(key_id)

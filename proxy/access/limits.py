@@ -5,31 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 
 from ..errors import RateLimited
 from ..json_text import dumps
-from ..types import CallEnd
+from ..types import CallEnd, Limits
 
 SECONDS = 60.0
 BYTES_A_TOKEN = 4  # of English text
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """None: as many as one likes."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrent: int | None = None
-
-    def __or__(self, other: Limits) -> Limits:
-        """These limits, and where there is none the other's."""
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return Limits(*(theirs if mine is None else mine for mine, theirs in pairs))
-
-    def __bool__(self) -> bool:
-        return self != Limits()
 
 
 class Bucket:

@@ -25,7 +25,7 @@ async def readyz(request: Request) -> Response:
     p = parts(request)
     checks = {"store": "ok", "upstream": "ok"}
     try:
-        await p.ledger.live()
+        await p.store.versions.live()
     except LightningError as error:
         checks["store"] = error.message
     if p.watch is not None and not await p.watch.reachable():
@@ -41,14 +41,14 @@ async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     p = parts(request)
     p.metrics.queue.set(p.recorder.depth)
-    p.metrics.live_version.set((await p.ledger.live()).version)
+    p.metrics.live_version.set((await p.store.versions.live()).version)
     trainer = p.config.trainer
     lone, failed = trainer.lone_rollouts == "running", trainer.failed_reward is not None
-    p.metrics.waiting.set(await p.ledger.waiting(lone=lone, failed=failed))
-    p.metrics.stopped_for(await p.ledger.collapse())
-    if (last := await p.ledger.last_step()) is not None:
+    p.metrics.waiting.set(await p.store.waiting.count(lone=lone, failed=failed))
+    p.metrics.stopped_for(await p.store.steps.collapse())
+    if (last := await p.store.steps.last()) is not None:
         p.metrics.step_ended(last.step, last.metrics)
-    for (mode, status), count in (await p.store.rollout_counts()).items():
+    for (mode, status), count in (await p.store.rollouts.counts()).items():
         p.metrics.rollouts.labels(mode, status).set(count)
     for (name, url), problem in p.health.problems.items():
         p.metrics.upstream_up.labels(name, replica_name(url)).set(problem is None)

@@ -26,11 +26,8 @@ from ..recording.recorder import Recorder
 from ..recording.redact import Redactor
 from ..recording.redacting import RedactingRecorder
 from ..store.database import opened
-from ..store.events import Events
-from ..store.keys import Keyring
 from ..store.retention import Keeper
-from ..store.rollouts import Store
-from ..store.training import Ledger
+from ..store.store import Store
 from ..types import PublishMode
 from ..upstreams.attempts import Upstreams
 from ..upstreams.health import Health, check_health
@@ -44,8 +41,6 @@ class Parts:
     config: Config
     publish: PublishMode
     store: Store
-    ledger: Ledger
-    events: Events
     recorder: Recorder
     swap: Swap | None
     watch: Watch | None
@@ -70,35 +65,33 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
     """Open the store and the connections, and watch vLLM, until the block is left."""
     mode = publish_mode(config)
     async with opened(config.store) as database, make_session() as data, operator_session() as control:
-        store, ledger, metrics = Store(database), Ledger(database), Metrics()
+        store, metrics = Store(database), Metrics()
         upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
         upstreams = Upstreams(data)
         health = upstreams.health
-        pins = Pins(store, ledger, config.policy.pin_timeout_s)
+        pins = Pins(store, config.policy.pin_timeout_s)
         swap = watch = None
         if upstream is not None:
             vllm = VllmFleet(control, upstream.urls, upstream.credentials)
-            swap = Swap(ledger, vllm, mode, config.policy.directory)
+            swap = Swap(store, vllm, mode, config.policy.directory)
             watch = Watch(swap, upstream, pins, health)
-        router = PolicyRouter(config, store, ledger, pins, watch)
-        keys = Keys(config.proxy, store, Keyring(database))
+        router = PolicyRouter(config, store, pins, watch)
+        keys = Keys(config.proxy, store)
         await keys.refresh()
         async with Recorder(store, merged=mode == "merged") as recorder:
             redactor = Redactor(config.recording.redact, config.keys())
             kept = RedactingRecorder(recorder, redactor, metrics.redacted.inc) if redactor else recorder
             exact = config.policy.token_continuity == "exact"
             continuity = Continuity(upstreams, store, metrics.continued) if exact else None
-            conversations = Conversations(database)
+            conversations = Conversations(store)
             telemetry = open_telemetry(config.telemetry, redactor)
             on_end = metrics.call_ended
             relay = Relay(config, upstreams, kept, router, keys, on_end, continuity, conversations, telemetry)
-            events, model_check = Events(database), ModelCheck(config, ledger, swap)
+            model_check = ModelCheck(config, store, swap)
             parts = Parts(
                 config,
                 mode,
                 store,
-                ledger,
-                events,
                 recorder,
                 swap,
                 watch,

@@ -23,7 +23,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
     """The live version, how it is served, the last training step, and the collapse that publication is stopped for."""
     p = parts(request)
     await p.keys.require_agent(request.headers)
-    live, last = await p.ledger.live(), await p.ledger.last_step()
+    live, last = await p.store.versions.live(), await p.store.steps.last()
     return {
         "alias": p.config.policy.alias,
         "live_version": live.version,
@@ -33,7 +33,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "live_at": live.live_at,
         "steps": last.step if last else 0,
         "last_step": views.step_view(last) if last else None,
-        "collapse": views.collapse_view(await p.ledger.collapse()),
+        "collapse": views.collapse_view(await p.store.steps.collapse()),
     }
 
 
@@ -42,8 +42,8 @@ async def get_versions(request: Request) -> dict[str, Any]:
     """Every policy version, oldest first, with the metrics of the step that made it."""
     p = parts(request)
     await p.keys.require_agent(request.headers)
-    live = (await p.ledger.live()).version
-    return {"data": [views.version_view(version, live) for version in await p.ledger.versions()]}
+    live = (await p.store.versions.live()).version
+    return {"data": [views.version_view(version, live) for version in await p.store.versions.all()]}
 
 
 @router.get("/steps", response_model=None, responses=answers(Steps))
@@ -51,7 +51,7 @@ async def get_steps(request: Request, limit: Limit = 40) -> dict[str, Any]:
     """The last training steps, newest first, with all that they report (docs/metrics.md)."""
     p = parts(request)
     await p.keys.require_agent(request.headers)
-    return {"data": [views.step_view(step) for step in await p.ledger.newest_steps(limit)]}
+    return {"data": [views.step_view(step) for step in await p.store.steps.newest(limit)]}
 
 
 @router.post("/promote", response_model=None, responses=answers(PolicyVersion))

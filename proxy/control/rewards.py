@@ -26,7 +26,7 @@ async def post_reward(
     p = parts(request)
     await p.keys.require_agent(request.headers, {b.rollout_id for b in bodies})
     rewards = [_reward(p, b) for b in bodies]
-    answer = await p.store.post_rewards(rewards, own_key(request, idempotency_key), await request.body())
+    answer = await p.store.rewards.post(rewards, own_key(request, idempotency_key), await request.body())
     p.metrics.rewards.inc(len(answer))
     return json_response(answer if isinstance(body, list) else answer[0])
 

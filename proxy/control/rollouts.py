@@ -9,7 +9,6 @@ from fastapi import APIRouter, Header, Request, Response
 
 from ..errors import InvalidRequest
 from ..gateway.naming import DataPath, name_rollout
-from ..store.events import redacted
 from ..store.keys import hash_key, new_key
 from ..types import Event, Rollout, RolloutName, check_id
 from . import views
@@ -30,7 +29,7 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
     await p.model_check.require(body.policy_version, body.model)
     metadata = p.redactor.value(body.metadata, "metadata")
-    await p.store.open_rollouts(hashed, metadata, caller.key_id, policy_version=body.policy_version, model=body.model)
+    await p.store.rollouts.open(hashed, metadata, caller.key_id, policy_version=body.policy_version, model=body.model)
     root = str(request.base_url).rstrip("/")
     return [
         {"rollout_id": n.rollout_id, "base_url": f"{root}/rollouts/{n.rollout_id}/v1", "api_key": key}
@@ -55,7 +54,7 @@ async def list_rollouts(
         raise InvalidRequest("cursor must be the next_cursor of an earlier page", param="cursor")
     wanted = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
     filters = {name: value for name, value in wanted.items() if value is not None}
-    page, following = await p.store.rollouts(filters, limit, int(cursor) if cursor else None)
+    page, following = await p.store.rollouts.page(filters, limit, int(cursor) if cursor else None)
     return {
         "data": [views.rollout_view(rollout) for rollout in page],
         "next_cursor": None if following is None else str(following),
@@ -66,17 +65,17 @@ async def list_rollouts(
 async def get_rollout(request: Request, rollout_id: PathId) -> Response:
     """A rollout with its calls in order and its rewards."""
     p = await parts_for(request, rollout_id)
-    rollout = await p.store.rollout(rollout_id)
-    calls, rewards = await p.store.calls(rollout_id), await p.store.rewards(rollout_id)
-    return json_response(views.rollout_detail(rollout, calls, rewards, await p.events.of(rollout_id)))
+    rollout = await p.store.rollouts.get(rollout_id)
+    calls, rewards = await p.store.calls.of(rollout_id), await p.store.rewards.of(rollout_id)
+    return json_response(views.rollout_detail(rollout, calls, rewards, await p.store.events.of(rollout_id)))
 
 
 @router.get("/{rollout_id}/transitions", response_model=None, responses=answers(Transitions))
 async def get_transitions(request: Request, rollout_id: PathId) -> Response:
     """The rollout as transitions of a Markov decision process."""
     p = await parts_for(request, rollout_id)
-    rollout, calls = await p.store.rollout(rollout_id), await p.store.calls(rollout_id)
-    transitions = views.transitions(rollout, calls, await p.events.of(rollout_id))
+    rollout, calls = await p.store.rollouts.get(rollout_id), await p.store.calls.of(rollout_id)
+    transitions = views.transitions(rollout, calls, await p.store.events.of(rollout_id))
     return json_response({"data": [views.transition_view(transition) for transition in transitions]})
 
 
@@ -96,8 +95,8 @@ async def post_events(
     headers = {name: value for name, value in request.headers.items() if name != "x-rollout-id"}
     name = name_rollout(DataPath("", rollout_id), headers)
     bodies = body if isinstance(body, list) else [body]
-    events = [redacted(Event(**b.model_dump()), p.redactor) for b in bodies]
-    answer = await p.events.post(name, events, own_key(request, idempotency_key), await request.body())
+    events = [p.redactor.event(Event(**b.model_dump())) for b in bodies]
+    answer = await p.store.events.post(name, events, own_key(request, idempotency_key), await request.body())
     return answer if isinstance(body, list) else answer[0]
 
 
@@ -105,7 +104,7 @@ async def post_events(
 async def end_rollout(request: Request, rollout_id: PathId, body: EndBody) -> dict[str, Any]:
     """End a rollout without a reward."""
     p = await parts_for(request, rollout_id)
-    return views.rollout_view(await p.store.end_rollout(rollout_id, body.status, redacted_text(p, body.reason)))
+    return views.rollout_view(await p.store.rollouts.end(rollout_id, body.status, redacted_text(p, body.reason)))
 
 
 @router.delete("/{rollout_id}", status_code=204)
@@ -113,5 +112,5 @@ async def delete_rollout(request: Request, rollout_id: PathId) -> None:
     """Delete an ended rollout with its calls, tokens and rewards, for good."""
     p = parts(request)
     p.keys.require_admin(request.headers)
-    await p.store.delete_rollout(check_id(rollout_id, "rollout_id"))
+    await p.store.rollouts.delete(check_id(rollout_id, "rollout_id"))
     p.forget(rollout_id, "request")

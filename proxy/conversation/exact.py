@@ -20,7 +20,7 @@ from ..errors import NotFound
 from ..gateway.ports import Answer
 from ..json_text import encode
 from ..store.delta import common_prefix
-from ..store.rollouts import Store
+from ..store.store import Store
 from ..types import CallEnd, CallStart
 from ..upstreams.attempts import Upstreams
 from ..upstreams.http import Request
@@ -135,7 +135,7 @@ class Continuity:
 
     async def _stored(self, rollout_id: str) -> list[Turn]:
         try:
-            calls = await self._store.calls(rollout_id)
+            calls = await self._store.calls.of(rollout_id)
         except NotFound:
             return []
         answered = (c for c in calls if c.endpoint == ENDPOINT and c.status == "ok" and c.policy_version is not None)

@@ -11,9 +11,8 @@ from itertools import islice
 from typing import Any
 
 from ..gateway.ports import Recorder, Statement
-from ..json_text import loads_or_none
-from ..store import sql
-from ..store.database import Database
+from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
+from ..store.store import Store
 from ..types import CallEnd, CallStart, RolloutName
 from .continuation import QUOTATIONS, Atom, _bytes, _chain, _digest, _new_origins, _quotes, answers, request_atoms
 
@@ -25,8 +24,9 @@ Json = dict[str, Any]
 class Conversations:
     """Which rollout each conversation of the past belongs to."""
 
-    def __init__(self, database: Database) -> None:
-        self._db = database
+    def __init__(self, store: Store) -> None:
+        self._index = store.conversations
+        self._calls = store.calls
 
     async def find(self, scope: str, request: Json, name: RolloutName, *, is_retry: bool = False) -> str | None:
         """The rollout that a request goes on with, or, for a client's retry, that it was sent in before.
@@ -34,11 +34,13 @@ class Conversations:
         What it goes on with is taken: the next request like it goes on with another. Raises StoreUnavailable.
         """
         atoms, said = request_atoms(request), _said_in(scope, name)
-        if is_retry and (again := await self._take(_asked(said, atoms))):
+        if is_retry and (again := await self._index.take(_asked(said, atoms))):
             return again
         for previous in (request.get("previous_response_id"), _kept(request)):
-            if isinstance(previous, str) and (origin := self._leads_to(_digest(scope, b"response", _bytes(previous)))):
-                return origin
+            if isinstance(previous, str):
+                said_by = _digest(scope, b"response", _bytes(previous))
+                if origin := self._index.leads_to(said_by):
+                    return origin
         return await self._extended(said, atoms) or self._quoted(said, atoms)
 
     async def _extended(self, scope: str, atoms: list[Atom]) -> str | None:
@@ -48,38 +50,19 @@ class Conversations:
             if atoms[i - 1].who != "assistant" and atoms[i - 1].kind != "call":
                 continue
             state = _digest(scope, chain[i - 1])
-            if found := await self._take(state) or self._leads_to(state):
+            if found := await self._index.take(state) or self._index.leads_to(state):
                 return found
         return None
 
     def _quoted(self, scope: str, atoms: list[Atom]) -> str | None:
         """By what an edited or summarised history still holds of one rollout only, the oldest first."""
-        return next(filter(None, map(self._leads_to, islice(_quotes(scope, atoms), QUOTATIONS))), None)
+        return next(filter(None, map(self._index.leads_to, islice(_quotes(scope, atoms), QUOTATIONS))), None)
 
     async def giver(self, scope: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
         """The rollout in which a response was given, and the upstream that gave it; None for one that is not known."""
         said_by = _digest(scope, b"response", _bytes(response_id))
-        rollout_id = rollout.rollout_id if rollout.named else self._leads_to(said_by)
-        if rollout_id is None:
-            return None
-        for row in await self._db.all(sql.RESPONSES_WITH, {"rollout_id": rollout_id, "pattern": f"%{response_id}%"}):
-            answer = loads_or_none(row["response"])
-            if isinstance(answer, dict) and answer.get("id") == response_id:
-                return rollout_id, row["upstream"]
-        return None
-
-    def _leads_to(self, digest: bytes) -> str | None:
-        row = self._db.one_now(sql.CONVERSATION_LEADS_TO, {"digest": digest})
-        return None if row is None else row["rollout_id"]
-
-    async def _take(self, digest: bytes) -> str | None:
-        """Of several requests at once, in whatever process, each takes another."""
-        params = {"digest": digest}
-        if self._db.one_now(sql.CONVERSATION_WAITS, params) is None:
-            return None
-        async with self._db.transaction() as db:
-            taken = list(await db.execute_fetchall(sql.CONVERSATION_TAKE, params))
-        return taken[0]["rollout_id"] if taken else None
+        rollout_id = rollout.rollout_id if rollout.named else self._index.leads_to(said_by)
+        return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
 
 
 class Remembering:
@@ -106,7 +89,7 @@ def asked(scope: str, start: CallStart) -> list[Statement]:
     """What to remember of a call that begins."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
     said = _said_in(scope, start.rollout)
-    return [(sql.CONVERSATION_TIP, row | {"digest": _asked(said, request_atoms(start.request))})]
+    return [(CONVERSATION_TIP, row | {"digest": _asked(said, request_atoms(start.request))})]
 
 
 def answered(scope: str, start: CallStart, end: CallEnd) -> Iterator[Statement]:
@@ -118,13 +101,13 @@ def answered(scope: str, start: CallStart, end: CallEnd) -> Iterator[Statement]:
     atoms, said = request_atoms(start.request), _said_in(scope, start.rollout)
     for answer in answers(end.response):
         state = {"digest": _digest(said, *_chain([*atoms, *answer])[-1:])}
-        yield sql.CONVERSATION_TIP, row | state
-        yield sql.CONVERSATION_POINT, row | state
+        yield CONVERSATION_TIP, row | state
+        yield CONVERSATION_POINT, row | state
         for origin in _new_origins(said, atoms, answer):
-            yield sql.CONVERSATION_ORIGIN, row | {"digest": origin}
+            yield CONVERSATION_ORIGIN, row | {"digest": origin}
     for name in (end.response.get("id"), _kept(end.response)):
         if isinstance(name, str):
-            yield sql.CONVERSATION_POINT, row | {"digest": _digest(scope, b"response", _bytes(name))}
+            yield CONVERSATION_POINT, row | {"digest": _digest(scope, b"response", _bytes(name))}
 
 
 def _said_in(scope: str, name: RolloutName) -> str:

@@ -18,7 +18,6 @@ from ..apis.tools import tool_calls
 from ..control.parts import Parts
 from ..errors import InvalidRequest, LightningError
 from ..gateway.asgi import unpack
-from ..store.events import redacted
 from ..types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
 from .genai_in import action_of, is_action, is_call, request_of, response_of, tokens_of
 from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
@@ -74,7 +73,7 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
         await p.keys.require_agent(request.headers, {one.rollout.rollout_id for one in found})
     for one in found:
         if isinstance(one, Action):
-            await p.events.post(one.rollout, [redacted(one.event, p.redactor)], one.key)
+            await p.store.events.post(one.rollout, [p.redactor.event(one.event)], one.key)
         else:
             await _record_call(p, one)
     return accepted(encoding, len(problems), "; ".join(problems[:3]))
@@ -141,11 +140,11 @@ def read_call(span: Span) -> Imported:
 
 async def _record_call(p: Parts, call: Imported) -> None:
     """What is there already, by an earlier try or because it went through the proxy, is passed over."""
-    status = await p.store.call_status(call.end.rollout_id, call.end.call_id)
+    status = await p.store.calls.status(call.end.rollout_id, call.end.call_id)
     response_id = _text((call.end.response or {}).get("id"))
     if status not in (None, "incomplete"):
         return
-    if status is None and response_id and await p.store.is_recorded(call.end.rollout_id, response_id):
+    if status is None and response_id and await p.store.calls.giver(call.end.rollout_id, response_id):
         return
     start, shown = p.redactor.start(call.start) if p.redactor else (call.start, False)
     end = p.redactor.end(call.end, shown=shown) if p.redactor else call.end

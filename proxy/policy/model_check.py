@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..config.root import Config
 from ..errors import Conflict, NotFound
-from ..store.training import Ledger
+from ..store.store import Store
 from ..types import PolicyVersion
 from .routing import models_by_upstream
 from .swap import Swap
@@ -15,11 +15,11 @@ from .swap import Swap
 class ModelCheck:
     """Asked when a rollout is opened, so that the refusal comes then and not at its first call."""
 
-    def __init__(self, config: Config, ledger: Ledger, swap: Swap | None) -> None:
+    def __init__(self, config: Config, store: Store, swap: Swap | None) -> None:
         self._policy = config.policy
         self._named = models_by_upstream(config.upstreams)
         self._first = config.upstreams[0]
-        self._ledger = ledger
+        self._store = store
         self._swap = swap
 
     async def require(self, policy_version: int | None, model: str | None) -> None:
@@ -33,7 +33,7 @@ class ModelCheck:
 
     async def _require_version(self, number: int) -> None:
         """Have the version served beside the live one; Conflict if it cannot be, NotFound if there is none."""
-        version, live = await self._ledger.version(number), await self._ledger.live()
+        version, live = await self._store.versions.get(number), await self._store.versions.live()
         if version.version == live.version:
             return
         if self._swap is None:

@@ -6,8 +6,7 @@ import time
 from collections import OrderedDict
 
 from ..errors import NotFound
-from ..store.rollouts import Store
-from ..store.training import Ledger
+from ..store.store import Store
 
 MOST = 20_000
 
@@ -15,9 +14,8 @@ MOST = 20_000
 class Pins:
     """The versions that rollouts began with, whichever process answered their first call; the newest are in memory."""
 
-    def __init__(self, store: Store, ledger: Ledger, timeout_s: float) -> None:
+    def __init__(self, store: Store, timeout_s: float) -> None:
         self._store = store
-        self._ledger = ledger
         self._timeout_s = timeout_s
         self._recent: OrderedDict[str, int] = OrderedDict()
 
@@ -27,7 +25,7 @@ class Pins:
         if pin is not None:
             return pin
         try:
-            pin = (await self._store.rollout(rollout_id)).policy_version
+            pin = (await self._store.rollouts.get(rollout_id)).policy_version
         except NotFound:
             return None
         if pin is not None:
@@ -38,7 +36,7 @@ class Pins:
 
     async def in_use(self) -> set[int]:
         """Every version that a rollout may still ask for (`policy.pin_timeout_s`)."""
-        return set(self._recent.values()) | await self._ledger.pinned(time.time() - self._timeout_s)
+        return set(self._recent.values()) | await self._store.versions.pinned(time.time() - self._timeout_s)
 
     def forget(self, rollout_id: str) -> None:
         """The rollout was deleted: another one may begin under its name, with the version that is live then."""

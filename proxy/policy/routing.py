@@ -11,8 +11,7 @@ from ..config.root import Config
 from ..config.upstreams import UpstreamConfig
 from ..errors import UpstreamTimeout
 from ..gateway.ports import Route
-from ..store.rollouts import Store
-from ..store.training import Ledger
+from ..store.store import Store
 from ..types import PolicyVersion, RolloutName
 from .pins import Pins
 from .swap import NotServed
@@ -24,20 +23,19 @@ log = logging.getLogger(__name__)
 class PolicyRouter:
     """Routes each call by its rollout and the model that it asks for."""
 
-    def __init__(self, config: Config, store: Store, ledger: Ledger, pins: Pins, watch: Watch | None) -> None:
+    def __init__(self, config: Config, store: Store, pins: Pins, watch: Watch | None) -> None:
         """`watch`: that of the policy's vLLM; None without an upstream of kind vllm."""
         self.alias = config.policy.alias
         self._policy = config.policy
         self._upstreams = config.upstreams
         self._named = models_by_upstream(config.upstreams)
         self._store = store
-        self._ledger = ledger
         self._pins = pins
         self._watch = watch
 
     async def route(self, rollout: RolloutName, model: str | None) -> Route:
         """Where a call of this rollout for this model goes. Raises NotServed, UpstreamTimeout."""
-        opened_for = self._store.model_of(rollout.rollout_id) if model == self.alias else None
+        opened_for = self._store.rollouts.model_of(rollout.rollout_id) if model == self.alias else None
         if opened_for is None:
             return await self._route(rollout, model)
         return _asking_for(opened_for, await self._route(rollout, opened_for))
@@ -63,7 +61,7 @@ class PolicyRouter:
 
     async def _route_to_policy(self, watch: Watch, rollout: RolloutName, model: str | None) -> Route:
         await watch.require()
-        upstream, live = watch.upstream, self._ledger.live_now()
+        upstream, live = watch.upstream, self._store.versions.live_now()
         if watch.swap.mode == "merged":
             ours = model in (None, self.alias, watch.base)
             return Route(upstream, watch.base if model == self.alias else None, live.version if ours else None)
@@ -80,13 +78,13 @@ class PolicyRouter:
         pin = await self._pins.of(rollout.rollout_id) if self._policy.pin_rollouts else None
         if pin is None or pin == live.version:
             return live
-        version = await self._ledger.version(pin)
+        version = await self._store.versions.get(pin)
         # A version whose files were pruned cannot be served any more.
         servable = version.version == 0 or (version.path and version.publish == "lora")
         return version if servable else live
 
     async def _version_named(self, model: str | None) -> int | None:
-        return next((v.version for v in await self._ledger.versions() if model in v.served_models), None)
+        return next((v.version for v in await self._store.versions.all() if model in v.served_models), None)
 
     def _upstream_of(self, model: str | None) -> UpstreamConfig:
         if model == self.alias and self._watch is not None:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ..errors import Conflict, LightningError, NotFound
-from ..store.training import Ledger
+from ..store.store import Store
 from ..types import PolicyVersion, PublishMode
 from .vllm import VllmFleet, VllmServer
 
@@ -32,8 +32,8 @@ class Superseded(LightningError):
 class Swap:
     """Makes versions live. One process at a time (a lock file), the proxy or the trainer."""
 
-    def __init__(self, ledger: Ledger, vllm: VllmFleet, mode: PublishMode, directory: Path) -> None:
-        self.ledger = ledger
+    def __init__(self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path) -> None:
+        self.store = store
         self.vllm = vllm
         self.mode = mode
         self._lock_file = directory / "swap.lock"
@@ -48,29 +48,31 @@ class Swap:
         """
         async with self._locked():
             self._check_mode(version)
-            live = await self.ledger.live()
+            live = await self.store.versions.live()
             if expected not in (None, live.version):
                 raise Superseded(f"policy version {live.version} was made live meanwhile")
             if self.mode == "lora":
                 await self.load(version)
-                await self.ledger.set_live(version.version, step, verified=verified)
+                await self.store.versions.set_live(version.version, step, verified=verified)
             else:
                 path, label = await self._weights(version), _labels(version)[0]
-                await self.vllm.replace_weights(path, label, lambda: self.ledger.set_live(version.version, step))
+                await self.vllm.replace_weights(
+                    path, label, lambda: self.store.versions.set_live(version.version, step)
+                )
 
     async def promote(self, number: int) -> PolicyVersion:
         """Make a version live by hand; Conflict if its files are gone or it failed."""
-        version = await self.ledger.version(number)
+        version = await self.store.versions.get(number)
         if number and (version.path is None or version.status in ("failed", "publishing")):
             raise Conflict(f"policy version {number} is {version.status} and has no files to serve", param="version")
         await self.activate(version)
-        return await self.ledger.live()
+        return await self.store.versions.live()
 
     async def rollback(self) -> PolicyVersion:
         """Make the newest version before the live one live again; Conflict if there is none."""
-        live = await self.ledger.live()
+        live = await self.store.versions.live()
         earlier = [
-            v.version for v in await self.ledger.versions()
+            v.version for v in await self.store.versions.all()
             if v.version < live.version and v.status == "ready" and (v.path or v.version == 0)
         ]  # fmt: skip
         if not earlier:
@@ -97,13 +99,13 @@ class Swap:
         With `lora`, the `pinned` versions too. Returns, by URL, why a server does not; raises if none does.
         """
         async with self._locked():
-            self._check_mode(await self.ledger.live())
+            self._check_mode(await self.store.versions.live())
             if self.mode == "merged":
                 return await self.vllm.each(self._restore_weights)
             return await self.vllm.each(lambda server: self._restore_adapters(server, pinned))
 
     async def _restore_weights(self, server: VllmServer) -> None:
-        live = await self.ledger.live()
+        live = await self.store.versions.live()
         labels = _labels(live)
         if await server.weight_version() not in labels:
             log.warning("vLLM does not serve policy version %d: loading it again", live.version)
@@ -115,7 +117,7 @@ class Swap:
 
     async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
         served = {model["id"] for model in await server.models()}
-        for version in await self.ledger.versions():
+        for version in await self.store.versions.all():
             wanted = version.path and (version.status == "live" or version.version in pinned)
             if wanted and version.publish == self.mode and not served.issuperset(version.served_models):
                 log.warning("vLLM does not serve policy version %d: loading it again", version.version)
@@ -129,7 +131,7 @@ class Swap:
             if version.status == "live":
                 raise
             log.warning("policy version %d has lost its files: its rollouts go on with the live one", version.version)
-            await self.ledger.forget_files(version.version)
+            await self.store.versions.forget_files(version.version)
 
     def _check_mode(self, version: PolicyVersion) -> None:
         if version.publish not in (None, self.mode):

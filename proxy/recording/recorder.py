@@ -18,10 +18,20 @@ from ..apis.tools import conversation, tool_results
 from ..errors import StoreUnavailable
 from ..gateway.ports import Statement
 from ..json_text import dumps
-from ..store import sql
-from ..store.calls import call_end_row
+from ..store.calls import (
+    CALL_END,
+    CALL_LARGE_REQUEST,
+    CALL_START,
+    CALL_SUPERSEDED,
+    ROLLOUT_CALL_ENDED,
+    TOOL_CALL,
+    TOOL_RESULT,
+    call_end_row,
+)
+from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
 from ..store.delta import common_prefix, shrink_request
-from ..store.rollouts import Store
+from ..store.rollouts import ROLLOUT_SEEN
+from ..store.store import Store
 from ..types import CallEnd, CallStart
 
 Statements = list[Statement]
@@ -114,19 +124,19 @@ class Recorder:
         known = common_prefix(messages, conversation(parent.request)) if parent else 0
         results = [
             (
-                sql.TOOL_RESULT,
+                TOOL_RESULT,
                 {"rollout_id": rollout_id, "tool_call_id": r.tool_call_id, "is_error": r.is_error}
                 | {"result": dumps(r.content)},
             )
             # Of results with the same id, which some agents count anew in every turn, only the newest can be new.
             for r in {r.tool_call_id: r for r in tool_results(messages[known:])}.values()
         ]
-        statements: Statements = [(one, row) for one in (sql.ROLLOUT_SEEN, sql.CALL_START)]
-        statements += [(sql.CALL_LARGE_REQUEST, row)] if large else []
+        statements: Statements = [(one, row) for one in (ROLLOUT_SEEN, CALL_START)]
+        statements += [(CALL_LARGE_REQUEST, row)] if large else []
         statements += [*results, *also]
         running = self._parents.keys()
-        if start.is_retry and (earlier := await self._store.superseded(rollout_id, start.request, running)):
-            statements.append((sql.CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
+        if start.is_retry and (earlier := await self._store.calls.superseded(rollout_id, start.request, running)):
+            statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
         try:
             async with self._starts:
                 await self._put(statements, len(stored))
@@ -149,14 +159,14 @@ class Recorder:
         row = call_end_row(end, shared, self._merged and not end.imported)
         tools = [
             (
-                sql.TOOL_CALL,
+                TOOL_CALL,
                 {"rollout_id": end.rollout_id, "call_id": end.call_id, "position": position}
                 | {"tool_call_id": tool.id, "name": tool.name, "arguments": tool.arguments},
             )
             for position, tool in enumerate(end.tool_calls)
         ]
         size = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
-        done = self._put([(sql.CALL_END, row), (sql.ROLLOUT_CALL_ENDED, row), *tools, *also], size)
+        done = self._put([(CALL_END, row), (ROLLOUT_CALL_ENDED, row), *tools, *also], size)
         done.add_done_callback(lambda committed: self._remember_tokens(end, committed))
         return done
 
@@ -197,9 +207,9 @@ class Recorder:
         size = sum(entry.size for entry in group)
         try:
             try:
-                await self._store.write(runs, size)
+                await self._store.database.commit(runs, size)
             except UnicodeEncodeError:
-                await self._store.write([(statement, _readable(rows)) for statement, rows in runs], size)
+                await self._store.database.commit([(statement, _readable(rows)) for statement, rows in runs], size)
         except Exception as error:
             return error
         return None
@@ -258,9 +268,9 @@ def _settle(group: Sequence[Entry], error: Exception | None) -> None:
 _ORDER = {
     statement: place
     for place, statement in enumerate((
-        sql.ROLLOUT_SEEN, sql.CALL_START, sql.CALL_LARGE_REQUEST, sql.CALL_SUPERSEDED, sql.CALL_END,
-        sql.ROLLOUT_CALL_ENDED, sql.TOOL_CALL, sql.TOOL_RESULT, sql.CONVERSATION_TIP, sql.CONVERSATION_POINT,
-        sql.CONVERSATION_ORIGIN,
+        ROLLOUT_SEEN, CALL_START, CALL_LARGE_REQUEST, CALL_SUPERSEDED, CALL_END,
+        ROLLOUT_CALL_ENDED, TOOL_CALL, TOOL_RESULT, CONVERSATION_TIP, CONVERSATION_POINT,
+        CONVERSATION_ORIGIN,
     ))
 }  # fmt: skip
 

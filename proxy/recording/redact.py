@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..apis.tools import tool_calls
 from ..config.server import RedactConfig
 from ..json_text import dumps
-from ..types import CallEnd, CallStart, Choice
+from ..types import CallEnd, CallStart, Choice, Event
 from .secret_shapes import SHAPES, Shape
 
 MASK = "[redacted]"
@@ -61,6 +62,11 @@ class Redactor:
             return self._texts(value, numbers=root == "event")
         except RecursionError:  # nested deeper than can be looked through
             return MASK
+
+    def event(self, event: Event) -> Event:
+        """The event without what may not be stored."""
+        said = {name: getattr(event, name) for name in ("name", "value", "arguments", "result")}
+        return replace(event, **{name: self.value(value, "event") for name, value in said.items()})
 
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
         """The call's beginning, and whether something may be missing in it that the model was shown.

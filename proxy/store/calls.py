@@ -1,18 +1,148 @@
-"""Rows of the store to the records of `types.py`, and back. Pure."""
+"""The calls: the statements that record them, and how their rows are read back."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
+from ..errors import NotFound
 from ..json_text import dumps_or_none, loads, loads_or_none
-from ..types import CallEnd, Choice, ModelCall, PolicyVersion, Reward, Rollout, ToolCall
+from ..types import CallEnd, CallStatus, Choice, ModelCall, Reward, ToolCall
+from .database import Database
 from .delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
+from .rewards import Rewards
+from .rollouts import Rollouts
+
+# A row is written twice: by CALL_START when the request goes upstream, as `incomplete`, and by CALL_END. SQLite writes
+# all of a changed row anew: a request that is large is in a table of its own.
+
+# Refused (`request` would be NULL) when the parent that it is stored against is gone.
+CALL_START = """
+INSERT INTO calls
+    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, upstream, model, policy_version, request, started_at)
+VALUES (
+    :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
+    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version,
+    CASE WHEN :parent_id IS NULL OR EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN :request END, :at
+)
+"""
+CALL_LARGE_REQUEST = "INSERT INTO large_requests (call_id, request) VALUES (:call_id, :large_request)"
+CALL_END = """
+UPDATE calls SET
+    status = :status, http_status = :http_status, response = :response,
+    upstream = COALESCE(:fallback, upstream),
+    model = CASE WHEN :fallback IS NULL THEN model ELSE :model END,
+    policy_version = CASE WHEN :fallback IS NULL THEN policy_version END,
+    policy_version_end = CASE WHEN policy_version IS NULL OR :fallback IS NOT NULL OR NOT :merged THEN NULL
+                              ELSE (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) END,
+    prompt_shared = :prompt_shared, prompt_ids = :prompt_ids, token_ids = :token_ids, logprobs = :logprobs,
+    finish_reason = :finish_reason, more_choices = :more_choices, usage = :usage, error = :error,
+    untrainable_reason = :untrainable_reason, ttft_ms = :ttft_ms, latency_ms = :latency_ms
+WHERE call_id = :call_id
+"""
+ROLLOUT_CALL_ENDED = """
+UPDATE rollouts SET
+    calls = calls + 1, tokens = tokens + :tokens,
+    foreign_calls = foreign_calls
+        + (SELECT CASE WHEN policy_version IS NULL THEN 1 ELSE 0 END FROM calls WHERE call_id = :call_id)
+WHERE rollout_id = :rollout_id AND EXISTS (SELECT 1 FROM calls WHERE call_id = :call_id)
+"""
+CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"
+# Of a call that is still there: its rollout may have been deleted meanwhile.
+TOOL_CALL = """
+INSERT INTO tool_calls (rollout_id, call_id, position, tool_call_id, name, arguments)
+SELECT rollout_id, call_id, :position, :tool_call_id, :name, :arguments FROM calls WHERE call_id = :call_id
+"""
+TOOL_RESULT = """
+UPDATE tool_calls SET result = :result, is_error = :is_error
+WHERE result IS NULL AND tool_call_id = :tool_call_id AND call_id = (
+    SELECT calls.call_id FROM tool_calls AS same JOIN calls ON calls.call_id = same.call_id
+    WHERE same.rollout_id = :rollout_id AND same.tool_call_id = :tool_call_id ORDER BY calls.seq DESC LIMIT 1
+)
+"""
+CALLS = """
+SELECT calls.*, large_requests.request AS large_request FROM calls LEFT JOIN large_requests USING (call_id)
+WHERE rollout_id = :rollout_id ORDER BY seq
+"""
+# Of another rollout's there is nothing to be done.
+CALL_STATUS = """
+SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
+"""
+# By the order of insertion: an index on the time would have to be kept up at every call.
+CALL_NEWEST = "SELECT started_at, latency_ms FROM calls WHERE rowid = (SELECT MAX(rowid) FROM calls)"
+RESPONSES_WITH = "SELECT response, upstream FROM calls WHERE rollout_id = :rollout_id AND response LIKE :pattern"
+POLICY_LOG_DURING = """
+SELECT version, at FROM policy_log
+WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) ORDER BY n
+"""
+
+
+class Calls:
+    """The table of calls, with their tool calls. The recorder writes it, in whole batches."""
+
+    def __init__(self, database: Database, rollouts: Rollouts, rewards: Rewards) -> None:
+        self._db = database
+        self._rollouts = rollouts
+        self._rewards = rewards
+
+    async def of(self, rollout_id: str) -> list[ModelCall]:
+        """The rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout."""
+        await self._rollouts.get(rollout_id)
+        params: dict[str, object] = {"rollout_id": rollout_id}
+        tools = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
+        return read_calls(
+            await self._db.all(CALLS, params),
+            await self._db.all(tools, params),
+            _call_rewards(await self._rewards.of(rollout_id)),
+            await self._db.all(POLICY_LOG_DURING, params),
+        )
+
+    async def superseded(
+        self, rollout_id: str, request: dict[str, Any], running: Container[str] = ()
+    ) -> ModelCall | None:
+        """The call of the rollout that this request sends again: the newest like it that did not end well.
+
+        Rather one that failed than one that was not ended: another process may be answering that. Else the rollout's
+        newest call, if it is like it: its answer did not reach the client. Never one of `running`.
+        """
+        try:
+            calls = await self.of(rollout_id)
+        except NotFound:
+            return None
+        alike = [c for c in calls if c.superseded_by is None and c.call_id not in running and c.request == request]
+        failed = [c for c in alike if c.status in ("error", "cancelled")]
+        failed = failed or [c for c in alike if c.status == "incomplete"]
+        return failed[-1] if failed else next((c for c in alike if c is calls[-1]), None)
+
+    async def status(self, rollout_id: str, call_id: str) -> CallStatus | None:
+        """None: there is no such call. One of another rollout counts as ok."""
+        row = await self._db.one(CALL_STATUS, {"rollout_id": rollout_id, "call_id": call_id})
+        return None if row is None else row["status"]
+
+    async def giver(self, rollout_id: str, response_id: str) -> tuple[str, str | None] | None:
+        """The rollout, and the upstream that gave an answer of this `id` in it; None if none such is recorded."""
+        params: dict[str, object] = {"rollout_id": rollout_id, "pattern": f"%{response_id}%"}
+        for row in await self._db.all(RESPONSES_WITH, params):
+            answer = loads_or_none(row["response"])
+            if isinstance(answer, dict) and answer.get("id") == response_id:
+                return rollout_id, row["upstream"]
+        return None
+
+    async def newest(self) -> float | None:
+        """When the newest call ended, or began if it did not end (Unix time)."""
+        row = await self._db.one(CALL_NEWEST)
+        return None if row is None else float(row["started_at"] + (row["latency_ms"] or 0.0) / 1000)
+
+    async def under_way(self, since: float) -> int:
+        """How many calls that began after `since` were not ended."""
+        statement = "SELECT COUNT(*) AS n FROM calls WHERE status = 'incomplete' AND started_at > :since"
+        row = await self._db.one(statement, {"since": since})
+        return 0 if row is None else int(row["n"])
 
 
 def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
-    """Parameters of `sql.CALL_END`; the first `prompt_shared` prompt tokens are those of the parent's row."""
+    """Parameters of `CALL_END`; the first `prompt_shared` prompt tokens are those of the parent's row."""
     first = end.choices[0] if end.choices else Choice(0)
     more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
     return {
@@ -45,7 +175,7 @@ def read_calls(
     rewards: dict[str, float],
     log: Sequence[sqlite3.Row],
 ) -> list[ModelCall]:
-    """A rollout's calls, in order of `seq`, so that a call's parent comes before it. `log`: `sql.POLICY_LOG_DURING`."""
+    """A rollout's calls, in order of `seq`, so that a call's parent comes before it. `log`: `POLICY_LOG_DURING`."""
     tools: dict[str, list[ToolCall]] = {}
     for row in tool_calls:
         tools.setdefault(row["call_id"], []).append(_read_tool_call(row))
@@ -151,24 +281,6 @@ def _read_tool_call(row: sqlite3.Row) -> ToolCall:
     return ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)
 
 
-def call_rewards(rewards: Sequence[Reward]) -> dict[str, float]:
+def _call_rewards(rewards: Sequence[Reward]) -> dict[str, float]:
     """The newest reward named `reward` of each call."""
     return {r.call_id: r.value for r in rewards if r.call_id is not None and r.name == "reward"}
-
-
-def read_rollout(row: sqlite3.Row) -> Rollout:
-    fields = ("rollout_id", "task_id", "agent", "mode", "status", "reason", "policy_version", "step", "dropped")
-    numbers = ("created_at", "ended_at", "calls", "tokens", "reward", "dropped_by")
-    return Rollout(metadata=loads_or_none(row["metadata"]), **{name: row[name] for name in fields + numbers})
-
-
-def read_reward(row: sqlite3.Row) -> Reward:
-    fields = ("rollout_id", "value", "call_id", "name", "source", "comment", "reward_id", "created_at")
-    return Reward(final=bool(row["final"]), **{name: row[name] for name in fields})
-
-
-def read_version(row: sqlite3.Row) -> PolicyVersion:
-    fields = ("version", "status", "publish", "path", "served_model", "step", "created_at", "live_at", "error")
-    named = {name: row[name] for name in fields}
-    adapters, metrics = loads(row["adapters"]), loads_or_none(row["metrics"])
-    return PolicyVersion(verified=bool(row["verified"]), adapters=adapters, metrics=metrics, **named)

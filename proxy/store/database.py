@@ -88,7 +88,7 @@ class Database:
                 _raise_ours(error, "written")
         self._committed(size)
 
-    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Do `work` in one transaction; errors as those of `transaction`.
 
         For many statements that need each other's answers: in a thread, but without the way there and back for each.

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..json_text import dumps_or_none, loads_or_none
-from ..recording.redact import Redactor
 from ..types import Event, RolloutName
-from . import sql
 from .database import Database
-from .rollouts import earlier_answer, remember_answer
+from .idempotency import Answer, answer_once
+from .rollouts import ROLLOUT_SEEN
 
-
-def redacted(event: Event, redactor: Redactor) -> Event:
-    """The event without what may not be stored."""
-    said = {name: getattr(event, name) for name in ("name", "value", "arguments", "result")}
-    return replace(event, **{name: redactor.value(value, "event") for name, value in said.items()})
+EVENT = """
+INSERT INTO events (rollout_id, seq, kind, agent, name, value, arguments, result, is_error, created_at)
+VALUES (
+    :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
+    :kind, :agent, :name, :value, :arguments, :result, :is_error, :at
+)
+RETURNING event_id
+"""
 
 
 class Events:
@@ -31,34 +31,30 @@ class Events:
 
     async def post(
         self, rollout: RolloutName, events: Sequence[Event], key: str | None = None, body: bytes = b""
-    ) -> list[dict[str, Any]]:
+    ) -> Answer:
         """Record all of `events` or none, after all calls that have begun; a rollout unknown so far is opened.
 
         `key` (the Idempotency-Key) with the same body gives the first answer again; with another body a Conflict.
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "agent": rollout.agent}
         row |= {"mode": rollout.mode, "pin": None, "at": time.time()}
-        body_hash = hashlib.sha256(rollout.rollout_id.encode() + b"\n" + body).hexdigest()
 
-        def work(db: sqlite3.Connection) -> list[dict[str, Any]]:
-            if key is not None and (answer := earlier_answer(db, key, body_hash)) is not None:
-                return answer
-            db.execute(sql.ROLLOUT_SEEN, row)
-            answer = []
-            for event in events:
-                (inserted,) = db.execute(sql.EVENT, row | _row(event, rollout.agent)).fetchall()
-                answer.append(
-                    {"event_id": inserted["event_id"], "rollout_id": rollout.rollout_id, "status": "recorded"}
-                )
-            if key is not None:
-                remember_answer(db, key, body_hash, answer)
-            return answer
+        def work(db: sqlite3.Connection) -> Answer:
+            db.execute(ROLLOUT_SEEN, row)
+            return [_post(db, row | _row(event, rollout.agent)) for event in events]
 
-        return await self._db.run(work)
+        said = rollout.rollout_id.encode() + b"\n" + body
+        return await self._db.write(lambda db: answer_once(db, key, said, lambda: work(db)))
 
     async def of(self, rollout_id: str) -> list[Event]:
         """The rollout's, in order."""
-        return [_event(row) for row in await self._db.all(sql.EVENTS, {"rollout_id": rollout_id})]
+        statement = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY event_id"
+        return [_event(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
+
+
+def _post(db: sqlite3.Connection, row: dict[str, Any]) -> dict[str, Any]:
+    (inserted,) = db.execute(EVENT, row).fetchall()
+    return {"event_id": inserted["event_id"], "rollout_id": row["rollout_id"], "status": "recorded"}
 
 
 def _row(event: Event, agent: str | None) -> dict[str, Any]:

@@ -7,15 +7,22 @@ import secrets
 import sqlite3
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from uuid import uuid4
 
-from ..access.limits import Limits
 from ..config.root import Config
 from ..errors import ConfigError, Conflict, NotFound
-from ..types import check_id
-from . import sql
+from ..types import Limits, check_id
 from .database import Database, opened
+
+KEY_NEW = """
+INSERT INTO keys
+    (key_id, key_hash, name, role, requests_per_minute, tokens_per_minute, concurrent, recording, created_at)
+VALUES (
+    :key_id, :key_hash, :name, :role, :requests_per_minute, :tokens_per_minute, :concurrent, :recording, :created_at
+)
+"""
+KEY_REVOKE = "UPDATE keys SET revoked_at = :at WHERE name = :name AND revoked_at IS NULL RETURNING *"
 
 Role = Literal["agent", "admin", "rollout"]
 
@@ -60,9 +67,9 @@ class Keyring:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    async def keys(self) -> list[StoredKey]:
+    async def all(self) -> list[StoredKey]:
         """All keys, the revoked ones too, oldest first."""
-        return [_read(row) for row in await self._db.all(sql.KEYS)]
+        return [_read(row) for row in await self._db.all("SELECT * FROM keys ORDER BY created_at, key_id")]
 
     async def create(self, name: str, role: Role, limits: Limits, *, recording: bool) -> tuple[str, StoredKey]:
         """A new key, which only the caller ever sees; Conflict if a live one has this name."""
@@ -71,24 +78,22 @@ class Keyring:
             uuid4().hex[:12], hash_key(key), check_id(name, "name"), role, limits, recording, time.time()
         )
         try:
-            async with self._db.transaction() as db:
-                await db.execute(sql.KEY_NEW, _row(stored))
+            await self._db.commit([(KEY_NEW, [_row(stored)])])
         except sqlite3.IntegrityError:
             raise Conflict(f"there is a key named {name!r}: revoke it first, or choose another name") from None
         return key, stored
 
     async def revoke(self, name: str) -> StoredKey:
         """End a key, and the rollouts' keys that were asked for with it; NotFound if no live key has this name."""
-        async with self._db.transaction() as db:
-            found = list(await db.execute_fetchall(sql.KEY_REVOKE, {"name": name, "at": time.time()}))
-        if not found:
+        row = {"name": name, "at": time.time()}
+        revoked = await self._db.write(lambda db: db.execute(KEY_REVOKE, row).fetchall())
+        if not revoked:
             raise NotFound(f"no key named {name!r} lets anybody in")
-        return _read(found[0])
+        return _read(revoked[0])
 
     async def purge(self) -> int:
         """Forget the revoked keys; how many they were."""
-        async with self._db.transaction() as db:
-            return len(list(await db.execute_fetchall(sql.KEYS_PURGE)))
+        return await self._db.write(lambda db: db.execute("DELETE FROM keys WHERE revoked_at IS NOT NULL").rowcount)
 
 
 async def require_keys(config: Config) -> None:
@@ -100,14 +105,14 @@ async def require_keys(config: Config) -> None:
     async with opened(config.store) as database:
         if proxy.is_loopback or proxy.api_keys:
             return
-        if not any(key.live for key in await Keyring(database).keys()):
+        if not any(key.live for key in await Keyring(database).all()):
             raise ConfigError(
                 f"proxy.host {proxy.host!r} is reachable from other machines, and there is no key: make one with "
                 "`lightning-proxy keys create NAME`, set proxy.api_keys, or keep proxy.host on 127.0.0.1"
             )
 
 
-def _row(key: StoredKey) -> dict[str, object]:
+def _row(key: StoredKey) -> dict[str, Any]:
     limits = {name: getattr(key.limits, name) for name in ("requests_per_minute", "tokens_per_minute", "concurrent")}
     names = ("key_id", "key_hash", "name", "role", "recording", "created_at")
     return {name: getattr(key, name) for name in names} | limits

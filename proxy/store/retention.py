@@ -19,13 +19,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import aiosqlite
 
 from ..config.root import Config
 from ..errors import LightningError, StoreUnavailable
-from . import sql
+from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
 from .database import Database
+from .idempotency import IDEMPOTENT_FORGET
+from .waiting import HAS_REWARD, IS_OWN
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,35 @@ STEP_S = 0.01  # that one of our transactions may take, about
 PAUSE = 4  # times as long as it took, for everybody else
 GIVE_BACK = 256  # pages in one transaction
 SPARE = 0.05  # of the file may stay free: the next records need it
+
+# Nothing happens in a rollout that ended before :before, has no call under way, and does not belong to a step that is
+# being trained or published. One that nobody ended is over when nothing was asked in it since :quiet.
+_IS_OVER = """
+COALESCE(rollouts.ended_at, rollouts.created_at) < :before
+AND (rollouts.status <> 'running' OR rollouts.created_at < :quiet)
+AND (step IS NULL OR step NOT IN (SELECT step FROM steps WHERE status = 'claimed' UNION SELECT MAX(step) FROM steps))
+AND NOT EXISTS (
+    SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at >= :quiet
+    AND (rollouts.status = 'running' OR calls.status = 'incomplete')
+)
+"""
+# `waits`: the trainer may still take it. `:lone`: also without a task (`trainer.lone_rollouts`).
+ROLLOUTS_OVER = f"""
+SELECT n, created_at, {_IS_OVER} AS is_over,
+       mode = 'train' AND (task_id IS NOT NULL OR :lone) AND {HAS_REWARD} AND {IS_OWN}
+       AND step IS NULL AND dropped IS NULL AS waits
+FROM rollouts WHERE n > :after ORDER BY n LIMIT :limit
+"""
+ROLLOUT_FORGET = f"DELETE FROM rollouts WHERE n = :n AND {_IS_OVER} RETURNING rollout_id"
+PAGES = """
+SELECT page_size * page_count AS bytes, page_size * freelist_count AS free, auto_vacuum = 2 AS gives_back
+FROM pragma_page_size, pragma_page_count, pragma_freelist_count, pragma_auto_vacuum
+"""
+REWRITE = ("PRAGMA auto_vacuum = INCREMENTAL", "VACUUM")
+STORE_TOTALS = """
+SELECT (SELECT COUNT(*) FROM calls) AS calls, (SELECT COUNT(*) FROM rewards) AS rewards,
+       (SELECT MIN(created_at) FROM rollouts WHERE n = (SELECT MIN(n) FROM rollouts)) AS oldest
+"""
 
 OnDelete = Callable[[str, str], None]  # rollout id, and why: age or size
 
@@ -89,7 +121,7 @@ class Keeper:
     async def tidy(self) -> None:
         """Delete what the retention no longer allows, and give the space back."""
         now = time.time()
-        await self._forget_old(sql.IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
+        await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
         await self._forget_conversations(now - CONVERSATION_S)
         if (days := self._retention.max_age_days) is not None:
             before = now - days * DAY
@@ -113,7 +145,7 @@ class Keeper:
     async def _over(self, cut: Cut, waiting: bool | None = None) -> AsyncIterator[list[int]]:
         """The numbers of rollouts that are over, oldest first; with `waiting`, only those that do, or do not, wait."""
         after, params = 0, {"limit": LOOK, **asdict(cut), **self._waiting}
-        while rows := await self._db.all(sql.ROLLOUTS_OVER, {"after": after, **params}):
+        while rows := await self._db.all(ROLLOUTS_OVER, {"after": after, **params}):
             yield [row["n"] for row in rows if row["is_over"] and waiting in (None, bool(row["waits"]))]
             after = rows[-1]["n"]
             if cut.before <= rows[-1]["created_at"] <= time.time():  # not of a clock that was ahead
@@ -126,17 +158,17 @@ class Keeper:
             deleted: list[sqlite3.Row] = []
             async with _in_passing(self._db) as (db, until):
                 while left and not enough and time.perf_counter() < until:
-                    deleted += await db.execute_fetchall(sql.ROLLOUT_FORGET, {"n": left.popleft(), **asdict(cut)})
-                    enough = limit >= 0 and _read_pages(await db.execute_fetchall(sql.PAGES)).used <= limit
+                    deleted += await db.execute_fetchall(ROLLOUT_FORGET, {"n": left.popleft(), **asdict(cut)})
+                    enough = limit >= 0 and _read_pages(await db.execute_fetchall(PAGES)).used <= limit
             for row in deleted:
                 self._on_delete(row["rollout_id"], reason)
         return enough
 
     async def _forget_conversations(self, before: float) -> None:
         """Those that were quiet for long, and, of too many, those that were quiet the longest."""
-        counts = await self._db.one(sql.CONVERSATION_COUNTS)
+        counts = await self._db.one(CONVERSATION_COUNTS)
         assert counts is not None
-        for statement, count in ((sql.POINTS_FORGET, counts["points"]), (sql.TIPS_FORGET, counts["tips"])):
+        for statement, count in ((POINTS_FORGET, counts["points"]), (TIPS_FORGET, counts["tips"])):
             await self._forget_old(statement, time.time(), count - CONVERSATIONS)
             await self._forget_old(statement, before)
 
@@ -154,7 +186,7 @@ async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[P
     pages = await read_pages(database)
     while pages.gives_back and pages.free > spare * pages.bytes:
         async with _in_passing(database) as (db, _):
-            await db.execute_fetchall(sql.GIVE_BACK.format(pages=GIVE_BACK))
+            await db.execute_fetchall(f"PRAGMA incremental_vacuum({GIVE_BACK})")
         before, pages = pages, await read_pages(database)
         on_step(pages)
         if pages.free >= before.free:
@@ -165,14 +197,21 @@ def rewrite(store: Path) -> None:
     """Write an older file anew, so that it can give space back from now on; nobody else can write meanwhile."""
     try:
         with closing(sqlite3.connect(store, isolation_level=None)) as connection:
-            for statement in sql.REWRITE:
+            for statement in REWRITE:
                 connection.execute(statement)
     except sqlite3.DatabaseError as error:
         raise StoreUnavailable(f"store {store} could not be written anew, and is as it was: {error}") from error
 
 
 async def read_pages(database: Database) -> Pages:
-    return _read_pages(await database.all(sql.PAGES))
+    return _read_pages(await database.all(PAGES))
+
+
+async def read_totals(database: Database) -> dict[str, Any]:
+    """How many calls and rewards there are, counted one by one, and when the oldest rollout was opened."""
+    row = await database.one(STORE_TOTALS)
+    assert row is not None
+    return dict(row)
 
 
 def _read_pages(rows: Iterable[sqlite3.Row]) -> Pages:

@@ -25,8 +25,7 @@ import yaml
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.rows.samples import rollout_samples
 from support.paths import EXAMPLES
@@ -62,7 +61,7 @@ class Served:
     def calls(self, way: str, rollout: str) -> list[ModelCall]:
         async def read() -> list[ModelCall]:
             async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
-                return await Store(database).calls(rollout)
+                return await Store(database).calls.of(rollout)
 
         return asyncio.run(read())
 
@@ -81,11 +80,11 @@ class Served:
 
         async def record() -> int:
             async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
-                ledger = Ledger(database)
-                version = await ledger.new_version("lora", 1, {})
-                await ledger.saved(version, str(directory), f"continuity-v{version}")
-                await ledger.set_live(version)
-                await ledger.set_live(0)
+                store = Store(database)
+                version = await store.versions.new("lora", 1, {})
+                await store.versions.saved(version, str(directory), f"continuity-v{version}")
+                await store.versions.set_live(version)
+                await store.versions.set_live(0)
                 return version
 
         self.promote(way, asyncio.run(record()))

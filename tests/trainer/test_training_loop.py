@@ -47,8 +47,7 @@ from lightning_proxy.proxy.policy.swap import NotServed, Swap
 from lightning_proxy.proxy.policy.vllm import VllmError, VllmFault, VllmFleet, operator_session
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, PolicyVersion, Reward, RolloutName
 from lightning_proxy.trainer.judge.judge import Judge, JudgeError
 from lightning_proxy.trainer.loop import TrainingLoop
@@ -132,15 +131,15 @@ class Bench:
     def __init__(self, config: Config, database: Database, vllm: Any, servers: list[HonestServer]) -> None:
         self.config, self.vllm = config, vllm
         self.server, *self.replicas = servers
-        self.store, self.ledger = Store(database), Ledger(database)
+        self.store = Store(database)
         self.random = random.Random(0)
 
     def loop(self, runs: Any = TrainingLoop, **trainer: Any) -> Any:
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
-        swap = Swap(self.ledger, self.vllm, self.mode, config.policy.directory)
+        swap = Swap(self.store, self.vllm, self.mode, config.policy.directory)
         self.trainer = LightningTrainer(config.trainer, config.policy)
-        publisher = Publisher(config.policy, self.ledger, swap, self.trainer)
-        return runs(config, self.store, self.ledger, self.trainer, publisher)
+        publisher = Publisher(config.policy, self.store, swap, self.trainer)
+        return runs(config, self.store, self.trainer, publisher)
 
     @property
     def mode(self) -> Any:
@@ -160,9 +159,9 @@ class Bench:
         ids = tuple(self.random.randrange(2, VOCABULARY) for _ in range(answer))
         rollout_id = await self.record(task, Choice(0, ids, (-3.0,) * answer, "stop"), version, agent)
         if reward is not None:
-            await self.store.post_rewards([Reward(rollout_id, reward)], None, b"")
+            await self.store.rewards.post([Reward(rollout_id, reward)], None, b"")
         if status is not None:
-            await self.store.end_rollout(rollout_id, status, None)  # type: ignore[arg-type]
+            await self.store.rollouts.end(rollout_id, status, None)  # type: ignore[arg-type]
         return rollout_id
 
     async def record(self, task: str | None, choice: Choice, version: int, agent: str | None = None) -> str:
@@ -182,7 +181,7 @@ class Bench:
         answer = self.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
         ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
         rollout_id = await self.record(task, Choice(0, ids, logprobs, "stop"), version)
-        await self.store.post_rewards([Reward(rollout_id, fmean(i % 2 == 0 for i in ids))], None, b"")
+        await self.store.rewards.post([Reward(rollout_id, fmean(i % 2 == 0 for i in ids))], None, b"")
 
     async def groups(self, *tasks: str, agent: str | None = None) -> list[str]:
         """A whole group of every task, with rewards that differ."""
@@ -190,7 +189,7 @@ class Bench:
         return [await self.rollout(task, float(i % 2), agent=agent) for task in tasks for i in range(size)]
 
     async def steps_of(self, rollouts: list[str]) -> set[int | None]:
-        return {(await self.store.rollout(r)).step for r in rollouts}
+        return {(await self.store.rollouts.get(r)).step for r in rollouts}
 
 
 @asynccontextmanager
@@ -236,10 +235,10 @@ async def test_a_step_makes_verified_weights_live(base: Path, tmp_path: Path, pu
     async with bench(base, tmp_path, publish) as b:
         rollouts = await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.step, live.publish) == (1, 1, publish)
         assert await b.steps_of(rollouts) == {1}
-        step = await b.ledger.last_step()
+        step = await b.store.steps.last()
         assert step is not None
         assert (step.version, step.metrics["reward_mean"], step.metrics["rollouts"]) == (1, 0.5, 8)
         assert not b.server.paused
@@ -252,7 +251,7 @@ async def test_a_step_reports_every_metric_of_the_schema_and_no_other(base: Path
         equal = [await b.rollout("t2", 1.0) for _ in range(4)]
         await b.groups("t4", "t5")
         await b.loop().run(asyncio.Event(), once=True)
-        step = await b.ledger.last_step()
+        step = await b.store.steps.last()
         assert step is not None
         assert set(step.metrics) == {*METRICS, "reward_by_task"}
         # What was looked at before without a step to make of it counts for this one.
@@ -263,7 +262,7 @@ async def test_a_step_reports_every_metric_of_the_schema_and_no_other(base: Path
         assert step.metrics["reward_by_task"]["t4"] == {"mean": 0.5, "std": 0.5, "rollouts": 4.0}
         assert (step.metrics["version"], step.metrics["advantage_positive"]) == (1, 0.5)
         assert step.metrics["forward_backward_s"] <= step.metrics["step_s"]
-        assert "reward_by_task" not in (await b.ledger.version(1)).metrics
+        assert "reward_by_task" not in (await b.store.versions.get(1)).metrics
 
 
 async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_told(
@@ -288,7 +287,7 @@ async def test_every_replica_gets_the_weights_and_is_verified(base: Path, tmp_pa
     async with bench(base, tmp_path, publish, replicas=[HonestServer]) as b:
         await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.verified) == (1, True)
         for server in (b.server, *b.replicas):
             assert (server.label.startswith("1-"), "policy-v1" in server.models) == (
@@ -319,7 +318,7 @@ async def test_a_replica_that_dies_while_it_is_verified_holds_nothing_up(
     async with bench(base, tmp_path, publish, order[0], replicas=[order[1]]) as b:
         await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.step, live.verified) == (1, 1, True)
 
 
@@ -329,7 +328,7 @@ async def test_weights_that_one_replica_does_not_serve_do_not_count(base: Path, 
         await b.groups("t1", "t2")
         with pytest.raises(PublishError, match="does not serve the weights"):
             await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.ledger.live()).version == 0
+        assert (await b.store.versions.live()).version == 0
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
@@ -338,8 +337,8 @@ async def test_weights_that_are_not_served_do_not_count(base: Path, tmp_path: Pa
         await b.groups("t1", "t2")
         with pytest.raises(PublishError, match="does not serve the weights"):
             await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.ledger.live()).version == 0
-        failed = await b.ledger.version(1)
+        assert (await b.store.versions.live()).version == 0
+        failed = await b.store.versions.get(1)
         assert failed.status == "failed"
         assert failed.error is not None and "differ" in failed.error
 
@@ -363,7 +362,7 @@ async def test_after_a_crash_every_rollout_is_trained_once(
         target, name = {
             "step": (b.trainer, "step"),
             "save": (b.trainer, "save"),
-            "commit": (b.ledger, "trained"),
+            "commit": (b.store.steps, "trained"),
             "publish": (b.vllm, "sample"),
         }[moment]
         with monkeypatch.context() as broken:
@@ -373,11 +372,11 @@ async def test_after_a_crash_every_rollout_is_trained_once(
         await b.loop().run(asyncio.Event(), once=True)
         assert await b.steps_of(first) == {1}
         assert await b.steps_of(second) == {2}
-        last, live = await b.ledger.last_step(), await b.ledger.live()
+        last, live = await b.store.steps.last(), await b.store.versions.live()
         assert last is not None
         assert (last.step, last.version) == (2, live.version)
         assert b.server.label == f"{live.version}-{int(live.created_at)}"
-        assert {v.status for v in await b.ledger.versions()} <= {"live", "ready", "failed"}
+        assert {v.status for v in await b.store.versions.all()} <= {"live", "ready", "failed"}
 
 
 async def test_what_teaches_nothing_is_dropped_with_a_reason(base: Path, tmp_path: Path) -> None:
@@ -387,12 +386,13 @@ async def test_what_teaches_nothing_is_dropped_with_a_reason(base: Path, tmp_pat
         equal = [await b.rollout("t2", 0.5) for _ in range(4)]
         await b.loop().run(asyncio.Event(), once=True)
         assert await b.steps_of(useful) == {1}
-        reasons = {r: (await b.store.rollout(r)).dropped for r in [failed, *equal]}
+        reasons = {r: (await b.store.rollouts.get(r)).dropped for r in [failed, *equal]}
         assert reasons[failed] == "failed or discarded"
         assert {reasons[r] for r in equal} == {"all rewards of the group are equal"}
         stale = [await b.rollout(task, float(i % 2)) for task in ("t3", "t4") for i in range(4)]
         await b.loop().run(asyncio.Event(), once=True)
-        assert {(await b.store.rollout(r)).dropped for r in stale} == {"stale: sampled by too old a policy version"}
+        reasons = {(await b.store.rollouts.get(r)).dropped for r in stale}
+        assert reasons == {"stale: sampled by too old a policy version"}
 
 
 async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_nothing(base: Path, tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_noth
         useful = await b.groups("t3")  # fewer groups than a step usually takes
         loop = b.loop()
         await loop.run(asyncio.Event(), once=True)
-        assert {(await b.store.rollout(r)).dropped for r in equal} == {"all rewards of the group are equal"}
+        assert {(await b.store.rollouts.get(r)).dropped for r in equal} == {"all rewards of the group are equal"}
         assert await b.steps_of(useful) == {1}
         alone = await b.groups("t4")
         await loop.resume()
@@ -430,12 +430,12 @@ async def test_tokens_of_another_tokenizer_end_no_step(base: Path, tmp_path: Pat
         await b.groups("t1")
         for i in range(4):
             other = await b.record("t2", Choice(0, (VOCABULARY,) * i + (3,), (-1.0,) * (i + 1), "stop"), 0)
-            await b.store.post_rewards([Reward(other, float(i))], None, b"")
+            await b.store.rewards.post([Reward(other, float(i))], None, b"")
         await b.loop().run(asyncio.Event(), once=True)
-        step = await b.ledger.last_step()
+        step = await b.store.steps.last()
         assert step is not None
         assert (step.metrics["calls"], step.metrics["calls_other_tokens"], step.metrics["skipped"]) == (5, 3, 0)
-        assert "not the model's tokens" in str((await b.store.rollout(other)).dropped)
+        assert "not the model's tokens" in str((await b.store.rollouts.get(other)).dropped)
 
 
 async def test_rollouts_over_the_models_context_are_left_out_of_a_step(base: Path, tmp_path: Path) -> None:
@@ -447,8 +447,9 @@ async def test_rollouts_over_the_models_context_are_left_out_of_a_step(base: Pat
         longer = await b.rollout("t1", 0.5, answer=5)
         await b.loop().run(asyncio.Event(), once=True)
         assert await b.steps_of(fits) == {1}
-        assert (await b.store.rollout(longer)).dropped == "longer than trainer.max_sample_tokens or the model's context"
-        step = await b.ledger.last_step()
+        reason = (await b.store.rollouts.get(longer)).dropped
+        assert reason == "longer than trainer.max_sample_tokens or the model's context"
+        step = await b.store.steps.last()
         assert step is not None and (step.metrics["rows_too_long"], step.metrics["skipped"]) == (1.0, 0.0)
 
 
@@ -461,11 +462,11 @@ async def test_the_reward_rises_with_other_baselines_too(base: Path, tmp_path: P
         for step in range(6):
             for i in range(32):
                 task = None if "lone_rollouts" in settings else f"t{step}-{i // 8}"
-                await b.sampled(task, (await b.ledger.live()).version)
+                await b.sampled(task, (await b.store.versions.live()).version)
             await loop.train_once()  # unless there is nothing left to learn
-        first, *_, last = [step.metrics["reward_mean"] for step in await b.ledger.steps()]
+        first, *_, last = [step.metrics["reward_mean"] for step in await b.store.steps.all()]
         assert first < 0.75 and last > 0.9
-        assert not any("warnings" in step.metrics for step in await b.ledger.steps()), "it did not collapse"
+        assert not any("warnings" in step.metrics for step in await b.store.steps.all()), "it did not collapse"
 
 
 async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, tmp_path: Path) -> None:
@@ -481,11 +482,11 @@ async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, 
 async def test_evaluations_and_untold_rollouts_are_never_trained_on(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path, group_timeout_s=0.01) as b:
         running = await b.rollout("t1", None)
-        await b.store.open_rollouts([(RolloutName("e1", "t2", None, "eval"), "h")], {})
-        await b.store.post_rewards([Reward("e1", 1.0)], None, b"")
+        await b.store.rollouts.open([(RolloutName("e1", "t2", None, "eval"), "h")], {})
+        await b.store.rewards.post([Reward("e1", 1.0)], None, b"")
         await b.loop().run(asyncio.Event(), once=True)
         assert await b.steps_of([running, "e1"]) == {None}
-        assert await b.ledger.last_step() is None
+        assert await b.store.steps.last() is None
 
 
 async def test_training_goes_on_from_a_version_made_live_by_hand(base: Path, tmp_path: Path) -> None:
@@ -493,11 +494,11 @@ async def test_training_goes_on_from_a_version_made_live_by_hand(base: Path, tmp
         await b.groups("t1", "t2")
         await b.groups("t3", "t4")
         await b.loop().run(asyncio.Event(), once=True)
-        swap = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory)
-        await swap.activate(await b.ledger.version(1))
+        swap = Swap(b.store, b.vllm, "merged", b.config.policy.directory)
+        await swap.activate(await b.store.versions.get(1))
         await b.groups("t5", "t6")
         await b.loop().run(asyncio.Event(), once=True)
-        last = await b.ledger.last_step()
+        last = await b.store.steps.last()
         assert last is not None
         assert (last.step, last.base, last.version) == (3, 1, 3)
 
@@ -516,11 +517,11 @@ async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
 
         monkeypatch.setattr(b.trainer, "step", poisoned)
         await loop.run(asyncio.Event(), once=True)
-        last = await b.ledger.last_step()
+        last = await b.store.steps.last()
         assert last is not None
         assert (last.metrics["skipped"], last.version) == (1.0, None)
         assert "advantages not finite in rollouts " in last.metrics["skipped_because"]
-        assert (await b.ledger.live()).version == 0
+        assert (await b.store.versions.live()).version == 0
         assert await b.steps_of(rollouts) == {1}
 
 
@@ -531,14 +532,14 @@ async def test_a_version_made_live_by_hand_during_a_step_stays_live(base: Path, 
         await b.groups("t3", "t4")
         loop = b.loop()
         await loop.resume()
-        swap = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory)
-        await swap.activate(await b.ledger.version(0))  # while the next step is under way
+        swap = Swap(b.store, b.vllm, "merged", b.config.policy.directory)
+        await swap.activate(await b.store.versions.get(0))  # while the next step is under way
         assert await loop.train_once()
-        assert (await b.ledger.live()).version == 0
-        assert (await b.ledger.version(2)).status == "failed"
+        assert (await b.store.versions.live()).version == 0
+        assert (await b.store.versions.get(2)).status == "failed"
         await b.groups("t5", "t6")
         await loop.run(asyncio.Event(), once=True)
-        last = await b.ledger.last_step()
+        last = await b.store.steps.last()
         assert last is not None
         assert (last.step, last.base, last.version) == (3, 0, 3)
 
@@ -549,10 +550,10 @@ async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(bas
         late = [await b.rollout("t2", None, status="completed") for _ in range(4)]
         await asyncio.sleep(1.1)
         new = await b.rollout("t1", 1.0)
-        await b.store.post_rewards([Reward(late[0], 1.0)], None, b"")  # the others' rewards are on their way
+        await b.store.rewards.post([Reward(late[0], 1.0)], None, b"")  # the others' rewards are on their way
         await b.loop().run(asyncio.Event(), once=True)
         for waiting in (new, late[0]):
-            assert (await b.store.rollout(waiting)).dropped is None
+            assert (await b.store.rollouts.get(waiting)).dropped is None
 
 
 async def test_a_reward_that_asks_for_it_offers_the_whole_group_again(base: Path, tmp_path: Path) -> None:
@@ -561,7 +562,7 @@ async def test_a_reward_that_asks_for_it_offers_the_whole_group_again(base: Path
         equal = [await b.rollout("t3", 0.5) for _ in range(4)]
         await b.loop().run(asyncio.Event(), once=True)
         for changed in (rollouts[0], equal[0]):
-            await b.store.post_rewards([Reward(changed, 0.7, retrain=True)], None, b"")
+            await b.store.rewards.post([Reward(changed, 0.7, retrain=True)], None, b"")
         await b.loop().run(asyncio.Event(), once=True)
         assert await b.steps_of(rollouts[:4] + equal) == {2}
         assert await b.steps_of(rollouts[4:]) == {1}
@@ -571,10 +572,10 @@ async def test_rewards_of_calls_stand_in_for_the_rollouts_own(base: Path, tmp_pa
     async with bench(base, tmp_path) as b:
         rollouts = [await b.rollout("t1", None) for _ in range(4)]
         for i, rollout in enumerate(rollouts):
-            await b.store.post_rewards([Reward(rollout, float(i), call_id=rollout, final=True)], None, b"")
+            await b.store.rewards.post([Reward(rollout, float(i), call_id=rollout, final=True)], None, b"")
         await b.loop().run(asyncio.Event(), once=True)
         assert await b.steps_of(rollouts) == {1}
-        last = await b.ledger.last_step()
+        last = await b.store.steps.last()
         assert last is not None and last.metrics["reward_mean"] == 1.5
 
 
@@ -588,12 +589,12 @@ async def test_weights_that_were_not_verified_yet_are_verified_after_a_restart(
             killed.setattr(b.vllm, "sample", None)  # the trainer dies at its first use
             with pytest.raises(TypeError):
                 await loop.run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.verified) == (1, False)
         with pytest.raises(PublishError, match="does not serve the weights"):
             await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.ledger.live()).version == 0
-        assert (await b.ledger.version(1)).status == "failed"
+        assert (await b.store.versions.live()).version == 0
+        assert (await b.store.versions.get(1)).status == "failed"
 
 
 async def test_a_version_made_live_by_hand_during_verification_stays_live(
@@ -601,15 +602,15 @@ async def test_a_version_made_live_by_hand_during_verification_stays_live(
 ) -> None:
     async with bench(base, tmp_path) as b:
         await b.groups("t1", "t2")
-        swap, sample = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory), b.vllm.sample
+        swap, sample = Swap(b.store, b.vllm, "merged", b.config.policy.directory), b.vllm.sample
 
         async def promoted_before(*args: Any) -> Any:
-            await swap.activate(await b.ledger.version(0))
+            await swap.activate(await b.store.versions.get(0))
             return await sample(*args)
 
         monkeypatch.setattr(b.vllm, "sample", promoted_before)
         await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.ledger.live()).version == 0
+        assert (await b.store.versions.live()).version == 0
         assert b.server.label.startswith("0-")
 
 
@@ -628,7 +629,7 @@ async def test_a_vllm_that_restarts_during_verification_gets_the_weights_again(
 
         monkeypatch.setattr(b.vllm, "sample", restarted_at_first)
         await b.loop().run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.verified, live.status) == (1, True, "live")
 
 
@@ -651,10 +652,10 @@ async def test_a_trainer_that_is_stopped_waits_for_no_vllm_and_the_next_one_fini
                 await asyncio.sleep(0.01)
             stop.set()
             await training
-        assert (await b.ledger.version(1)).status == ("live" if publish == "merged" else "publishing")
-        assert not (await b.ledger.version(1)).verified
+        assert (await b.store.versions.get(1)).status == ("live" if publish == "merged" else "publishing")
+        assert not (await b.store.versions.get(1)).verified
         await b.loop().run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.step, live.verified) == (1, True)
 
 
@@ -676,7 +677,7 @@ async def test_verification_goes_on_when_vllm_was_away(
         monkeypatch.setattr("lightning_proxy.trainer.publish.RETRY_S", 0.01)
         monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
         await b.loop().run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.step, live.verified) == (1, 1, True)
 
 
@@ -697,12 +698,12 @@ async def test_a_changed_way_of_publishing_publishes_the_last_step_anew(base: Pa
         await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
     async with bench(base, tmp_path, "lora") as b:
-        swap = Swap(b.ledger, b.vllm, "lora", b.config.policy.directory)
+        swap = Swap(b.store, b.vllm, "lora", b.config.policy.directory)
         with pytest.raises(NotServed, match="published as merged"):
             await swap.restore(set())
         await b.loop().run(asyncio.Event(), once=True)
         await swap.restore(set())
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.step, live.publish, live.verified) == (2, 1, "lora", True)
 
 
@@ -714,7 +715,8 @@ async def test_what_was_stopped_is_not_published_in_another_way_either(base: Pat
     for _ in range(2):  # a restart changes nothing
         async with bench(base, tmp_path, "lora", **ABSURD) as b:
             await b.loop().run(asyncio.Event(), once=True)
-            collapse, live, last = await b.ledger.collapse(), await b.ledger.live(), await b.ledger.last_step()
+            collapse, last = await b.store.steps.collapse(), await b.store.steps.last()
+            live = await b.store.versions.live()
             assert collapse is not None and (collapse.sign, live.version) == ("reward", 1)
             assert last is not None and (last.step, last.version) == (1, 1)
 
@@ -735,7 +737,7 @@ async def test_two_processes_train_from_the_store_and_publish_until_the_launcher
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        while not (await b.ledger.live()).verified or (await b.ledger.live()).version < 1:
+        while not (await b.store.versions.live()).verified or (await b.store.versions.live()).version < 1:
             assert process.returncode is None, (await process.communicate())[0].decode()
             await asyncio.sleep(0.2)
         trainers = psutil.Process(process.pid).children(recursive=True)
@@ -745,7 +747,7 @@ async def test_two_processes_train_from_the_store_and_publish_until_the_launcher
         assert "RankLost" not in output and not psutil.wait_procs(trainers, timeout=10)[1]
         assert output.count("step 1  reward") == 1, "only one of them reports"
         assert await b.steps_of(rollouts) == {1}
-        assert (await b.ledger.live()).publish == "merged"
+        assert (await b.store.versions.live()).publish == "merged"
 
 
 async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_path: Path) -> None:
@@ -754,7 +756,7 @@ async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_pat
         waiting = await b.rollout("t1", 1.0)
         await b.loop().run(asyncio.Event(), once=True)
         assert await b.steps_of([*untold, waiting]) == {None}
-        assert (await b.store.rollout(waiting)).dropped is None
+        assert (await b.store.rollouts.get(waiting)).dropped is None
 
 
 async def test_a_running_sibling_holds_nobody_up_and_its_late_result_is_kept(base: Path, tmp_path: Path) -> None:
@@ -766,16 +768,16 @@ async def test_a_running_sibling_holds_nobody_up_and_its_late_result_is_kept(bas
         while await b.steps_of(quick) != {1}:
             assert not training.done()
             await asyncio.sleep(0.02)
-        assert (await b.store.rollout(slow)).status == "running"
-        await b.store.post_rewards([Reward(slow, 0.5)], None, b"")
-        while (await b.store.rollout(slow)).dropped is None:
+        assert (await b.store.rollouts.get(slow)).status == "running"
+        await b.store.rewards.post([Reward(slow, 0.5)], None, b"")
+        while (await b.store.rollouts.get(slow)).dropped is None:
             assert not training.done()
             await asyncio.sleep(0.02)
         stop.set()
         await training
-        late = await b.store.rollout(slow)
+        late = await b.store.rollouts.get(slow)
         assert (late.dropped, late.reward, late.step) == ("no siblings", 0.5, None)
-        last = await b.ledger.last_step()
+        last = await b.store.steps.last()
         assert last is not None and last.step == 1
 
 
@@ -812,14 +814,15 @@ async def test_a_store_that_is_locked_for_long_is_waited_for(
     async with bench(base, tmp_path, busy_timeout_s=0.1) as b:
         rollouts = await b.groups("t1", "t2")
         other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
-        unlocked = getattr(b.ledger, moment)
+        part = b.store.versions if moment == "set_live" else b.store.steps
+        unlocked = getattr(part, moment)
 
         async def locked(*args: Any, **kwargs: Any) -> Any:
-            monkeypatch.setattr(b.ledger, moment, unlocked)
+            monkeypatch.setattr(part, moment, unlocked)
             other.execute("BEGIN IMMEDIATE")
             return await unlocked(*args, **kwargs)
 
-        monkeypatch.setattr(b.ledger, moment, locked)
+        monkeypatch.setattr(part, moment, locked)
         training = asyncio.create_task(b.loop().run(asyncio.Event(), once=True))
         while "cannot be written" not in caplog.text:
             assert not training.done()
@@ -827,10 +830,10 @@ async def test_a_store_that_is_locked_for_long_is_waited_for(
         other.execute("COMMIT")
         await training
         other.close()
-        last = await b.ledger.last_step()
+        last = await b.store.steps.last()
         assert last is not None and "publish_s" in last.metrics
         assert await b.steps_of(rollouts) == {last.step}
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.step, live.verified) == (last.step, True)
 
 
@@ -857,7 +860,7 @@ async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_ba
     async with bench(base, tmp_path) as b:
         await b.groups("t1", "t2")
         loop, began, failures = b.loop(), [], [StoreUnavailable("the store cannot be read")]
-        step, first_steps = b.trainer.step, b.ledger.first_steps
+        step, first_steps = b.trainer.step, b.store.steps.first
 
         def watched(batch: Batch) -> dict[str, float]:
             began.append((b.trainer.adapter(), len(b.trainer.optimizer.state)))
@@ -869,7 +872,7 @@ async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_ba
             return await first_steps(limit)
 
         monkeypatch.setattr(b.trainer, "step", watched)
-        monkeypatch.setattr(b.ledger, "first_steps", fails_once)
+        monkeypatch.setattr(b.store.steps, "first", fails_once)
         await loop.run(asyncio.Event(), once=True)
         (first, moments), (again, moments_again) = began
         assert (moments, moments_again) == (0, 0)
@@ -898,7 +901,7 @@ async def varied(b: Bench, version: int) -> None:
         answer = b.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
         ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
         rollout_id = await b.record(task, Choice(0, ids, logprobs, "stop"), version)
-        await b.store.post_rewards([Reward(rollout_id, len(set(ids)) / 4)], None, b"")
+        await b.store.rewards.post([Reward(rollout_id, len(set(ids)) / 4)], None, b"")
 
 
 ABSURD = {"group_size": 16, "tasks_per_step": 4, "learning_rate": 10.0}
@@ -910,20 +913,20 @@ async def test_a_policy_that_collapses_is_trained_no_further_until_it_is_rolled_
     async with bench(base, tmp_path, **ABSURD) as b:
         await varied(b, 0)
         await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.ledger.live()).version == 1
+        assert (await b.store.versions.live()).version == 1
         await varied(b, 1)
         for _ in range(2):  # a restart changes nothing
             await b.groups("t5", "t6", "t7", "t8")
             await b.loop().run(asyncio.Event(), once=True)
-            collapse = await b.ledger.collapse()
+            collapse = await b.store.steps.collapse()
             assert collapse is not None and (collapse.sign, collapse.go_back_to) == ("reward", 0)
-            last = await b.ledger.last_step()
+            last = await b.store.steps.last()
             assert last is not None and last.step == 1
-        swap = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory)
-        await swap.activate(await b.ledger.version(0))
+        swap = Swap(b.store, b.vllm, "merged", b.config.policy.directory)
+        await swap.activate(await b.store.versions.get(0))
         await b.loop(learning_rate=0.01).run(asyncio.Event(), once=True)
-        _, second, *_ = await b.ledger.steps()
-        assert (second.base, second.version, await b.ledger.collapse()) == (0, 2, None)
+        _, second, *_ = await b.store.steps.all()
+        assert (second.base, second.version, await b.store.steps.collapse()) == (0, 2, None)
 
 
 async def test_a_policy_that_collapses_is_rolled_back_by_itself_if_so_configured(base: Path, tmp_path: Path) -> None:
@@ -932,9 +935,9 @@ async def test_a_policy_that_collapses_is_rolled_back_by_itself_if_so_configured
         await b.loop().run(asyncio.Event(), once=True)
         await varied(b, 1)
         await b.loop(max_steps=1).run(asyncio.Event())
-        assert (await b.ledger.live()).version == 1, "it is done, and looks no more"
+        assert (await b.store.versions.live()).version == 1, "it is done, and looks no more"
         await b.loop().run(asyncio.Event(), once=True)
-        steps = await b.ledger.steps()
+        steps = await b.store.steps.all()
         assert [(step.base, step.version) for step in steps[:2]] == [(0, 1), (0, 2)]
         assert steps[0].metrics["collapse"]["sign"] == "reward"
 
@@ -947,17 +950,17 @@ async def test_a_step_that_was_stopped_is_committed_and_never_published(base: Pa
         for _ in range(2):
             await b.loop().run(asyncio.Event(), once=True)
             waiting = await b.groups("t5", "t6")
-            first, last = await b.ledger.steps()
+            first, last = await b.store.steps.all()
             assert (first.version, list(first.metrics["warnings"])) == (1, ["kl"])
             assert (last.base, last.version, last.metrics["collapse"]["sign"]) == (1, None, "kl")
             assert last.checkpoint is not None and "publish_s" in last.metrics
-            assert (await b.ledger.live()).version == 1
+            assert (await b.store.versions.live()).version == 1
         assert await b.steps_of(rollouts) == {1, 2} and await b.steps_of(waiting) == {None}
-        swap = Swap(b.ledger, b.vllm, "merged", b.config.policy.directory)
-        await swap.activate(await b.ledger.version(1))  # not the weights after step 2
+        swap = Swap(b.store, b.vllm, "merged", b.config.policy.directory)
+        await swap.activate(await b.store.versions.get(1))  # not the weights after step 2
         loop = b.loop(max_steps=3)
         await loop.run(asyncio.Event(), once=True)
-        last = await b.ledger.last_step()
+        last = await b.store.steps.last()
         assert last is not None and (last.step, last.base) == (3, 1)
         assert "collapse" not in last.metrics, "one step in a row"
 
@@ -980,16 +983,16 @@ async def test_a_collapse_that_shows_while_a_step_waits_to_be_published_stops_it
                 await b.rollout(task, 0.0, version=1)
         stop = asyncio.Event()
         training = asyncio.create_task(b.loop(poll_s=0.01).run(stop))
-        while (collapse := await b.ledger.collapse()) is None:
+        while (collapse := await b.store.steps.collapse()) is None:
             await asyncio.sleep(0.02)
-        assert collapse.sign == "reward" and (await b.ledger.live()).version == 1
-        await b.ledger.set_live(1)
+        assert collapse.sign == "reward" and (await b.store.versions.live()).version == 1
+        await b.store.versions.set_live(1)
         await b.groups("t5", "t6")
-        while (await b.ledger.live()).version == 1:
+        while (await b.store.versions.live()).version == 1:
             await asyncio.sleep(0.02)
         stop.set()
         await training
-        assert [(s.base, s.version) for s in await b.ledger.steps()] == [(0, 1), (1, None), (1, 2)]
+        assert [(s.base, s.version) for s in await b.store.steps.all()] == [(0, 1), (1, None), (1, 2)]
         assert "policy version 1 was made live: training goes on from it" in caplog.text, "not from step 2"
 
 
@@ -1010,7 +1013,7 @@ async def test_versions_that_may_be_gone_back_to_keep_files_and_checkpoints_also
                     broken.setattr(b.vllm, "sample", crash)
                     await b.loop().run(asyncio.Event(), once=True)
             await b.loop().run(asyncio.Event(), once=True)
-        versions = {v.version: v.path is not None for v in await b.ledger.versions()}
+        versions = {v.version: v.path is not None for v in await b.store.versions.all()}
         assert versions == {0: False, 1: True, 2: False, 3: True, 4: True, 5: True, 6: True}
         assert (tmp_path / "policy/checkpoints/1").is_dir()
 
@@ -1029,7 +1032,7 @@ async def test_a_version_holds_an_adapter_of_each_agent_and_a_step_moves_those_i
         await b.groups("t1", agent="rewriter")
         await b.groups("t2")  # of no name
         await b.loop().run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.verified, live.served_model) == (1, True, "policy-v1")
         assert live.adapters == {"writer": "policy-v1.writer", "checker": "policy-v1.checker"}
         assert set(b.server.models) == {"base", *live.served_models}
@@ -1038,7 +1041,7 @@ async def test_a_version_holds_an_adapter_of_each_agent_and_a_step_moves_those_i
         assert moved == {"": True, "writer": True, "checker": False}
         await b.groups("t3", "t4", agent="checker")
         await b.loop().run(asyncio.Event(), once=True)
-        second = await b.ledger.live()
+        second = await b.store.versions.live()
         for name, stays in (("", True), ("writer", True), ("checker", False)):
             before, after = adapter_files(live, name), adapter_files(second, name)
             assert all(torch.equal(before[key], after[key]) for key in before) == stays, name
@@ -1051,8 +1054,8 @@ async def test_all_adapters_of_a_version_are_served_again_after_a_restart_and_go
     async with bench(base, tmp_path, "lora", policy=OWN_ADAPTERS | {"keep_versions": 2}, **unwatched) as b:
         await b.groups("t1", "t2", agent="writer")
         await b.loop().run(asyncio.Event(), once=True)
-        swap = Swap(b.ledger, b.vllm, "lora", b.config.policy.directory)
-        for lost in (list((await b.ledger.live()).served_models), ["policy-v1.checker"]):
+        swap = Swap(b.store, b.vllm, "lora", b.config.policy.directory)
+        for lost in (list((await b.store.versions.live()).served_models), ["policy-v1.checker"]):
             for name in lost:
                 del b.server.models[name]
             await swap.restore(set())
@@ -1062,7 +1065,7 @@ async def test_all_adapters_of_a_version_are_served_again_after_a_restart_and_go
             await b.loop().run(asyncio.Event(), once=True)
         served = {f"policy-v{v}{own}" for v in (2, 3) for own in ("", ".writer", ".checker")}
         assert set(b.server.models) == {"base", *served}
-        assert (await b.ledger.version(1)).path is None
+        assert (await b.store.versions.get(1)).path is None
 
 
 class RestartingServer(HonestServer):
@@ -1090,7 +1093,7 @@ async def test_a_vllm_that_restarts_during_verification_gets_all_adapters_again(
         b.server.restarts_at = restarts_at
         await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.verified, b.server.restarts) == (1, True, 1)
         for server in (b.server, *b.replicas):
             assert set(server.models) == {"base", *live.served_models}
@@ -1103,8 +1106,8 @@ async def test_an_adapter_that_ends_vllm_whenever_it_is_asked_is_not_published(b
         await b.groups("t1", "t2")
         with pytest.raises(PublishError, match="vLLM was restarted 3 times while policy version 1 was verified"):
             await b.loop().run(asyncio.Event(), once=True)
-        assert ((await b.ledger.live()).version, b.server.restarts) == (0, 3)
-        assert (await b.ledger.version(1)).status == "failed"
+        assert ((await b.store.versions.live()).version, b.server.restarts) == (0, 3)
+        assert (await b.store.versions.get(1)).status == "failed"
 
 
 async def test_what_vllm_refuses_for_another_reason_is_said(
@@ -1163,13 +1166,13 @@ async def test_a_vllm_that_is_there_and_fails_is_asked_again_so_many_times(
         if faults == 100:
             with pytest.raises(VllmError, match=f"vLLM answered 500 to POST {faults_at}.*EngineCore died"):
                 await b.loop().run(asyncio.Event(), once=True)
-            assert (await b.ledger.live()).version == 0
-            *_, last = await b.ledger.versions()
+            assert (await b.store.versions.live()).version == 0
+            *_, last = await b.store.versions.all()
             assert (last.status, last.path) == ("failed", None)
             assert last.error is not None and last.error.startswith("vLLM answered 500 to POST")
             b.server.faults = 0
         await b.loop().run(asyncio.Event(), once=True)
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.step, live.verified, await b.steps_of(rollouts)) == (1, True, {1})
         assert caplog.text.count("publishing step 1 is tried again") == 3
         assert "publishing step 1 is tried again (3 of 3): vLLM answered 500" in caplog.text
@@ -1195,8 +1198,8 @@ async def test_faults_of_a_vllm_that_was_away_between_them_are_not_added_up(
         await b.groups("t1", "t2")
         with pytest.raises(VllmFault) if ends else nullcontext():
             await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.ledger.live()).step == (None if ends else 1)
-        assert "publishing" not in {version.status for version in await b.ledger.versions()}
+        assert (await b.store.versions.live()).step == (None if ends else 1)
+        assert "publishing" not in {version.status for version in await b.store.versions.all()}
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
@@ -1216,7 +1219,7 @@ async def test_however_long_the_disk_is_full_the_rollouts_of_now_are_no_staler_f
         await b.groups("t1", "t2")
         asked_before = await b.groups("t3", "t4")
         await b.loop().run(asyncio.Event(), once=True)
-        assert [v.version for v in await b.ledger.versions()] == [0, 1, 2]
+        assert [v.version for v in await b.store.versions.all()] == [0, 1, 2]
         assert await b.steps_of(asked_before) == {2}
 
 
@@ -1239,8 +1242,8 @@ async def test_an_adapter_that_is_not_served_keeps_the_whole_version_from_going_
         await b.groups("t1", "t2", agent="checker")
         with pytest.raises(PublishError, match=r"were published as policy-v1\.checker"):
             await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.ledger.live()).version == 0
-        assert (await b.ledger.version(1)).status == "failed"
+        assert (await b.store.versions.live()).version == 0
+        assert (await b.store.versions.get(1)).status == "failed"
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
@@ -1250,13 +1253,13 @@ async def test_fine_tuned_weights_are_published_and_rl_goes_on_with_the_next_ver
     async with bench(base, tmp_path, publish, sft={"learning_rate": 0.01, "epochs": 2}) as b:
         rollouts = await b.groups("t1", "t2")
         await b.loop(SftRun).run(asyncio.Event())
-        live = await b.ledger.live()
+        live = await b.store.versions.live()
         assert (live.version, live.verified, await b.steps_of(rollouts)) == (1, True, {None})
         await b.loop().run(asyncio.Event(), once=True)
-        steps = await b.ledger.steps()
+        steps = await b.store.steps.all()
         assert [(s.metrics.get("method"), s.base, s.version) for s in steps] == [("sft", 0, 1), (None, 1, 2)]
         assert await b.steps_of(rollouts) == {2}
-        assert (await b.ledger.live()).verified
+        assert (await b.store.versions.live()).verified
 
 
 @pytest.mark.parametrize("moment", ["commit", "publish"])
@@ -1273,13 +1276,13 @@ async def test_a_fine_tuning_run_that_was_killed_is_one_version(
         await b.groups("t1", "t2")
         run = b.loop(SftRun)
         with monkeypatch.context() as broken:
-            broken.setattr(*{"commit": (b.ledger, "trained"), "publish": (b.vllm, "sample")}[moment], crash)
+            broken.setattr(*{"commit": (b.store.steps, "trained"), "publish": (b.vllm, "sample")}[moment], crash)
             with pytest.raises(Crash):
                 await run.run(asyncio.Event())
         weights = b.trainer.adapter()
         await b.loop(SftRun).run(asyncio.Event())
-        assert len(await b.ledger.steps()) == 1
-        assert ((await b.ledger.live()).step, (await b.ledger.live()).verified) == (1, True)
+        assert len(await b.store.steps.all()) == 1
+        assert ((await b.store.versions.live()).step, (await b.store.versions.live()).verified) == (1, True)
         for name, weight in b.trainer.adapter().items():
             assert torch.allclose(weight, weights[name], atol=1e-6), name
 
@@ -1296,4 +1299,4 @@ async def test_nothing_is_fine_tuned_while_publication_is_stopped(base: Path, tm
         await b.loop().run(asyncio.Event(), once=True)
         with pytest.raises(LightningError, match="publication is stopped: .* `lightning-proxy policy promote 0`"):
             await b.loop(SftRun).run(asyncio.Event())
-        assert len(await b.ledger.steps()) == 1
+        assert len(await b.store.steps.all()) == 1

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ...proxy.config.trainer import TrainerConfig
-from ...proxy.store.training import Collapse, Ledger, Step
+from ...proxy.store.store import Store
+from ...proxy.store.training import Collapse, Step
 from ...proxy.types import PolicyVersion, Reward, Rollout
 from ..credit.rewards import weighted_rewards
 from .signs import Measured, Scored, Sign, kept, reward_sign, step_signs
@@ -26,12 +27,12 @@ SETTLED = 0.9  # share
 class Monitor:
     """Of one training loop. All that it knows is in the store, so a restart changes nothing."""
 
-    def __init__(self, config: TrainerConfig, ledger: Ledger, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, config: TrainerConfig, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._config = config
         self._watched = config.collapse
         if config.importance_level == "sequence":  # of a sequence's ratios so many are clipped (arXiv 2507.18071)
             self._watched = config.collapse.model_copy(update={"max_clip_share": None})
-        self._ledger = ledger
+        self._store = store
         self._clock = clock
         self._looked_at: object = None
         self._look_again = math.inf  # when more rollouts count, without any new reward
@@ -41,7 +42,7 @@ class Monitor:
         """Versions that may be gone back to from the live one: their files must stay."""
         if self._config.collapse.action == "off":
             return set()
-        live = (await self._ledger.live()).version
+        live = (await self._store.versions.live()).version
         return kept(_versions(live, await self._line(live)))
 
     async def of_step(self, base: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,12 +50,12 @@ class Monitor:
 
         `warnings`: what was seen, by sign. `collapse`: it must not be published.
         """
-        live = await self._ledger.live()
+        live = await self._store.versions.live()
         if self._config.collapse.action == "off" or metrics["skipped"] or live.version != base:
             return {}
         line = await self._line(base)
         steps = [Measured(base, metrics), *(Measured(step.base, step.metrics) for step in line)]
-        first = [step.metrics for step in await self._ledger.first_steps(FIRST)]
+        first = [step.metrics for step in await self._store.steps.first(FIRST)]
         signs = step_signs(steps, first, self._watched)
         for sign in signs:
             log.warning("policy version %d may be collapsing: %s", base, sign.what)
@@ -63,7 +64,7 @@ class Monitor:
 
     async def look(self) -> Collapse | None:
         """The collapse that publication is stopped for; looks at the rewards that came since the last look."""
-        live, last = await self._ledger.live(), await self._ledger.last_step()
+        live, last = await self._store.versions.live(), await self._store.steps.last()
         if self._config.collapse.action == "off" or last is None:
             return None
         found = Collapse.of(last, live) or await self._look_at_rewards(live, last)
@@ -74,7 +75,7 @@ class Monitor:
 
     async def _look_at_rewards(self, live: PolicyVersion, last: Step) -> Collapse | None:
         """Where a policy has collapsed so far that all rewards are equal, there are no steps to tell by."""
-        looked_at = (await self._ledger.newest_reward(), live.version, live.live_at)
+        looked_at = (await self._store.rewards.newest(), live.version, live.live_at)
         if looked_at == self._looked_at and self._clock() < self._look_again:
             return None
         self._looked_at = looked_at
@@ -89,7 +90,7 @@ class Monitor:
         if sign.name not in warnings or stopped:
             log.warning("policy version %d may be collapsing: %s", live.version, sign.what)
             metrics = last.metrics | {"warnings": {**warnings, sign.name: sign.what}} | stopped
-            await self._ledger.update_metrics(last.step, metrics)
+            await self._store.steps.update_metrics(last.step, metrics)
         return Collapse(**stopped["collapse"]) if stopped else None
 
     async def _stopped(self, signs: Sequence[Sign], live: PolicyVersion, line: Sequence[int]) -> dict[str, Any]:
@@ -109,13 +110,13 @@ class Monitor:
         if before == [0]:
             return 0
         for earlier in [*before, *reversed(line[1:])]:
-            if earlier and (await self._ledger.version(earlier)).path is not None:
+            if earlier and (await self._store.versions.get(earlier)).path is not None:
                 return earlier
         return 0
 
     async def _line(self, version: int) -> list[Step]:
         """The steps that led to a version, newest first: back to a collapse, or to a version made live by hand."""
-        return list(_led_to(version, await self._ledger.newest_steps(LINE)))
+        return list(_led_to(version, await self._store.steps.newest(LINE)))
 
     async def _scored(self, since: int) -> list[Scored]:
         """The newest rollouts of versions from `since` on, with their posted rewards as they are weighted.
@@ -123,7 +124,7 @@ class Monitor:
         A judge scores only what is trained on, so its scores would set versions apart.
         Only those that most others needed no longer for than they are old: failures may be quicker than successes.
         """
-        found = await self._ledger.rewarded_since(since, NEWEST)
+        found = await self._store.waiting.rewarded_since(since, NEWEST)
         took = sorted(_took(rollout, rewards) for rollout, rewards in found) or [0.0]
         wait = took[int(SETTLED * len(took))]
         settled, unsettled = self._clock() - wait, math.inf

@@ -13,8 +13,8 @@ from typing import Any
 from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import NotFound
-from ...proxy.store.rollouts import Store
-from ...proxy.store.training import Group, Ledger
+from ...proxy.store.store import Store
+from ...proxy.store.waiting import Group
 from ...proxy.types import ModelCall, Rollout
 from ..credit.agents import Agents, RollCall
 from ..credit.baselines import ACROSS_TASKS
@@ -88,7 +88,6 @@ class Collector:
         self,
         config: TrainerConfig,
         store: Store,
-        ledger: Ledger,
         order: Order | None = None,
         policy: PolicyConfig | None = None,
         vocabulary: int | None = None,
@@ -100,8 +99,7 @@ class Collector:
         self._adapter_of = policy.adapter_of
         self._vocabulary = vocabulary
         self._store = store
-        self._ledger = ledger
-        self._siblings = Siblings(config, store, ledger)
+        self._siblings = Siblings(config, store)
         self._agents = Agents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
@@ -122,14 +120,14 @@ class Collector:
             self._seen.add(take.seen)
             if take.rollouts:
                 return await self._claim(take, live)
-            await self._ledger.drop(take.dropped)
+            await self._store.steps.drop(take.dropped)
             log.warning("no step: %s", take.why_nothing)
         return None
 
     async def _claim(self, take: _Take, live: int) -> Batch:
         seen, self._seen = self._seen, Seen()
         return Batch(
-            step=await self._ledger.claim(take.rollout_ids, live, take.dropped),
+            step=await self._store.steps.claim(take.rollout_ids, live, take.dropped),
             samples=tuple(take.samples),
             rollout_ids=take.rollout_ids,
             metrics={**seen.metrics(), **take.metrics()},
@@ -155,9 +153,9 @@ class Collector:
     async def _found(self) -> list[Group]:
         """All groups with something to train on, in order."""
         if names := [name for name in self._config.reward_weights if name != "reward"]:
-            await self._ledger.rewarded_as(names)
-        found = await self._ledger.groups(self._failed)
-        if self._config.lone_rollouts == "running" and (lone := await self._ledger.lone(self._failed)):
+            await self._store.waiting.rewarded_as(names)
+        found = await self._store.waiting.groups(self._failed)
+        if self._config.lone_rollouts == "running" and (lone := await self._store.waiting.lone(self._failed)):
             found.append(lone)
         return sorted(found, key=self._order)
 
@@ -170,7 +168,7 @@ class Collector:
         found: list[Sample] = []
         for rollout in rollouts:
             try:
-                calls = await self._store.calls(rollout.rollout_id)
+                calls = await self._store.calls.of(rollout.rollout_id)
             except NotFound:  # deleted meanwhile
                 continue
             calls = self._trained(calls)
@@ -191,10 +189,10 @@ class Collector:
             take.counts["groups"] += 1
             if group.task_id is not None:
                 take.counts["groups_incomplete"] += group.ended < self._config.group_size
-                found.append(await self._members(take, await self._ledger.group_rollouts(group.task_id), live))
+                found.append(await self._members(take, await self._store.waiting.of_task(group.task_id), live))
             else:
                 limit = self._config.group_size * self._config.tasks_per_step
-                lone = await self._members(take, await self._ledger.lone_rollouts(limit, self._failed), live)
+                lone = await self._members(take, await self._store.waiting.lone_rollouts(limit, self._failed), live)
         if self._config.baseline in ACROSS_TASKS:
             return [[*(member for members in found for member in members), *lone]]
         return [*found, *([member] for member in lone)]
@@ -231,7 +229,7 @@ class Collector:
 
     async def _have_others(self, members: Sequence[_Member]) -> list[Rollout]:
         """Those with rewards of whatever name: they are offered because some name counted once, and does no more."""
-        return [m.rollout for m in members if await self._store.rewards(m.rollout.rollout_id)]
+        return [m.rollout for m in members if await self._store.rewards.of(m.rollout.rollout_id)]
 
     def _is_stale(self, calls: Sequence[ModelCall], live: int) -> bool:
         return live - _oldest_version(self._trained(calls), live) > self._config.max_staleness

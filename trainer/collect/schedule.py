@@ -15,7 +15,7 @@ import psutil
 
 from ...proxy.config.cron import last_time, next_time
 from ...proxy.config.trainer import ScheduleConfig
-from ...proxy.store.training import Ledger
+from ...proxy.store.store import Store
 from .collector import Collector
 
 LOOK_S = 1.0  # the machine's load is measured over at least so long
@@ -80,10 +80,10 @@ POLICIES: Mapping[str, Callable[[ScheduleConfig, Facts], str | None]] = MappingP
 class Schedule:
     """Reads what its policy wants to know, and remembers the round that is under way."""
 
-    def __init__(self, config: ScheduleConfig, collector: Collector, ledger: Ledger) -> None:
+    def __init__(self, config: ScheduleConfig, collector: Collector, store: Store) -> None:
         self._config = config
         self._collector = collector
-        self._ledger = ledger
+        self._store = store
         self._round: float | None = None
         self._busy_at: float | None = None
         self._load = OthersLoad()
@@ -121,9 +121,9 @@ class Schedule:
 
     async def _last_busy(self, now: float) -> float | None:
         """What was seen under way at an earlier look counts, too: the newest call need not be the last to end."""
-        if await self._ledger.calls_under_way(now - AGO_S):
+        if await self._store.calls.under_way(now - AGO_S):
             self._busy_at = now
-        newest = await self._ledger.newest_call()
+        newest = await self._store.calls.newest()
         return max((t for t in (self._busy_at, newest) if t is not None), default=None)
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ...proxy.config.trainer import MIN_EARLIER, TrainerConfig
 from ...proxy.errors import NotFound
-from ...proxy.store.rollouts import Store
-from ...proxy.store.training import Ledger
+from ...proxy.store.store import Store
 from ...proxy.types import Reward, Rollout
 from ..credit.air import air_rewards
 from ..credit.rewards import RolloutRewards, weighted_rewards
@@ -19,10 +18,9 @@ from ..judge.judge import JUDGE, Judge
 class Siblings:
     """Reads rollouts, and the earlier ones that a rollout without siblings is compared with."""
 
-    def __init__(self, config: TrainerConfig, store: Store, ledger: Ledger) -> None:
+    def __init__(self, config: TrainerConfig, store: Store) -> None:
         self._config = config
         self._store = store
-        self._ledger = ledger
         self._failed_count = config.failed_reward is not None
         self._judge = Judge(config, store) if config.judged else None
         self._weights = reward_weights(config)
@@ -33,7 +31,7 @@ class Siblings:
         None if it was deleted meanwhile.
         """
         with suppress(NotFound):
-            return await self._scored(rollout, await self._store.rewards(rollout.rollout_id))
+            return await self._scored(rollout, await self._store.rewards.of(rollout.rollout_id))
         return None
 
     async def judged(self, rollout: Rollout, sibling: Sibling) -> Sibling | None:
@@ -41,7 +39,7 @@ class Siblings:
         if self._judge is None:
             return sibling
         with suppress(NotFound):
-            rewards = await self._store.rewards(rollout.rollout_id)
+            rewards = await self._store.rewards.of(rollout.rollout_id)
             return await self._scored(rollout, rewards + await self._judge.missing(sibling.calls, rewards))
         return None
 
@@ -52,7 +50,7 @@ class Siblings:
         restart changes nothing. `known`: rollouts that were read for this step already, to which these are added.
         """
         for task_id in dict.fromkeys((rollout.task_id, None)):
-            found = await self._ledger.earlier(
+            found = await self._store.waiting.earlier(
                 rollout.rollout_id, task_id, self._config.running_window, self._failed_count
             )
             for missing in (r for r in found if r.rollout_id not in known):
@@ -65,7 +63,7 @@ class Siblings:
         return []
 
     async def _scored(self, rollout: Rollout, posted: list[Reward]) -> Sibling:
-        calls = await self._store.calls(rollout.rollout_id)
+        calls = await self._store.calls.of(rollout.rollout_id)
         rewards = self._failed(rollout, weighted_rewards(posted, self._weights))
         return Sibling(calls, replace(rewards, air=air_rewards(calls, self._config.air)))
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.control.views import message_of
 from ...proxy.errors import LightningError
-from ...proxy.store.rollouts import Store
+from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Reward
 from ...proxy.upstreams.litellm.engine import import_litellm
 from ..credit.agents import Agents
@@ -76,7 +76,7 @@ class Judge:
             comment=comment,
             final=False,
         )
-        await self._store.post_rewards([reward], None, b"")
+        await self._store.rewards.post([reward], None, b"")
         return reward
 
     async def _judged(self, question: str) -> tuple[float | None, str]:

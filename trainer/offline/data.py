@@ -8,26 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from ...proxy.apis.tools import tool_calls
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import ConfigError, InvalidRequest, LightningError
 from ...proxy.recording.recorder import Recorder
-from ...proxy.store import sql
+from ...proxy.store.copies import copy_store, ended_after, is_sqlite, newest_end, remove_store, rename_store
 from ...proxy.store.database import opened
-from ...proxy.store.rollouts import Store
-from ...proxy.store.training import Ledger
+from ...proxy.store.store import Store
 from ...proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, check_id
 
 log = logging.getLogger(__name__)
@@ -60,15 +57,15 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
     part = StoreConfig(url=f"sqlite:///{directory / '.store.db.part'}")
     remove_store(part.path)
     made = {"source": str(source), "made_at": time.time()}
-    if _is_store(source):
+    if is_sqlite(source):
         copy_store(source, part.path)
         async with opened(part) as database:
-            await Ledger(database).forget_training()
-        made["newest_end"] = _ask(part.path, sql.NEWEST_END)
+            await Store(database).steps.forget_all()
+        made["newest_end"] = newest_end(part.path)
     else:
         made["digest"] = _digest(source)
         await _import(source, part)
-    _finish(part.path, target)
+    rename_store(part.path, target)
     _write_note(note, made)
     return config
 
@@ -84,49 +81,6 @@ def check_store(config: Config) -> None:
             f"{directory} holds an offline run: set store.url to sqlite:///{own} to go on from it, "
             "or policy.directory to another directory"
         )
-
-
-def copy_store(source: Path, target: Path) -> None:
-    """A copy as of one moment. A store that nobody has open is not even opened: SQLite would leave files beside it."""
-    try:
-        with closing(_only_read(source)) as connection:
-            connection.execute("VACUUM INTO ?", (str(target),))
-    except sqlite3.Error as error:
-        raise LightningError(f"the store {source} cannot be copied to {target}: {error}") from None
-
-
-def _ask(store: Path, question: str, **params: float) -> Any:
-    """The one value that answers a question."""
-    with closing(_only_read(store)) as connection:
-        return connection.execute(question, params).fetchone()[0]
-
-
-def _only_read(store: Path) -> sqlite3.Connection:
-    in_use = any(store.with_name(store.name + suffix).exists() for suffix in ("-wal", "-shm"))
-    mode = "mode=ro" if in_use else "immutable=1"
-    return sqlite3.connect(f"file:{quote(str(store))}?{mode}", uri=True)
-
-
-def remove_store(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def _is_store(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(16) == b"SQLite format 3\0"
-
-
-def _finish(part: Path, target: Path) -> None:
-    """Everything into the one file, on disk, before it gets its name."""
-    connection = sqlite3.connect(part)
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    connection.close()
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    remove_store(target)
-    part.replace(target)
-    remove_store(part)
 
 
 def _write_note(path: Path, note: dict[str, Any]) -> None:
@@ -158,8 +112,8 @@ def _change(source: Path, note: dict[str, Any]) -> str | None:
     """What happened to the data, as far as a note (which an older one does not) says how it was."""
     if "digest" in note and _digest(source) != note["digest"]:
         return "the export was written anew, with other content,"
-    if "newest_end" in note and _is_store(source):
-        more = _ask(source, sql.ENDED_AFTER, at=note["newest_end"])
+    if "newest_end" in note and is_sqlite(source):
+        more = ended_after(source, note["newest_end"])
         return f"{more} more rollouts have ended" if more else None
     return None
 
@@ -183,7 +137,7 @@ async def _import(source: Path, config: StoreConfig) -> None:
                 if rows[0]["mode"] == "train" and rows[0]["status"] in ENDED:
                     await _import_rollout(store, recorder, check_id(rollout_id, "rollout_id"), rows)
                     versions |= {row["policy_version"] for row in rows} - {None}
-        await Ledger(database).versions_of_others(versions)
+        await Store(database).versions.reserve(versions)
 
 
 async def _import_rollout(store: Store, recorder: Recorder, rollout_id: str, rows: list[dict[str, Any]]) -> None:
@@ -192,8 +146,8 @@ async def _import_rollout(store: Store, recorder: Recorder, rollout_id: str, row
     for at, row in enumerate(calls):
         await _import_call(recorder, name, row, float(at))
     if rewards := _rewards(rollout_id, rows[0], calls):
-        await store.post_rewards(rewards, None, b"")
-    await store.end_rollout(rollout_id, rows[0]["status"], None)
+        await store.rewards.post(rewards, None, b"")
+    await store.rollouts.end(rollout_id, rows[0]["status"], None)
 
 
 def _rewards(rollout_id: str, first: dict[str, Any], calls: list[dict[str, Any]]) -> list[Reward]:

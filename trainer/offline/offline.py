@@ -13,8 +13,9 @@ from typing import Any
 from ...proxy.config.root import Config
 from ...proxy.policy.mode import publish_mode
 from ...proxy.store.database import opened
-from ...proxy.store.rollouts import Store
-from ...proxy.store.training import Group, Ledger, Step
+from ...proxy.store.store import Store
+from ...proxy.store.training import Step
+from ...proxy.store.waiting import Group
 from ..collect.collector import Collector
 from ..judge.judge import JudgeError
 from ..loop import TrainingLoop, only_trainer
@@ -34,18 +35,18 @@ class OfflineRun:
     it was killed.
     """
 
-    def __init__(self, config: Config, store: Store, ledger: Ledger, trainer: LightningTrainer, epochs: int) -> None:
+    def __init__(self, config: Config, store: Store, trainer: LightningTrainer, epochs: int) -> None:
         self._config = config.trainer
-        self._ledger = ledger
+        self._store = store
         self._epochs = epochs
         self._done = 0  # epochs
-        self._collector = Collector(config.trainer, store, ledger)
-        self._loop = TrainingLoop(config, store, ledger, trainer, None, self._order)
+        self._collector = Collector(config.trainer, store)
+        self._loop = TrainingLoop(config, store, trainer, None, self._order)
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
         await self._loop.resume(stop)
-        self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in await self._ledger.steps()), default=0)
+        self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in await self._store.steps.all()), default=0)
         await self._offer_more()
         while not stop.is_set() and self._done < self._epochs and not await self._loop.is_done():
             try:
@@ -57,10 +58,10 @@ class OfflineRun:
                 await self._show()
             elif stop.is_set() or not await self._end_epoch():
                 break
-        return await self._ledger.last_step()
+        return await self._store.steps.last()
 
     async def _show(self) -> None:
-        last = await self._ledger.last_step()
+        last = await self._store.steps.last()
         assert last is not None
         left, _ = await self._collector.waiting()
         m = last.metrics
@@ -72,23 +73,24 @@ class OfflineRun:
 
     async def _end_epoch(self) -> bool:
         """Whether there was anything to learn from in this epoch. Its last step may have been one of SFT."""
-        last = await self._ledger.last_step()
-        if last is None or not await self._ledger.has_trained():
+        last = await self._store.steps.last()
+        if last is None or not await self._store.steps.took_any():
             log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
-            lone = await self._ledger.lone(self._config.failed_reward is not None)
+            lone = await self._store.waiting.lone(self._config.failed_reward is not None)
             if lone is not None and self._config.lone_rollouts == "drop":
                 log.warning("%d rollouts have no task: see trainer.lone_rollouts", lone.completed)
             return False
         self._done += 1
-        await self._ledger.end_epoch(last.step, last.metrics | {EPOCHS_DONE: self._done}, self._done < self._epochs)
+        metrics = last.metrics | {EPOCHS_DONE: self._done}
+        await self._store.steps.end_epoch(last.step, metrics, self._done < self._epochs)
         log.info("epoch %d of %d is done after step %d", self._done, self._epochs, last.step)
         return True
 
     async def _offer_more(self) -> None:
         """After the last epoch of an earlier run nothing was offered again; with more `epochs` now, it is."""
-        last = await self._ledger.last_step()
+        last = await self._store.steps.last()
         if last is not None and last.metrics.get(EPOCHS_DONE) == self._done < self._epochs:
-            await self._ledger.end_epoch(last.step, last.metrics, True)
+            await self._store.steps.end_epoch(last.step, last.metrics, True)
 
     def _order(self, group: Group) -> bytes:
         """Groups in an order that looks random, and is the same in every process."""
@@ -116,7 +118,7 @@ async def train_offline(
         trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
         try:
             async with opened(store_config) as database:
-                last = await runs(config, Store(database), Ledger(database), trainer).run(stop)
+                last = await runs(config, Store(database), trainer).run(stop)
             if last is not None:
                 if stop.is_set():  # the trainer's own may be on their way to the next step
                     await asyncio.to_thread(trainer.load, Path(str(last.checkpoint)))

@@ -26,8 +26,8 @@ from trl import SFTConfig, SFTTrainer
 from ...proxy.config.root import Config
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError, LightningError, StoreUnavailable
-from ...proxy.store.rollouts import Store
-from ...proxy.store.training import Ledger, Step
+from ...proxy.store.store import Store
+from ...proxy.store.training import Step
 from ..files.weights import MARKER
 from ..loop import RETRY_S, Show, TrainingLoop, pause, show_nothing
 from ..offline.offline import EPOCHS_DONE
@@ -56,7 +56,6 @@ class SftRun:
         self,
         config: Config,
         store: Store,
-        ledger: Ledger,
         trainer: LightningTrainer,
         publisher: Publisher | None,
         show: Show = show_nothing,
@@ -64,10 +63,10 @@ class SftRun:
         if config.policy.adapters:
             raise ConfigError("--method sft trains one adapter for all agents: it is not for policy.adapters yet")
         self._config = config.trainer
-        self._ledger = ledger
+        self._store = store
         self._trainer = trainer
         self._publisher = publisher
-        self._loop = TrainingLoop(config, store, ledger, trainer, publisher, show=show)
+        self._loop = TrainingLoop(config, store, trainer, publisher, show=show)
         tokenizer = trainer.processing_class
         self._reader = TraceReader(config.trainer, store, tokenizer, trainer.max_tokens, trainer.vocabulary)
         self._runs = config.policy.directory.absolute() / METHOD
@@ -90,7 +89,7 @@ class SftRun:
         await self._loop.resume(stop)
         if self._publisher is not None:
             await self._go_on_from_what_is_live()
-        last = await self._ledger.last_step()
+        last = await self._store.steps.last()
         directory = self._runs / str(last.step if last else 0)
         if self._forget_other_runs(directory) and last is not None and last.metrics.get("method") == METHOD:
             log.info("the run that was stopped while step %d was published is finished", last.step)
@@ -105,17 +104,17 @@ class SftRun:
             log.warning("stopped: the same command goes on from the checkpoint in %s", directory)
             return last
         await self._conclude(traces, metrics | tuned, directory)
-        return await self._ledger.last_step()
+        return await self._store.steps.last()
 
     async def _go_on_from_what_is_live(self) -> None:
         """LightningError where publication is stopped, since a policy collapsed: nothing may follow it."""
         if await self._loop.is_stopped():
-            collapse = await self._ledger.collapse()
+            collapse = await self._store.steps.collapse()
             raise LightningError(f"publication is stopped: {collapse.story if collapse else 'the policy collapsed'}")
         await self._loop.follow_live_version()
 
     async def _conclude(self, traces: Traces, metrics: dict[str, Any], directory: Path) -> None:
-        step = await self._ledger.claim((), self._loop.version)
+        step = await self._store.steps.claim((), self._loop.version)
         self._trainer.adopt(step)
         await self._loop.conclude(Batch(step, traces.train, ()), metrics)
         if "publish_s" in metrics:  # not stopped before

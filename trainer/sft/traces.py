@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import LightningError, NotFound
-from ...proxy.store.rollouts import Store
+from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Rollout
 from ..credit.agents import Agents, RollCall
 from ..credit.rewards import weighted_rewards
@@ -116,9 +116,9 @@ class TraceReader:
         found: list[Rewarded] = []
         cursor: int | None = None
         while True:
-            page, cursor = await self._store.rollouts({"mode": "train", "status": "completed"}, PAGE, cursor)
+            page, cursor = await self._store.rollouts.page({"mode": "train", "status": "completed"}, PAGE, cursor)
             for rollout in page:
-                posted = await self._store.rewards(rollout.rollout_id)
+                posted = await self._store.rewards.of(rollout.rollout_id)
                 reward = weighted_rewards(posted, self._config.reward_weights).posted
                 found += [] if reward is None else [Rewarded(rollout, reward)]
             if cursor is None:
@@ -141,7 +141,7 @@ class TraceReader:
 
     async def _rows(self, rollout: Rollout, seen: Seen) -> tuple[Sample, ...]:
         try:
-            calls = await self._store.calls(rollout.rollout_id)
+            calls = await self._store.calls.of(rollout.rollout_id)
         except NotFound:  # deleted meanwhile
             return ()
         self._roll_call.look([calls])

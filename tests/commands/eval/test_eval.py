@@ -86,8 +86,8 @@ async def evaluating(
 ) -> AsyncIterator[Evaluating]:
     """With policy version 1 beside the base model, which is live."""
     async with running(directory, publish=publish, **more) as system:
-        async with system.ledger() as ledger:
-            assert await system.earlier_version(ledger, directory) == 1
+        async with system.store() as store:
+            assert await system.earlier_version(store, directory) == 1
         yield Evaluating(system, directory, [{"x": x} for x in range(tasks)])
 
 
@@ -185,8 +185,8 @@ async def test_what_cannot_answer_is_said_before_anything_starts(
 
 async def test_a_version_whose_files_were_pruned_is_refused(running: Running, tmp_path: Path) -> None:
     async with evaluating(running, tmp_path) as e:
-        async with e.system.ledger() as ledger:
-            await ledger.forget_files(1)
+        async with e.system.store() as store:
+            await store.versions.forget_files(1)
         code, _, err = await e.run("live,1")
         assert (code, "keep_versions" in err) == (1, True)
         assert await e.rollouts() == []
@@ -249,8 +249,8 @@ async def test_a_version_that_cannot_be_promoted_is_said_before_anything_starts(
 ) -> None:
     async with evaluating(running, tmp_path, "merged") as e:
         assert "no policy version 9" in (await e.run("live,9", "--promote"))[2]
-        async with e.system.ledger() as ledger:
-            await ledger.forget_files(1)
+        async with e.system.store() as store:
+            await store.versions.forget_files(1)
         assert "no files" in (await e.run("live,1", "--promote"))[2]
         assert await e.rollouts() == []
 

@@ -14,7 +14,8 @@ from traffic.server import config_of
 from lightning_proxy.commands.control import ControlClient
 from lightning_proxy.commands.run.backlog import Backlog, PolicyCollapsed
 from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.training import Collapse, Ledger
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.store.training import Collapse
 from support.in_process import proxy_of
 
 GROUP = 4
@@ -35,7 +36,7 @@ class Work:
     """A proxy without a model: what is opened, rewarded, trained on and published is done by hand."""
 
     api: Looks
-    ledger: Ledger
+    store: Store
     said: list[str] = field(default_factory=list)
 
     def backlog(self, limit: int = GROUP) -> Backlog:
@@ -52,14 +53,14 @@ class Work:
         return names
 
     async def step(self, names: list[str], dropped: list[str] | None = None) -> int:
-        step = await self.ledger.claim(tuple(names), 0, {"equal": dropped or []})
-        await self.ledger.trained(step, "checkpoint", {})
+        step = await self.store.steps.claim(tuple(names), 0, {"equal": dropped or []})
+        await self.store.steps.trained(step, "checkpoint", {})
         return step
 
     async def publish(self, step: int) -> None:
-        version = await self.ledger.new_version("merged", step, {})
-        await self.ledger.saved(version, "weights", "policy")
-        await self.ledger.set_live(version, step)
+        version = await self.store.versions.new("merged", step, {})
+        await self.store.versions.saved(version, "weights", "policy")
+        await self.store.versions.set_live(version, step)
 
     async def stays_shut(self, backlog: Backlog) -> None:
         """It has looked at what there is, twice, and goes on waiting."""
@@ -74,7 +75,7 @@ class Work:
 async def work(tmp_path: Path) -> AsyncIterator[Work]:
     config = config_of("http://127.0.0.1:9", tmp_path)
     async with proxy_of(config) as url, Looks(url) as api, opened(config.store) as database:
-        yield Work(api, Ledger(database))
+        yield Work(api, Store(database))
 
 
 async def test_a_group_waits_until_the_step_of_the_one_before_is_live(work: Work) -> None:
@@ -101,8 +102,8 @@ async def test_a_group_waits_while_another_runs(work: Work) -> None:
 
 async def test_a_step_that_was_skipped_is_not_waited_for(work: Work) -> None:
     backlog = work.backlog()
-    step = await work.ledger.claim(tuple(await work.group(backlog, "first")), 0)
-    await work.ledger.trained(step, None, {"skipped": 1.0})
+    step = await work.store.steps.claim(tuple(await work.group(backlog, "first")), 0)
+    await work.store.steps.trained(step, None, {"skipped": 1.0})
     assert await opens(backlog)
 
 
@@ -119,7 +120,7 @@ async def test_what_is_dropped_without_a_step_is_not_waited_for(work: Work) -> N
     backlog = work.backlog()
     names = await work.group(backlog, "first")
     await work.stays_shut(backlog)
-    await work.ledger.drop({"all rewards of the group are equal": names})
+    await work.store.steps.drop({"all rewards of the group are equal": names})
     assert await opens(backlog)
 
 
@@ -157,7 +158,7 @@ async def test_more_rollouts_than_a_page_are_all_counted(work: Work, monkeypatch
     backlog = work.backlog(3 * GROUP)
     groups = [await work.group(backlog, task) for task in ("first", "second", "third")]
     await work.stays_shut(backlog)
-    await work.ledger.drop({"equal": groups[0]})
+    await work.store.steps.drop({"equal": groups[0]})
     assert await opens(backlog)
 
 
@@ -170,9 +171,9 @@ async def test_a_group_larger_than_the_limit_is_opened_alone(work: Work) -> None
 
 async def test_a_collapse_ends_the_wait_and_says_why(work: Work) -> None:
     backlog = work.backlog()
-    step = await work.ledger.claim(tuple(await work.group(backlog, "first")), 0)
-    collapse = Collapse("reward", "fell by half", time.time(), (await work.ledger.live()).live_at, 0)
-    await work.ledger.trained(step, "checkpoint", {"collapse": asdict(collapse)})
+    step = await work.store.steps.claim(tuple(await work.group(backlog, "first")), 0)
+    collapse = Collapse("reward", "fell by half", time.time(), (await work.store.versions.live()).live_at, 0)
+    await work.store.steps.trained(step, "checkpoint", {"collapse": asdict(collapse)})
     with pytest.raises(PolicyCollapsed, match="fell by half"):
         await backlog.wait()
 

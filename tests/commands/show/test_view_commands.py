@@ -147,8 +147,8 @@ async def test_a_negative_reward_is_posted_and_a_wrong_one_refused(running: Runn
 
 
 async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.ledger() as ledger:
-        version = await system.earlier_version(ledger, tmp_path)
+    async with running(tmp_path) as system, system.store() as store:
+        version = await system.earlier_version(store, tmp_path)
         assert await system.lightning("policy", "promote", str(version)) == (0, "policy version 1 is live\n", "")
         _, out, _ = await system.lightning("policy", "list", "--json")
         assert [v["live"] for v in json.loads(out)["data"]] == [False, True]
@@ -160,11 +160,11 @@ async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tm
 
 
 async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.ledger() as ledger:
+    async with running(tmp_path) as system, system.store() as store:
         await system.chat("r1")
-        step = await ledger.claim(["r1"], 0)
+        step = await store.steps.claim(["r1"], 0)
         metrics = {"reward_mean": 0.5, "reward_std": 0.25, "reward_max": 1.0, "rollouts": 8.0, "step_s": 2.5}
-        await ledger.trained(step, None, metrics)
+        await store.steps.trained(step, None, metrics)
         code, out, _ = await system.lightning("status")
         assert code == 0
         assert all(word in out for word in ("ready", "version 0", "1 running", "0.5 ± 0.25", "training 2.5s"))
@@ -175,7 +175,7 @@ async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, 
         await system.lightning("reward", "r2", "1")
         assert json.loads((await system.lightning("status", "--json"))[1])["waiting"] == 1
         assert "of the newest" not in (await system.lightning("status"))[1]
-        await ledger.drop({"all rewards of the group are equal": ["r2"]})
+        await store.steps.drop({"all rewards of the group are equal": ["r2"]})
         _, out, _ = await system.lightning("status")
         assert "of the newest 200 rollouts: all rewards" in out
 
@@ -191,14 +191,14 @@ def test_what_the_trainer_waits_for_is_what_its_schedule_says() -> None:
 
 
 async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.ledger() as ledger:
+    async with running(tmp_path) as system, system.store() as store:
         for i in range(12):
             tasks = {
                 "t1": {"mean": 0.25, "std": 0.1, "rollouts": 4.0},
                 "t2": {"mean": 1.0, "std": 0.0, "rollouts": 4.0},
             }
-            step = await ledger.claim([], 0)
-            await ledger.trained(step, None, {**STEP, "reward_mean": i / 12, "reward_by_task": tasks})
+            step = await store.steps.claim([], 0)
+            await store.steps.trained(step, None, {**STEP, "reward_mean": i / 12, "reward_by_task": tasks})
         code, out, _ = await system.lightning("status")
         lines = out.splitlines()
         assert code == 0 and max(map(len, lines)) <= 80
@@ -255,13 +255,13 @@ def test_steps_are_told_in_colours_on_a_terminal_and_plainly_elsewhere(
 
 
 async def test_up_tells_each_step_of_the_trainer_once(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.ledger() as ledger:
+    async with running(tmp_path) as system, system.store() as store:
         console = Console(file=StringIO(), width=200)
         assert isinstance(console.file, StringIO)
-        await ledger.trained(await ledger.claim([], 0), None, STEP)  # before
+        await store.steps.trained(await store.steps.claim([], 0), None, STEP)  # before
         telling = asyncio.create_task(tell_steps(system.config.store, console))
         await asyncio.sleep(0.3)
-        await ledger.trained(await ledger.claim([], 0), None, {**STEP, "version": 1.0})
+        await store.steps.trained(await store.steps.claim([], 0), None, {**STEP, "version": 1.0})
         while "version 1" not in console.file.getvalue():
             await asyncio.sleep(0.05)
         telling.cancel()
@@ -273,14 +273,14 @@ async def test_up_tells_each_step_of_the_trainer_once(running: Running, tmp_path
 async def test_a_collapse_is_said_everywhere_until_a_version_is_made_live_by_hand(
     running: Running, tmp_path: Path
 ) -> None:
-    async with running(tmp_path) as system, system.ledger() as ledger:
+    async with running(tmp_path) as system, system.store() as store:
         console = Console(file=StringIO(), width=80)
         assert isinstance(console.file, StringIO)
         telling = asyncio.create_task(tell_steps(system.config.store, console))
         what = "the reward fell from 0.9 to 0.1 with policy version 1 (7.2 sigmas, 64 compared with 64)"
-        collapse = Collapse("reward", what, time.time(), (await ledger.live()).live_at, 0)
+        collapse = Collapse("reward", what, time.time(), (await store.versions.live()).live_at, 0)
         metrics = {**STEP, "warnings": {"reward": what}, "collapse": asdict(collapse)}
-        await ledger.trained(await ledger.claim([], 0), None, metrics)
+        await store.steps.trained(await store.steps.claim([], 0), None, metrics)
         assert (await system.call("GET", "/policy"))[1]["collapse"] == asdict(collapse)
         _, out, _ = await system.lightning("status")
         assert max(map(len, out.splitlines())) <= 80

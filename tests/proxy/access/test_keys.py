@@ -17,11 +17,11 @@ import openai
 import pytest
 
 from lightning_proxy.commands.run.programs import make_runner
-from lightning_proxy.proxy.access.limits import Limits
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import Conflict, NotFound
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import Keyring
+from lightning_proxy.proxy.types import Limits
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 NOTICED_S = 5.0  # it takes half a second; the machine may be busy
@@ -191,8 +191,8 @@ async def test_names_are_unique_among_the_keys_that_let_somebody_in(tmp_path: Pa
             await ring.revoke("ci")
         second, _ = await ring.create("ci", "agent", Limits(), recording=True)
         assert first != second
-        assert [key.live for key in await ring.keys()] == [False, True]
-        assert (await ring.purge(), len(await ring.keys())) == (1, 1)
+        assert [key.live for key in await ring.all()] == [False, True]
+        assert (await ring.purge(), len(await ring.all())) == (1, 1)
 
 
 async def test_commands_take_their_key_from_the_environment(

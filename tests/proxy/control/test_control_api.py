@@ -252,8 +252,8 @@ async def test_configured_keys_close_every_door_and_admins_hold_the_policy(runni
 
 
 async def test_merged_weights_are_promoted_rolled_back_and_named_on_calls(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.ledger() as ledger:
-        version = await system.earlier_version(ledger, tmp_path)
+    async with running(tmp_path) as system, system.store() as store:
+        version = await system.earlier_version(store, tmp_path)
         assert (await system.call("POST", "/policy/promote", {"version": version}))[1]["live"] is True
         _, answer = await system.chat("r1")
         assert answer["choices"][0]["message"]["content"] == "by base with v1"
@@ -265,9 +265,9 @@ async def test_merged_weights_are_promoted_rolled_back_and_named_on_calls(runnin
 
 
 async def test_rollouts_keep_the_adapter_they_began_with(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, publish="lora") as system, system.ledger() as ledger:
+    async with running(tmp_path, publish="lora") as system, system.store() as store:
         await system.chat("old")
-        version = await system.earlier_version(ledger, tmp_path)
+        version = await system.earlier_version(store, tmp_path)
         await system.call("POST", "/policy/promote", {"version": version})
         _, again = await system.chat("old")
         _, fresh = await system.chat("new")
@@ -279,8 +279,8 @@ async def test_rollouts_keep_the_adapter_they_began_with(running: Running, tmp_p
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
 async def test_a_restarted_vllm_serves_the_live_version_again(running: Running, tmp_path: Path, publish: str) -> None:
-    async with running(tmp_path, publish=publish) as system, system.ledger() as ledger:
-        version = await system.earlier_version(ledger, tmp_path)
+    async with running(tmp_path, publish=publish) as system, system.store() as store:
+        version = await system.earlier_version(store, tmp_path)
         await system.call("POST", "/policy/promote", {"version": version})
         system.vllm.restart()
         for _ in range(100):
@@ -330,8 +330,8 @@ async def test_the_openai_clients_own_retry_is_one_decision(running: Running, tm
 
 
 async def test_a_call_names_every_version_that_was_live_while_it_ran(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.ledger() as ledger:
-        versions = [await system.earlier_version(ledger, tmp_path) for _ in range(2)]
+    async with running(tmp_path) as system, system.store() as store:
+        versions = [await system.earlier_version(store, tmp_path) for _ in range(2)]
         system.vllm.delays = [1.0]
         call = asyncio.create_task(system.chat("r1"))
         await asyncio.sleep(0.2)
@@ -470,8 +470,8 @@ async def test_an_integer_may_be_written_with_a_point(running, tmp_path):
 
 
 async def test_a_version_whose_files_are_gone_is_not_promoted(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.ledger() as ledger:
-        version = await system.earlier_version(ledger, tmp_path)
+    async with running(tmp_path) as system, system.store() as store:
+        version = await system.earlier_version(store, tmp_path)
         (tmp_path / f"v{version}").rmdir()
         status, answer = await system.call("POST", "/policy/promote", {"version": version})
         assert status == 404 and "the files of policy version 1 are gone" in answer["error"]["message"]
@@ -482,8 +482,8 @@ async def test_a_version_whose_files_are_gone_is_not_promoted(running: Running, 
 
 
 async def test_an_adapter_that_vllm_refuses_is_not_promoted(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, publish="lora") as system, system.ledger() as ledger:
-        version = await system.earlier_version(ledger, tmp_path)
+    async with running(tmp_path, publish="lora") as system, system.store() as store:
+        version = await system.earlier_version(store, tmp_path)
         system.vllm.refuses = "/v1/load_lora_adapter"
         status, answer = await system.call("POST", "/policy/promote", {"version": version})
         assert status == 502 and "LoRA rank 64 is greater than max_lora_rank 16" in answer["error"]["message"]

@@ -21,7 +21,7 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.conversation.exact import Continuity
 from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 from lightning_proxy.proxy.upstreams.attempts import Upstreams
 from lightning_proxy.trainer.rows.samples import rollout_samples
@@ -119,7 +119,7 @@ class Proxy:
         """How many training rows the rollout makes."""
         database = await Database.open(StoreConfig(url=f"sqlite:///{self.store}"))
         try:
-            calls = await Store(database).calls(rollout)
+            calls = await Store(database).calls.of(rollout)
         finally:
             await database.close()
         assert all(call.trainable for call in calls)

@@ -21,9 +21,10 @@ from aiohttp import web
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.conversation.unnamed import Conversations, answered, asked
-from lightning_proxy.proxy.store import sql
 from lightning_proxy.proxy.store.database import Database, opened
 from lightning_proxy.proxy.store.retention import Keeper
+from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -117,7 +118,7 @@ class Remembered:
     """Conversations in a store, told of calls without any other record of them."""
 
     def __init__(self, database: Database) -> None:
-        self.database, self.conversations, self.calls = database, Conversations(database), 0
+        self.database, self.conversations, self.calls = database, Conversations(Store(database)), 0
 
     async def find(self, scope: str, request: dict[str, Any], *, is_retry: bool = False) -> str | None:
         return await self.conversations.find(scope, request, RolloutName(""), is_retry=is_retry)
@@ -137,7 +138,7 @@ class Remembered:
     async def _write(self, statements: Any) -> None:
         for statement, row in statements:
             rollout = row | {"task_id": None, "agent": None, "mode": "train", "pin": 0}
-            await self.database.commit([(sql.ROLLOUT_SEEN, [rollout]), (statement, [row])])
+            await self.database.commit([(ROLLOUT_SEEN, [rollout]), (statement, [row])])
 
 
 @pytest.fixture

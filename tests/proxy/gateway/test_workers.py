@@ -21,9 +21,9 @@ import yaml
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store import sql
 from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.rollouts import ROLLOUT_COUNTS
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
 from support.served import Client, Proxy, proxy_in_front
 
@@ -162,16 +162,16 @@ async def test_calls_after_a_deletion_by_another_worker_are_readable(tmp_path: P
         start = CallStart("c0", RolloutName("r"), "chat/completions", "m", 0, {"messages": messages}, 1.0)
         await recorder.start(start)
         await recorder.end(CallEnd("c0", "r", "ok", {}, 200, (1, 2), (Choice(0, (3,), (-0.5,)),)))
-        await Store(theirs).end_rollout("r", "failed", None)
-        await Store(theirs).delete_rollout("r")
+        await Store(theirs).rollouts.end("r", "failed", None)
+        await Store(theirs).rollouts.delete("r")
         messages = [*messages, {"role": "assistant", "content": "x"}, {"role": "user", "content": "second"}]
         others = [start._replace(call_id=f"o{i}", rollout=RolloutName(f"o{i}")) for i in range(3)]
         again = start._replace(call_id="c1", request={"messages": messages})
         await asyncio.gather(*(recorder.start(one) for one in (*others, again)))
         await recorder.end(CallEnd("c1", "r", "ok", {}, 200, (1, 2, 3, 4), (Choice(0, (5,), (-0.5,)),)))
-        (call,) = await Store(theirs).calls("r")
+        (call,) = await Store(theirs).calls.of("r")
         assert (call.request["messages"], call.prompt_token_ids) == (messages, (1, 2, 3, 4))
-        assert [len(await Store(theirs).calls(f"o{i}")) for i in range(3)] == [1, 1, 1]
+        assert [len(await Store(theirs).calls.of(f"o{i}")) for i in range(3)] == [1, 1, 1]
 
 
 async def test_an_answer_whose_rollout_was_deleted_meanwhile_reaches_the_agent(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ async def test_an_answer_whose_rollout_was_deleted_meanwhile_reaches_the_agent(t
         store = Store(database)
         async with Recorder(store, merged=False) as recorder:
             await recorder.start(CallStart("c", RolloutName("r"), "chat/completions", "m", 0, {"messages": []}, 1.0))
-            await store.end_rollout("r", "failed", None)
-            await store.delete_rollout("r")
+            await store.rollouts.end("r", "failed", None)
+            await store.rollouts.delete("r")
             await recorder.end(CallEnd("c", "r", "ok", {}, 200, tool_calls=(ToolCall("t", "f", "{}"),)))
-        assert Counter(row["mode"] for row in await database.all(sql.ROLLOUT_COUNTS) if row["rollouts"]) == {}
+        assert Counter(row["mode"] for row in await database.all(ROLLOUT_COUNTS) if row["rollouts"]) == {}

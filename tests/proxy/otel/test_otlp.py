@@ -30,8 +30,7 @@ from lightning_proxy.proxy.gateway.asgi import unpack
 from lightning_proxy.proxy.otel.otlp import read_spans
 from lightning_proxy.proxy.otel.spans_in import read_all
 from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -166,12 +165,9 @@ async def test_a_call_of_the_real_sdk_becomes_one_of_its_rollout(
 
 
 INSTRUMENTED_AGENT = """
-import sys
 import openai
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.genai.openai import OpenAIInstrumentor
-from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 provider = TracerProvider()
@@ -301,7 +297,7 @@ async def test_the_trainer_trains_on_no_token_of_what_was_only_told(running: Run
             await system.call("POST", "/reward", {"rollout_id": name, "reward": i})
         async with opened(system.config.store) as database:
             config = TrainerConfig(group_size=2, tasks_per_step=1)
-            batch = await Collector(config, Store(database), Ledger(database)).next_batch(0)
+            batch = await Collector(config, Store(database)).next_batch(0)
     assert batch is not None
     assert [sample.token_ids for sample in batch.samples] == [(1, 2, 3, 5, 6)] * 2
     assert [sample.mask for sample in batch.samples] == [(0, 0, 0, 1, 1)] * 2
@@ -377,8 +373,8 @@ async def test_what_is_sent_again_or_went_through_the_proxy_counts_once(running:
 async def test_a_call_whose_end_was_not_written_gets_it_when_it_is_sent_again(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await system.call("POST", "/otlp/v1/traces", by_hand(CHAT))
-        async with system.ledger() as ledger:
-            await ledger._db.commit([("UPDATE calls SET status = 'incomplete', response = NULL", [{}])])
+        async with system.store() as store:
+            await store.database.commit([("UPDATE calls SET status = 'incomplete', response = NULL", [{}])])
         assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT)))[0] == 200
         _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
     assert [(call["status"], call["response"]["id"]) for call in rollout["calls"]] == [("ok", "resp-1")]

@@ -68,8 +68,8 @@ async def answers(system: Any, rollouts: list[str] = ROLLOUTS) -> set[tuple[int,
 async def test_a_version_goes_live_on_every_replica(running: Any, tmp_path: Path, publish: str) -> None:
     async with replicated(running, tmp_path, publish) as (system, second, port), serving(second, port):
         await until(up(system, port))
-        async with system.ledger() as ledger:
-            version = await system.earlier_version(ledger, tmp_path)
+        async with system.store() as store:
+            version = await system.earlier_version(store, tmp_path)
         status, live = await system.call("POST", "/policy/promote", {"version": version})
         assert (status, live["version"]) == (200, version)
         served = f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
@@ -85,8 +85,8 @@ async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in
 ) -> None:
     async with replicated(running, tmp_path, publish) as (system, second, port):
         await until(down(system, port))
-        async with system.ledger() as ledger:
-            version = await system.earlier_version(ledger, tmp_path)
+        async with system.store() as store:
+            version = await system.earlier_version(store, tmp_path)
         assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
         served = f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
         assert await answers(system) == {(200, served)}
@@ -110,11 +110,11 @@ async def test_a_replica_that_only_the_publisher_did_not_reach_answers_with_no_o
     async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
         await until(up(system, port))
         assert len(await answers(system)) == 1
-        async with system.ledger() as ledger, operator_session() as session:
-            version = await system.earlier_version(ledger, tmp_path)
+        async with system.store() as store, operator_session() as session:
+            version = await system.earlier_version(store, tmp_path)
             alone = VllmFleet(session, system.config.upstreams[0].urls[:1])
-            swap = Swap(ledger, alone, "merged", system.config.policy.directory)
-            await swap.activate(await ledger.version(version))
+            swap = Swap(store, alone, "merged", system.config.policy.directory)
+            await swap.activate(await store.versions.get(version))
             assert second.weights == str(tmp_path)
             assert await answers(system) == {(200, f"by base with v{version}")}
             assert second.weights == system.vllm.weights
@@ -124,8 +124,8 @@ async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path
     async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
         await until(up(system, port))
         before = await answers(system)
-        async with system.ledger() as ledger:
-            version = await system.earlier_version(ledger, tmp_path)
+        async with system.store() as store:
+            version = await system.earlier_version(store, tmp_path)
         second.refuses = "/collective_rpc"
         status, answer = await system.call("POST", "/policy/promote", {"version": version})
         assert (status, "collective_rpc" in answer["error"]["message"]) == (502, True)

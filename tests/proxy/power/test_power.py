@@ -241,8 +241,8 @@ async def test_vllms_refusal_is_the_agents_answer(running: Running, tmp_path: Pa
 
 async def test_trained_weights_are_not_taken_for_the_base_model(running: Running, tmp_path: Path) -> None:
     async with powered_system(running, tmp_path, "merged") as system:
-        async with system.ledger() as ledger:
-            version = await system.earlier_version(ledger, tmp_path)
+        async with system.store() as store:
+            version = await system.earlier_version(store, tmp_path)
         assert (await ask(system)).choices[0].message.content.endswith("5")
         await system.call("POST", "/policy/promote", {"version": version})
         with pytest.raises(openai.NotFoundError, match=f"version {version} is in its place"):

@@ -18,8 +18,7 @@ from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
 from lightning_proxy.proxy.json_text import loads
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database, _connect_here, opened
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
 
 
@@ -60,7 +59,7 @@ async def test_a_conversation_is_stored_once_however_often_it_is_sent_again(
         unique += len(question) + len(answer) + 100 * 4 + 100 * 8
         messages = [*messages, {"role": "assistant", "content": answer}]
         prompt += sampled
-    calls = await Store(database).calls("r")
+    calls = await Store(database).calls.of("r")
     assert calls[-1].request["messages"] == messages[:-1]
     assert calls[-1].prompt_token_ids + calls[-1].response_token_ids == prompt
     (row,) = await database.all(
@@ -76,10 +75,10 @@ async def test_a_request_of_any_size_is_read_back_and_deleted_with_its_rollout(
     request = {"model": "m", "messages": [{"role": "user", "content": "ä" * length}]}
     await recorder.start(start("c", request))
     await recorder.end(end("c", (1, 2)))
-    (call,) = await Store(database).calls("r")
+    (call,) = await Store(database).calls.of("r")
     assert call.request == request
-    await Store(database).end_rollout("r", "completed", None)
-    await Store(database).delete_rollout("r")
+    await Store(database).rollouts.end("r", "completed", None)
+    await Store(database).rollouts.delete("r")
     for table in ("calls", "large_requests"):
         assert await database.all(f"SELECT * FROM {table}") == []
 
@@ -88,7 +87,7 @@ async def test_every_choice_is_read_back_with_its_own_tokens(database: Database,
     choices = (Choice(0, (7, 8), (-0.5, -0.25), "stop"), Choice(1, (9,), (-1.0,), "length"))
     await recorder.start(start("c", {"messages": [], "n": 2}))
     await recorder.end(end("c", (1, 2))._replace(choices=choices))
-    (call,) = await Store(database).calls("r")
+    (call,) = await Store(database).calls.of("r")
     assert call.choices == choices
     assert [choice["token_ids"] for choice in call_view(call)["choices"]] == [(7, 8), (9,)]
 
@@ -96,7 +95,7 @@ async def test_every_choice_is_read_back_with_its_own_tokens(database: Database,
 async def test_a_request_as_deep_as_it_may_be_is_read_back(database: Database, recorder: Recorder) -> None:
     text = '{"messages":' + "[" * 1023 + "]" * 1023 + "}"
     await recorder.start(start("c", loads(text))._replace(request_text=text))
-    (call,) = await Store(database).calls("r")
+    (call,) = await Store(database).calls.of("r")
     depth, inner = 0, call.request["messages"]
     while inner:
         depth, inner = depth + 1, inner[0]
@@ -107,7 +106,7 @@ async def test_a_call_that_never_became_a_record_is_not_counted(database: Databa
     await recorder.start(start("c", {"messages": []}))
     await recorder.end(end("c", (1,), (2,)))
     await recorder.end(end("unknown", (1,), (2,)))
-    assert (await Store(database).rollout("r")).calls == 1
+    assert (await Store(database).rollouts.get("r")).calls == 1
 
 
 async def test_branches_and_edited_histories_are_read_back_as_they_were(database: Database, recorder: Recorder) -> None:
@@ -116,7 +115,7 @@ async def test_branches_and_edited_histories_are_read_back_as_they_were(database
         request = {"messages": [{"role": "user", "content": text} for text in history], "temperature": i}
         await recorder.start(start(f"c{i}", request))
         await recorder.end(end(f"c{i}", tuple(map(ord, history)), (i,)))
-    calls = await Store(database).calls("r")
+    calls = await Store(database).calls.of("r")
     assert [[m["content"] for m in call.request["messages"]] for call in calls] == histories
     assert [call.request["temperature"] for call in calls] == list(range(len(histories)))
     assert [call.prompt_token_ids for call in calls] == [tuple(map(ord, history)) for history in histories]
@@ -132,7 +131,7 @@ async def test_a_tool_call_gets_its_result_from_the_request_that_brings_it(
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": []}]
     history += [{"role": "tool", "tool_call_id": "id-2", "content": "7"}]
     await recorder.start(start("c1", {"messages": history}))
-    (first, second) = await Store(database).calls("r")
+    (first, second) = await Store(database).calls.of("r")
     assert [(t.name, t.arguments, t.result) for t in first.tool_calls] == [
         ("add", '{"a": 1}', None),
         ("sub", "{}", "7"),
@@ -147,7 +146,7 @@ async def test_many_calls_at_once_are_all_there(database: Database, recorder: Re
 
     await asyncio.gather(*(call(i) for i in range(200)))
     for r in range(7):
-        calls = await Store(database).calls(f"r{r}")
+        calls = await Store(database).calls.of(f"r{r}")
         assert [c.seq for c in calls] == list(range(len(calls)))
         assert {c.call_id for c in calls} == {f"c{i}" for i in range(200) if i % 7 == r}
 
@@ -159,13 +158,13 @@ async def test_a_record_that_cannot_be_stored_fails_alone(database: Database, re
         *(recorder.start(start(name, {"messages": []})) for name in names), return_exceptions=True
     )
     assert [type(result) for result in results] == [type(None), StoreUnavailable, type(None)]
-    assert {c.call_id for c in await Store(database).calls("r")} == {"twice", "a", "b"}
+    assert {c.call_id for c in await Store(database).calls.of("r")} == {"twice", "a", "b"}
 
 
 async def test_lone_surrogates_and_huge_numbers_are_kept(database: Database, recorder: Recorder) -> None:
     request = {"messages": [{"role": "user", "content": "\ud800"}], "seed": 2**80}
     await recorder.start(start("c", request))
-    assert (await Store(database).calls("r"))[0].request == request
+    assert (await Store(database).calls.of("r"))[0].request == request
 
 
 async def test_names_and_ids_that_utf8_cannot_hold_do_not_keep_a_call_from_its_record(
@@ -176,7 +175,7 @@ async def test_names_and_ids_that_utf8_cannot_hold_do_not_keep_a_call_from_its_r
     await recorder.end(end("c0", tool_calls=(ToolCall(odd, odd, f'{{"a": "{odd}"}}'),), error=odd))
     told = {"messages": [{"role": "tool", "tool_call_id": odd, "content": odd}]}
     await asyncio.gather(recorder.start(start("c1", told)), recorder.start(start("c2", {}, "other")))
-    (first, second) = await Store(database).calls("r")
+    (first, second) = await Store(database).calls.of("r")
     assert (first.model, first.error, first.tool_calls[0].id, first.tool_calls[0].result) == ("a?", "a?", "a?", odd)
     assert second.request == told
 
@@ -194,7 +193,7 @@ async def test_a_repeated_id_brings_its_newest_result_to_the_newest_call(
     await recorder.end(end("b", tool_calls=tool))
     async with Recorder(Store(database), merged=False) as restarted:
         await restarted.start(start("c", told("A", "B")))
-    calls = await Store(database).calls("r")
+    calls = await Store(database).calls.of("r")
     assert [tool.result for call in calls for tool in call.tool_calls] == ["A", "B"]
 
 
@@ -209,7 +208,7 @@ async def test_a_retry_takes_the_place_of_what_failed(
         await recorder.start(start(f"c{i}", request))
         await recorder.end(end(f"c{i}")._replace(status=status))
     await recorder.start(start("retry", request)._replace(is_retry=True))
-    calls = await Store(database).calls("r")
+    calls = await Store(database).calls.of("r")
     assert [i for i, call in enumerate(calls) if call.superseded_by == "retry"] == [expected]
 
 
@@ -220,14 +219,14 @@ async def test_a_retry_after_another_request_takes_no_answered_calls_place(
         await recorder.start(start(f"c{i}", {"messages": [text]}))
         await recorder.end(end(f"c{i}"))
     await recorder.start(start("retry", {"messages": ["same"]})._replace(is_retry=True))
-    assert [call.superseded_by for call in await Store(database).calls("r")] == [None, None, None]
+    assert [call.superseded_by for call in await Store(database).calls.of("r")] == [None, None, None]
 
 
 async def test_once_an_evaluation_always_one(database: Database, recorder: Recorder) -> None:
     for i, mode in enumerate(("train", "eval", "train")):
         call = start(f"c{i}", {})
         await recorder.start(call._replace(rollout=call.rollout._replace(mode=mode)))
-    assert (await Store(database).rollout("r")).mode == "eval"
+    assert (await Store(database).rollouts.get("r")).mode == "eval"
 
 
 async def test_a_file_that_is_no_database_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
@@ -244,7 +243,7 @@ async def test_a_file_that_is_no_database_is_named_and_nothing_stays_open(tmp_pa
 
 async def test_an_unknown_rollout_is_not_found(database: Database) -> None:
     with pytest.raises(NotFound):
-        await Store(database).calls("nobody")
+        await Store(database).calls.of("nobody")
 
 
 async def test_two_processes_may_open_a_new_store_at_once(tmp_path: Path) -> None:
@@ -299,7 +298,7 @@ async def test_a_store_of_before_knows_which_rollouts_other_models_answered(tmp_
             )
     old.close()
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
-        assert {group.task_id for group in await Ledger(database).groups()} == {"own", "both", "silent"}
+        assert {group.task_id for group in await Store(database).waiting.groups()} == {"own", "both", "silent"}
 
 
 async def test_a_store_of_before_requests_were_apart_is_read_as_ever(tmp_path: Path) -> None:
@@ -316,5 +315,5 @@ async def test_a_store_of_before_requests_were_apart_is_read_as_ever(tmp_path: P
     )
     old.close()
     async with opened(StoreConfig(url=f"sqlite:///{path}")) as database:
-        calls = await Store(database).calls("r")
+        calls = await Store(database).calls.of("r")
     assert [call.request for call in calls] == [{"model": "m", "messages": [1]}, {"model": "m", "messages": [1, 2]}]

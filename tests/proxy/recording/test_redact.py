@@ -22,7 +22,7 @@ from lightning_proxy.proxy.recording.redact import MASK, Redactor
 from lightning_proxy.proxy.recording.redacting import RedactingRecorder
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import new_key
-from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 from support.fuzzing import examples
 

@@ -14,7 +14,7 @@ from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.retention import read_pages
-from lightning_proxy.proxy.store.rollouts import Store
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 
 TURNS = 50
@@ -98,7 +98,7 @@ async def test_fifty_turns_take_at_most_twice_what_is_new_in_them(tmp_path: Path
             }
             prompt = prompt + sampled + tuple(range(turn, turn + 120))
         stored = (await read_pages(database)).used - before
-        calls = await Store(database).calls("r")
+        calls = await Store(database).calls.of("r")
     assert calls[-1].request[dialect.history] == request[dialect.history][: len(calls[-1].request[dialect.history])]
     assert [len(call.tool_calls) for call in calls] == [1] * TURNS
     assert calls[-2].tool_calls[0].result is not None

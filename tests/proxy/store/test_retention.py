@@ -18,11 +18,17 @@ from lightning_proxy.proxy.config.server import RetentionConfig, StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store import sql
 from lightning_proxy.proxy.store.database import Database, opened
-from lightning_proxy.proxy.store.retention import DAY, Keeper, give_back, keeping, read_pages
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.retention import (
+    DAY,
+    ROLLOUT_FORGET,
+    ROLLOUTS_OVER,
+    Keeper,
+    give_back,
+    keeping,
+    read_pages,
+)
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
 
 NOW = time.time()
@@ -33,7 +39,7 @@ class Recorded:
 
     def __init__(self, database: Database, recorder: Recorder) -> None:
         self.database, self.recorder = database, recorder
-        self.store, self.ledger = Store(database), Ledger(database)
+        self.store = Store(database)
         self.deleted: list[tuple[str, str]] = []
         self.trainer = TrainerConfig()
 
@@ -50,9 +56,9 @@ class Recorded:
         if answered:
             await self.recorder.end(CallEnd(f"{name}-0", name, "ok", {"id": "x"}, 200))
         if ended is not None and reward is None:
-            await self.store.end_rollout(name, "failed", None)
+            await self.store.rollouts.end(name, "failed", None)
         elif ended is not None:
-            await self.store.post_rewards([Reward(name, reward or 0.0, final=True)], None, b"")
+            await self.store.rewards.post([Reward(name, reward or 0.0, final=True)], None, b"")
         async with self.database.transaction() as db:
             at = None if ended is None else NOW - ended * DAY
             row = {"id": name, "ended": at, "asked": start}
@@ -63,7 +69,7 @@ class Recorded:
         store = StoreConfig(retention=RetentionConfig(**retention))
         config = Config(store=store, trainer=self.trainer)
         await Keeper(self.database, config, lambda *what: self.deleted.append(what)).tidy()
-        return {rollout.rollout_id for rollout in (await self.store.rollouts({}, 1000))[0]}
+        return {rollout.rollout_id for rollout in (await self.store.rollouts.page({}, 1000))[0]}
 
 
 @pytest.fixture
@@ -84,7 +90,7 @@ async def test_old_rollouts_go_with_all_that_was_recorded_of_them(recorded: Reco
     assert await recorded.tidy(max_age_days=7) == {"new"}
     assert recorded.deleted == [("old", "age")]
     assert [await rows(recorded.database, table) for table in ("calls", "rewards")] == [1, 1]
-    assert await recorded.store.rollout_counts() == {("train", "running"): 0, ("train", "completed"): 1}
+    assert await recorded.store.rollouts.counts() == {("train", "running"): 0, ("train", "completed"): 1}
 
 
 async def test_without_limits_nothing_is_deleted(recorded: Recorded) -> None:
@@ -117,11 +123,11 @@ async def test_a_clock_that_was_wrong_for_a_while_does_not_end_the_retention(
 async def test_a_step_that_is_being_trained_or_published_keeps_its_rollouts(recorded: Recorded) -> None:
     for name in ("first", "second", "third"):
         await recorded.rollout(name, ended=8, reward=1.0)
-    await recorded.ledger.trained(await recorded.ledger.claim(["first"], 0), None, {"reward_mean": 1.0})
-    await recorded.ledger.claim(["second"], 0)
-    await recorded.ledger.trained(await recorded.ledger.claim(["third"], 0), None, {})
+    await recorded.store.steps.trained(await recorded.store.steps.claim(["first"], 0), None, {"reward_mean": 1.0})
+    await recorded.store.steps.claim(["second"], 0)
+    await recorded.store.steps.trained(await recorded.store.steps.claim(["third"], 0), None, {})
     assert await recorded.tidy(max_age_days=7) == {"second", "third"}
-    assert [step.metrics for step in await recorded.ledger.steps()] == [{"reward_mean": 1.0}, {}]
+    assert [step.metrics for step in await recorded.store.steps.all()] == [{"reward_mean": 1.0}, {}]
 
 
 async def test_by_size_the_oldest_go_and_those_that_wait_for_the_trainer_last(recorded: Recorded) -> None:
@@ -143,7 +149,7 @@ async def test_failed_rollouts_that_count_wait_for_the_trainer_too(
     await recorded.rollout("failed", ended=0.1, size=2**19)
     await recorded.rollout("trained", ended=0.1, size=2**19, reward=1.0)
     for rollouts in (["trained"], []):  # those of the last step stay
-        await recorded.ledger.trained(await recorded.ledger.claim(rollouts, 0), None, {})
+        await recorded.store.steps.trained(await recorded.store.steps.claim(rollouts, 0), None, {})
     assert await recorded.tidy(max_gib=0.9 / 1024) == {"failed" if waits else "trained"}
 
 
@@ -173,10 +179,10 @@ async def test_a_freed_file_shrinks_on_disk_while_it_is_written(recorded: Record
 
 async def test_answers_to_repeated_posts_are_forgotten_after_a_week(recorded: Recorded) -> None:
     await recorded.rollout("r", ended=None)
-    await recorded.store.post_rewards([Reward("r", 1.0)], "old", b"a")
+    await recorded.store.rewards.post([Reward("r", 1.0)], "old", b"a")
     async with recorded.database.transaction() as db:
         await db.execute("UPDATE idempotency SET created_at = created_at - 8 * 86400")
-    await recorded.store.post_rewards([Reward("r", 1.0)], "new", b"a")
+    await recorded.store.rewards.post([Reward("r", 1.0)], "new", b"a")
     await recorded.tidy()
     assert [row["key"] for row in await recorded.database.all("SELECT key FROM idempotency")] == ["new"]
 
@@ -200,7 +206,7 @@ async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: 
     for i in range(20):
         await recorded.rollout(f"r{i}", ended=0, size=2**18)
     for i in range(20):
-        await recorded.store.delete_rollout(f"r{i}")
+        await recorded.store.rollouts.delete(f"r{i}")
     with keeping(recorded.database.path):  # as the proxy does
         before, after = await shorten(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     assert before.bytes > 5 * 2**20
@@ -241,7 +247,7 @@ async def test_a_log_that_a_reader_made_long_is_written_anew_once_it_is_gone(
 
 
 async def test_looking_for_what_is_over_uses_indexes(recorded: Recorded) -> None:
-    for statement in (sql.ROLLOUTS_OVER, sql.ROLLOUT_FORGET):
+    for statement in (ROLLOUTS_OVER, ROLLOUT_FORGET):
         params: dict[str, Any] = dict.fromkeys(("after", "limit", "before", "quiet", "n", "failed", "lone"))
         steps = [row["detail"] for row in await recorded.database.all(f"EXPLAIN QUERY PLAN {statement}", params)]
         assert not [step for step in steps if step.startswith("SCAN") and "steps_claimed" not in step], steps

@@ -14,8 +14,7 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallStart, Reward, RolloutName
 from lightning_proxy.trainer.collapse.monitor import Monitor
 from lightning_proxy.trainer.judge.judge import JUDGE
@@ -24,14 +23,14 @@ from lightning_proxy.trainer.judge.judge import JUDGE
 class Run:
     """A store with steps, versions and rewarded rollouts; `monitor()` is a trainer's as it is after a start."""
 
-    def __init__(self, store: Store, ledger: Ledger, directory: Path) -> None:
-        self.store, self.ledger = store, ledger
+    def __init__(self, store: Store, directory: Path) -> None:
+        self.store = store
         self._directory = directory
         self.ahead = 60.0
         self._ids = itertools.count()
 
     def monitor(self, **config: Any) -> Monitor:
-        return Monitor(TrainerConfig.model_validate({"collapse": config}), self.ledger, self.clock)
+        return Monitor(TrainerConfig.model_validate({"collapse": config}), self.store, self.clock)
 
     def clock(self) -> float:
         """Later than it is: whatever was opened has had its time."""
@@ -39,22 +38,22 @@ class Run:
 
     async def step(self, **metrics: Any) -> int:
         """A step from the live version, published; returns its version."""
-        step = await self.ledger.claim([], (await self.ledger.live()).version)
-        await self.ledger.trained(step, None, {"skipped": 0.0, **metrics})
-        version = await self.ledger.new_version("merged", step, {})
-        await self.ledger.saved(version, str(self._directory / f"v{version}"), "base")
-        await self.ledger.set_live(version, step, verified=True)
+        step = await self.store.steps.claim([], (await self.store.versions.live()).version)
+        await self.store.steps.trained(step, None, {"skipped": 0.0, **metrics})
+        version = await self.store.versions.new("merged", step, {})
+        await self.store.versions.saved(version, str(self._directory / f"v{version}"), "base")
+        await self.store.versions.set_live(version, step, verified=True)
         return version
 
     async def committed(self, **metrics: Any) -> None:
         """A step from the live version whose trainer was killed before it was published."""
-        step = await self.ledger.claim([], (await self.ledger.live()).version)
-        await self.ledger.trained(step, None, {"skipped": 0.0, **metrics})
+        step = await self.store.steps.claim([], (await self.store.versions.live()).version)
+        await self.store.steps.trained(step, None, {"skipped": 0.0, **metrics})
 
     async def skipped(self) -> None:
         """A step that changed nothing."""
-        step = await self.ledger.claim([], (await self.ledger.live()).version)
-        await self.ledger.trained(step, None, {"skipped": 1.0})
+        step = await self.store.steps.claim([], (await self.store.versions.live()).version)
+        await self.store.steps.trained(step, None, {"skipped": 1.0})
 
     async def rollouts(
         self,
@@ -73,18 +72,18 @@ class Run:
                     CallStart(rollout_id, name, "chat/completions", "policy", version, {}, time.time())
                 )
                 if status is None:
-                    await self.store.post_rewards([Reward(rollout_id, reward, rollout_id)], None, b"")
+                    await self.store.rewards.post([Reward(rollout_id, reward, rollout_id)], None, b"")
                     if judged is not None:
                         score = Reward(rollout_id, judged, rollout_id, name=JUDGE, final=False)
-                        await self.store.post_rewards([score], None, b"")
+                        await self.store.rewards.post([score], None, b"")
                 else:
-                    await self.store.end_rollout(rollout_id, status, None)  # type: ignore[arg-type]
+                    await self.store.rollouts.end(rollout_id, status, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 async def run(tmp_path: Path) -> AsyncIterator[Run]:
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
-        yield Run(Store(database), Ledger(database), tmp_path)
+        yield Run(Store(database), tmp_path)
 
 
 async def test_before_the_first_step_there_is_nothing_to_find(run: Run) -> None:
@@ -110,7 +109,7 @@ async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(
     assert found is not None and (found.sign, found.go_back_to) == ("reward", 0)
     assert found.story.startswith("the reward fell from 0.75 to 0 with policy version 1 (5.8 sigmas")
     assert "`lightning-proxy policy promote 0`" in found.story
-    assert await run.monitor().look() == found == await run.ledger.collapse()
+    assert await run.monitor().look() == found == await run.store.steps.collapse()
 
 
 async def test_a_step_that_is_not_published_yet_hides_nothing(run: Run) -> None:
@@ -131,7 +130,7 @@ async def test_a_step_that_was_overtaken_by_hand_is_not_of_the_line_of_what_is_l
     await run.rollouts(1, 1, 1, 1, 1)
     await run.step()
     await run.committed()
-    await run.ledger.set_live(0)
+    await run.store.versions.set_live(0)
     await run.rollouts(0, 0, 0, 0, 0)
     assert await run.monitor().look() is None
 
@@ -147,8 +146,8 @@ async def test_a_version_made_live_by_hand_lets_training_go_on(run: Run, version
     assert 1 in await monitor.keep()
     found = await monitor.look()
     assert found is not None and found.go_back_to == 1
-    await run.ledger.set_live(version)  # 2: it is meant to be so
-    assert await monitor.look() is None and await run.ledger.collapse() is None
+    await run.store.versions.set_live(version)  # 2: it is meant to be so
+    assert await monitor.look() is None and await run.store.steps.collapse() is None
     await run.rollouts(version, 0, 0, 0, 0)
     assert await monitor.look() is None, "what was before does not count any more"
     assert await run.step() == 3
@@ -163,7 +162,7 @@ async def test_a_collapse_after_going_back_is_found_again(run: Run) -> None:
     await run.rollouts(1, 0, 0, 0, 0)
     monitor = run.monitor()
     assert await monitor.look() is not None
-    await run.ledger.set_live(0)
+    await run.store.versions.set_live(0)
     assert await monitor.look() is None
     assert await run.step() == 2
     await run.rollouts(2, 0, 0, 0, 0)
@@ -179,7 +178,7 @@ async def test_a_smaller_drop_is_said_once_and_kept_with_the_step(run: Run, capl
     assert await monitor.look() is None
     await run.rollouts(1, 0)
     assert await monitor.look() is None
-    last = await run.ledger.last_step()
+    last = await run.store.steps.last()
     assert last is not None and "collapse" not in last.metrics
     assert last.metrics["warnings"]["reward"].startswith("the reward fell from 0.5 to 0.25 with policy version 1")
     assert caplog.text.count("may be collapsing") == 1
@@ -191,7 +190,7 @@ async def test_what_is_done_is_configured(run: Run, action: str, stops: bool) ->
     await run.step()
     await run.rollouts(1, 0, 0, 0, 0)
     assert (await run.monitor(action=action).look() is not None) is stops
-    last = await run.ledger.last_step()
+    last = await run.store.steps.last()
     assert last is not None and ("warnings" in last.metrics) is (action != "off")
 
 
@@ -202,7 +201,7 @@ async def test_promoting_the_live_version_lets_training_go_on_where_the_last_ste
     await run.skipped()
     monitor = run.monitor()
     assert await monitor.look() is not None
-    await run.ledger.set_live(1)
+    await run.store.versions.set_live(1)
     assert await monitor.look() is None
 
 
@@ -211,7 +210,7 @@ async def test_a_judges_scores_of_what_was_trained_on_do_not_set_versions_apart(
     await run.step()
     await run.rollouts(1, 1, 1, 0, 0)
     config = TrainerConfig.model_validate({"credit": "judge", "judge": {"model": "x/y"}})
-    assert await Monitor(config, run.ledger, run.clock).look() is None
+    assert await Monitor(config, run.store, run.clock).look() is None
 
 
 async def test_evaluations_do_not_count_and_failed_rollouts_as_the_trainer_counts_them(run: Run) -> None:
@@ -221,7 +220,7 @@ async def test_evaluations_do_not_count_and_failed_rollouts_as_the_trainer_count
     await run.rollouts(1, 0, 0, 0, 0, status="failed")
     assert await run.monitor().look() is None
     config = TrainerConfig.model_validate({"failed_rollouts": "zero"})
-    assert await Monitor(config, run.ledger, run.clock).look() is not None
+    assert await Monitor(config, run.store, run.clock).look() is not None
 
 
 async def test_rollouts_that_fail_sooner_than_others_succeed_are_waited_for(run: Run) -> None:
@@ -239,10 +238,10 @@ async def test_a_step_out_of_bounds_stops_after_some_in_a_row_and_goes_back_to_b
     monitor, bad = run.monitor(), {"kl": 2.0, "skipped": 0.0}
     for kl in (0.1, 0.1):
         metrics = {"kl": kl, "skipped": 0.0}
-        assert await monitor.of_step((await run.ledger.live()).version, metrics) == {}
+        assert await monitor.of_step((await run.store.versions.live()).version, metrics) == {}
         await run.step(**metrics)
     for _ in range(2):
-        said = await monitor.of_step((await run.ledger.live()).version, bad)
+        said = await monitor.of_step((await run.store.versions.live()).version, bad)
         assert list(said) == ["warnings"] and 1 in await monitor.keep(), "version 2 is the first out of bounds"
         await run.step(**bad, **said)
     said = await run.monitor().of_step(4, bad)
@@ -253,7 +252,7 @@ async def test_a_step_out_of_bounds_stops_after_some_in_a_row_and_goes_back_to_b
 async def test_a_version_whose_files_are_gone_is_nothing_to_go_back_to(run: Run) -> None:
     for _ in range(2):
         await run.step(kl=0.1)
-    await run.ledger.forget_files(1)
+    await run.store.versions.forget_files(1)
     monitor = run.monitor(steps=1)
     said = await monitor.of_step(2, {"kl": 2.0, "skipped": 0.0})
     assert said["collapse"]["go_back_to"] == 0
@@ -272,7 +271,7 @@ async def test_a_reward_that_falls_little_by_little_is_gone_back_from_while_few_
         if version:
             await run.step()
             for old in {*range(1, version - 2)} - await monitor.keep():
-                await run.ledger.forget_files(old)
+                await run.store.versions.forget_files(old)
         await run.rollouts(version, *[1.0] * right, *[0.0] * (8 - right))
         found = found or await monitor.look()
     assert found is not None and "with policy version 7" in found.what and found.go_back_to == 5
@@ -282,7 +281,7 @@ async def test_where_all_from_before_are_gone_the_oldest_since_is_gone_back_to(r
     for kl in (0.1, 0.1, 0.1, 2.0, 2.0):  # from version 3 on
         await run.step(kl=kl)
     for gone in (1, 2, 3):
-        await run.ledger.forget_files(gone)
+        await run.store.versions.forget_files(gone)
     said = await run.monitor().of_step(5, {"kl": 2.0, "skipped": 0.0})
     assert said["collapse"]["go_back_to"] == 4
 
@@ -310,7 +309,7 @@ async def test_the_first_steps_are_those_of_rl_that_changed_something(run: Run) 
 async def test_clipped_sequences_are_no_sign(run: Run, level: str, watched: bool) -> None:
     await run.step()
     config = TrainerConfig.model_validate({"loss_type": "grpo", "importance_level": level})
-    said = await Monitor(config, run.ledger).of_step(1, {"clip_share": 0.6, "skipped": 0.0})
+    said = await Monitor(config, run.store).of_step(1, {"clip_share": 0.6, "skipped": 0.0})
     assert ("warnings" in said) is watched
 
 
@@ -318,5 +317,5 @@ async def test_a_skipped_step_and_one_that_was_overtaken_by_hand_say_nothing(run
     await run.step(kl=0.1)
     monitor = run.monitor(steps=1)
     assert await monitor.of_step(1, {"kl": 2.0, "skipped": 1.0}) == {}
-    await run.ledger.set_live(0)
+    await run.store.versions.set_live(0)
     assert await monitor.of_step(1, {"kl": 2.0, "skipped": 0.0}) == {}

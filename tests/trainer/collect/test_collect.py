@@ -22,8 +22,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.control.views import message_of
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.judge.judge import JudgeError, read_score
@@ -37,7 +36,7 @@ class Traffic:
     """Records rollouts in a store, and collects what a step would take."""
 
     def __init__(self, database: Database) -> None:
-        self.store, self.ledger = Store(database), Ledger(database)
+        self.store = Store(database)
 
     async def rollout(
         self,
@@ -70,19 +69,19 @@ class Traffic:
         if final is not None:
             await self.post(Reward(name, final, name=reward_name))
         if status is not None or final is None:
-            await self.store.end_rollout(name, status or "completed", None)  # type: ignore[arg-type]
+            await self.store.rollouts.end(name, status or "completed", None)  # type: ignore[arg-type]
         return name
 
     async def post(self, reward: Reward) -> None:
-        await self.store.post_rewards([reward], None, b"")
+        await self.store.rewards.post([reward], None, b"")
 
     async def batch(self, **changed: Any) -> Batch | None:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
-        collector = Collector(TrainerConfig.model_validate(settings), self.store, self.ledger)
+        collector = Collector(TrainerConfig.model_validate(settings), self.store)
         return await collector.next_batch(0, fewer=True)
 
     async def dropped(self, *names: str) -> list[str | None]:
-        return [(await self.store.rollout(name)).dropped for name in names]
+        return [(await self.store.rollouts.get(name)).dropped for name in names]
 
 
 @pytest.fixture
@@ -127,14 +126,14 @@ async def test_how_long_other_models_rollouts_have_waited_makes_no_group_ready(t
     await asyncio.sleep(0.02)
     before = time.time()
     await traffic.rollout("own", "t", 0.0)
-    (group,) = await traffic.ledger.groups()
+    (group,) = await traffic.store.waiting.groups()
     assert (group.completed, group.ended, group.oldest >= before) == (1, 1, True)
 
 
 async def test_tasks_that_other_models_alone_worked_on_are_offered_to_no_step(traffic: Traffic) -> None:
     teachers = [await traffic.rollout(f"taught {i}", task, 1.0, version=None) for i, task in enumerate(("t", None))]
     own = [await traffic.rollout(f"own {i}", "u", float(i)) for i in range(2)]
-    assert await traffic.ledger.waiting(lone=True) == 2
+    assert await traffic.store.waiting.count(lone=True) == 2
     batch = await traffic.batch(group_timeout_s=1e-9, tasks_per_step=3, lone_rollouts="running")
     assert batch is not None and sorted(batch.rollout_ids) == own
     assert (batch.metrics["groups"], batch.metrics["groups_incomplete"]) == (1, 0)
@@ -207,7 +206,7 @@ async def test_looking_for_rewards_of_other_names_writes_nothing_where_there_are
     await traffic.rollout("a", "t", None)
     with closing(sqlite3.connect(tmp_path / "store.db")) as other:
         before = other.execute("PRAGMA data_version").fetchone()
-        await traffic.ledger.rewarded_as(["style"])
+        await traffic.store.waiting.rewarded_as(["style"])
         assert other.execute("PRAGMA data_version").fetchone() == before
 
 
@@ -263,11 +262,11 @@ async def test_a_step_that_was_not_finished_gives_back_what_it_dropped_too(traff
         await traffic.rollout(f"equal{i}", "u", 1.0)
     first = await traffic.batch(tasks_per_step=2)
     assert None not in await traffic.dropped("equal0", "equal1")
-    assert await traffic.ledger.release_unfinished() == [1]
+    assert await traffic.store.steps.release_unfinished() == [1]
     assert await traffic.dropped("equal0", "equal1") == [None, None]
     assert await traffic.batch(tasks_per_step=2) == first
-    await traffic.ledger.trained(1, None, {})
-    assert await traffic.ledger.release_unfinished() == []
+    await traffic.store.steps.trained(1, None, {})
+    assert await traffic.store.steps.release_unfinished() == []
     assert None not in await traffic.dropped("equal0", "equal1")
 
 
@@ -320,7 +319,7 @@ def test_a_strategy_that_cannot_be_is_refused(text: Any) -> None:
 
 async def test_rollouts_that_called_no_model_teach_nothing_whatever_their_rewards(traffic: Traffic) -> None:
     for name, value in (("a", 0.0), ("b", 1.0)):
-        await traffic.store.open_rollouts([(RolloutName(name, "t"), f"hash of {name}")], {})
+        await traffic.store.rollouts.open([(RolloutName(name, "t"), f"hash of {name}")], {})
         await traffic.post(Reward(name, value))
     assert await traffic.batch() is None
     assert set(await traffic.dropped("a", "b")) == {"no trainable calls"}
@@ -439,7 +438,7 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
         assert advantages(batch) == pytest.approx({"a-0": 0.3, "a-1": 0.15, "b-0": -0.3, "b-1": -0.15})
         assert len(scorer.asked) == 4
         assert "step 1 of a" in scorer.asked[0] and "The number for step" in scorer.asked[0]
-        stored = [r for r in await traffic.store.rewards("a") if r.name == "judge"]
+        stored = [r for r in await traffic.store.rewards.of("a") if r.name == "judge"]
         assert {(r.call_id, r.value, r.source, r.comment) for r in stored} == {
             ("a-0", 0.8, "openai/m", "I say 8."), ("a-1", 0.8, "openai/m", "I say 8."),
         }  # fmt: skip
@@ -456,7 +455,7 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
         # Scores 0.5, undecided, or 0.2: returns [1.5, 1.25] and [1.2, 1.1].
         found = advantages(await traffic.batch(**settings))
         assert found == pytest.approx({"long-0": 0.15, "long-1": 0.075, "d-0": -0.15, "d-1": -0.075})
-        told = [r.comment for r in await traffic.store.rewards("long") if r.name == "judge"]
+        told = [r.comment for r in await traffic.store.rewards.of("long") if r.name == "judge"]
         assert len(told) == 2 and all(str(t).startswith("no score: ") and "context length" in str(t) for t in told)
     finally:
         await runner.cleanup()

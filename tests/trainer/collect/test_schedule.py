@@ -15,8 +15,7 @@ from lightning_proxy.proxy.config.trainer import ScheduleConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.collect.schedule import Facts, OthersLoad, Schedule, continuous, idle, rollouts, times
@@ -100,9 +99,9 @@ class Traffic:
     """A store with what agents do to it, and the schedule that looks at it."""
 
     def __init__(self, database: Any, **schedule: Any) -> None:
-        self.store, self.ledger = Store(database), Ledger(database)
+        self.store = Store(database)
         config = TrainerConfig.model_validate({"schedule": schedule})
-        self.schedule = Schedule(config.schedule, Collector(config, self.store, self.ledger), self.ledger)
+        self.schedule = Schedule(config.schedule, Collector(config, self.store), self.store)
 
     async def begin(self, recorder: Recorder, name: str, started: float) -> None:
         request = {"messages": [{"role": "user", "content": name}]}
@@ -122,13 +121,13 @@ async def test_rollouts_are_counted_until_a_step_takes_them(tmp_path: Path) -> N
                 await traffic.begin(recorder, name, time.time())
                 await traffic.end(recorder, name)
                 if reward is not None:
-                    await traffic.store.post_rewards([Reward(name, reward)], None, b"")
+                    await traffic.store.rewards.post([Reward(name, reward)], None, b"")
                 if name == "r2":
                     break
         assert await traffic.schedule.waits_for() is None
-        await traffic.ledger.claim(["r1"], 0)
+        await traffic.store.steps.claim(["r1"], 0)
         assert await traffic.schedule.waits_for() is None, "r2 waited when the round began"
-        await traffic.ledger.claim(["r2"], 0)
+        await traffic.store.steps.claim(["r2"], 0)
         assert await traffic.schedule.waits_for() == "2 complete rollouts, 0 so far"
         assert traffic.schedule.round is None
 

@@ -16,8 +16,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.credit.agents import Agents
@@ -105,7 +104,7 @@ class Traffic:
     """Records rollouts of several agents in a store, and collects what a step would take."""
 
     def __init__(self, database: Database) -> None:
-        self.store, self.ledger = Store(database), Ledger(database)
+        self.store = Store(database)
 
     async def rollout(
         self,
@@ -124,12 +123,12 @@ class Traffic:
                 await recorder.start(start)
                 choice = Choice(0, (8, 9), (-1.0, -1.0), "stop")
                 await recorder.end(CallEnd(f"{name}-{i}", name, "ok", {}, 200, prompt, (choice,)))
-        await self.store.post_rewards([Reward(name, final)], None, b"")
+        await self.store.rewards.post([Reward(name, final)], None, b"")
 
     async def batch(self, live: int = 0, adapters: Any = None, **changed: Any) -> Batch | None:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
         policy = PolicyConfig(adapters=adapters or {})
-        collector = Collector(TrainerConfig.model_validate(settings), self.store, self.ledger, policy=policy)
+        collector = Collector(TrainerConfig.model_validate(settings), self.store, policy=policy)
         return await collector.next_batch(live)
 
 
@@ -169,7 +168,7 @@ async def test_rollouts_without_a_trained_agent_are_dropped_and_a_wrong_name_is_
         await traffic.rollout(name, final, [("planner", (0, 1)), (None, (0, 2))])
     with caplog.at_level(logging.WARNING):
         assert await traffic.batch(agents=["planer"]) is None
-    assert (await traffic.store.rollout("a")).dropped == "trainer.agents names none of its agents"
+    assert (await traffic.store.rollouts.get("a")).dropped == "trainer.agents names none of its agents"
     assert "trainer.agents: no call of planer so far" in caplog.text
     assert "the agents of the rollouts are: no name (calls without X-Agent-Name), planner" in caplog.text
 
@@ -204,7 +203,7 @@ async def test_a_group_in_which_no_agent_has_a_sibling_is_dropped_for_that(traff
     await traffic.rollout("a", 1.0, [("planner", (0, 1))])
     await traffic.rollout("b", 0.0, [("writer", (0, 1))])
     assert await traffic.batch(agents=["planner", "writer"]) is None
-    assert (await traffic.store.rollout("a")).dropped == "no siblings with calls of the same agent"
+    assert (await traffic.store.rollouts.get("a")).dropped == "no siblings with calls of the same agent"
 
 
 async def ask(system: Any, agent: str, model: str) -> str:
@@ -217,8 +216,8 @@ async def ask(system: Any, agent: str, model: str) -> str:
 async def test_with_adapters_an_agent_that_asks_for_the_base_model_leaves_the_policy_to_the_others(
     running: Any, tmp_path: Path
 ) -> None:
-    async with running(tmp_path, publish="lora") as system, system.ledger() as ledger:
-        version = await system.earlier_version(ledger, tmp_path)
+    async with running(tmp_path, publish="lora") as system, system.store() as store:
+        version = await system.earlier_version(store, tmp_path)
         await system.call("POST", "/policy/promote", {"version": version})
         assert await ask(system, "executor", "base") == f"by base with {tmp_path.name}"
         assert (await ask(system, "planner", "policy")).startswith("by policy-v1 ")
@@ -234,8 +233,8 @@ async def test_with_merged_weights_an_agent_keeps_the_base_model_by_a_server_of_
     async with running(tmp_path / "other") as other:
         url = other.config.upstreams[0].base_url
         base = UpstreamConfig(name="executor", kind="openai", base_url=url, model_map={"untrained": "base"})
-        async with running(tmp_path, publish="merged", others=[base]) as system, system.ledger() as ledger:
-            version = await system.earlier_version(ledger, tmp_path)
+        async with running(tmp_path, publish="merged", others=[base]) as system, system.store() as store:
+            version = await system.earlier_version(store, tmp_path)
             await system.call("POST", "/policy/promote", {"version": version})
             assert await ask(system, "executor", "untrained") == "by base with other"
             assert await ask(system, "planner", "policy") == "by base with v1"

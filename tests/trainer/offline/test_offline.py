@@ -32,8 +32,8 @@ from lightning_proxy.proxy.control.views import message_of
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.store.training import Steps
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.judge.judge import Judge, JudgeError
@@ -74,7 +74,7 @@ async def _record(path: Path) -> None:
                     reward = 1.0 if f"t{task}" == EQUAL else float(sibling % 2)
                     await _rollout(recorder, store, f"t{task}", f"t{task}-{sibling}", reward, source)
             await _rollout(recorder, store, "t0", "failed", None, source)
-            await store.end_rollout("failed", "failed", None)
+            await store.rollouts.end("failed", "failed", None)
             await _rollout(recorder, store, "t0", "running", None, source)
         await database.checkpoint()
     connection = sqlite3.connect(path)
@@ -97,8 +97,8 @@ async def _rollout(
         await recorder.end(CallEnd(call, name, "ok", {}, 200, prompt, (Choice(0, ids, (-3.0,) * 4, "stop"),)))
         prompt = (*prompt, *ids, 7, 8)
     if reward is not None:
-        await store.post_rewards([Reward(name, 0.25 * reward, call_id=f"{name}-0", final=False)], None, b"")
-        await store.post_rewards([Reward(name, reward)], None, b"")
+        await store.rewards.post([Reward(name, 0.25 * reward, call_id=f"{name}-0", final=False)], None, b"")
+        await store.rewards.post([Reward(name, reward)], None, b"")
 
 
 class Run:
@@ -257,7 +257,7 @@ async def _tool_user(recorder: Recorder, store: Store, name: str, good: bool) ->
         await recorder.end(end._replace(tool_calls=tool_calls(answer)))
     style = Reward(name, 0.5 * good, f"{name}-1", name="style", final=False)
     score = Reward(name, 0.25 + 0.5 * good, f"{name}-0", name="judge", source="scripted", final=False)
-    await store.post_rewards([style, score, Reward(name, 4.0 * good, name="style"), Reward(name, 1.0)], None, b"")
+    await store.rewards.post([style, score, Reward(name, 4.0 * good, name="style"), Reward(name, 1.0)], None, b"")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -277,9 +277,9 @@ async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are
     found = []
     for number, data in enumerate((source, export(source, tmp_path / f"week.{suffix}"))):
         async with opened(await prepare(data, tmp_path / str(number))) as database:
-            collector = Collector(TrainerConfig.model_validate(settings), Store(database), Ledger(database))
+            collector = Collector(TrainerConfig.model_validate(settings), Store(database))
             batch = await collector.next_batch(0, fewer=True)
-            calls = await Store(database).calls("good")
+            calls = await Store(database).calls.of("good")
             said = [(message_of(call), call.response["choices"][0]["finish_reason"]) for call in calls]
             assert batch is not None
             found.append((said, {s.call_ids[0]: s.advantages[-1] for s in batch.samples}))
@@ -295,7 +295,7 @@ async def test_a_call_that_an_export_has_no_tokens_of_is_not_trainable(
     rows = [json.loads(line) for line in export(recorded, tmp_path / "week.jsonl").read_text().splitlines()]
     (tmp_path / "week.jsonl").write_text("\n".join(json.dumps(row | {missing: None}) for row in rows))
     async with opened(await prepare(tmp_path / "week.jsonl", tmp_path / "out")) as database:
-        (first, _) = await Store(database).calls("t1-1")
+        (first, _) = await Store(database).calls.of("t1-1")
     assert first.untrainable_reason == "no token ids or log-probabilities in the export"
 
 
@@ -307,7 +307,7 @@ async def test_an_export_from_before_it_held_rewards_of_every_name_has_those_nam
         del row["rewards"]
     (tmp_path / "week.jsonl").write_text("\n".join(map(json.dumps, rows)))
     async with opened(await prepare(tmp_path / "week.jsonl", tmp_path / "out")) as database:
-        found = [(r.call_id, r.name, r.value) for r in await Store(database).rewards("t1-1")]
+        found = [(r.call_id, r.name, r.value) for r in await Store(database).rewards.of("t1-1")]
     assert found == [("t1-1-0", "reward", 0.25), (None, "reward", 1.0)]
 
 
@@ -355,15 +355,15 @@ async def test_an_epoch_that_was_stopped_at_its_end_ends_also_after_a_run_of_sft
     run, stop = Run(tmp_path / "run", base), asyncio.Event()
     run.trainer["sft"] = {"epochs": 1}
     config = Config.model_validate(run.settings())
-    whole = Ledger.update_metrics
+    whole = Steps.update_metrics
 
-    async def told(self: Ledger, step: int, metrics: dict[str, Any]) -> None:
+    async def told(self: Steps, step: int, metrics: dict[str, Any]) -> None:
         await whole(self, step, metrics)
         if step == 3:
             stop.set()
 
     with pytest.MonkeyPatch.context() as stopping:
-        stopping.setattr(Ledger, "update_metrics", told)
+        stopping.setattr(Steps, "update_metrics", told)
         await train_offline(config, stop, recorded, run.out, partial(OfflineRun, epochs=1))
     assert "epochs_done" not in run.steps()[3]
     await train_offline(config, asyncio.Event(), recorded, run.out, partial(SftRun, publisher=None))
@@ -413,7 +413,7 @@ async def test_a_store_that_has_grown_since_is_named_with_what_to_do(
     for grown in (False, False, True):
         if grown:
             async with opened(StoreConfig(url=f"sqlite:///{source}")) as database:
-                await Store(database).end_rollout("running", "completed", None)
+                await Store(database).rollouts.end("running", "completed", None)
         await prepare(source, out)
         assert ("1 more rollouts have ended since" in caplog.text) == grown
     assert "name another directory (--dir)" in caplog.text
@@ -451,11 +451,11 @@ async def test_what_is_published_after_a_run_has_a_number_that_no_recorded_call_
         connection.commit()
     config = await prepare(export(source, tmp_path / "week.jsonl") if exported else source, tmp_path / "out")
     async with opened(config) as database:
-        ledger = Ledger(database)
-        assert await ledger.new_version("merged", 1, {}) == 4
-        assert ((await ledger.live()).version, (await ledger.version(3)).path) == (0, None)
-        assert {r.policy_version for r, _ in await ledger.rewarded_since(0, 100)} == {3}
-        assert await ledger.rewarded_since(4, 100) == []
+        store = Store(database)
+        assert await store.versions.new("merged", 1, {}) == 4
+        assert ((await store.versions.live()).version, (await store.versions.get(3)).path) == (0, None)
+        assert {r.policy_version for r, _ in await store.waiting.rewarded_since(0, 100)} == {3}
+        assert await store.waiting.rewarded_since(4, 100) == []
 
 
 async def test_an_offline_runs_directory_is_of_one_store(recorded: Path, base: Path, tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.sft.sft import IGNORED, SftRun, dataset, fine_tune, mean_loss
@@ -71,7 +70,7 @@ class Recorded:
     """A store to record rollouts in."""
 
     def __init__(self, database: Any) -> None:
-        self.store, self.ledger = Store(database), Ledger(database)
+        self.store = Store(database)
 
     async def rollout(
         self, name: str, reward: float | None, *answers: Sequence[int], task: str | None = None, mode: Any = "train",
@@ -102,7 +101,7 @@ class Recorded:
 
     async def reward(self, name: str, reward: float | None) -> None:
         if reward is not None:
-            await self.store.post_rewards([Reward(name, reward)], None, b"")
+            await self.store.rewards.post([Reward(name, reward)], None, b"")
 
     async def traces(self, tokenizer: Any = None, **trainer: Any) -> Traces:
         sft = {"held_out": 0.0, **trainer.pop("sft", {})}
@@ -363,25 +362,25 @@ async def test_rl_goes_on_from_the_fine_tuned_weights_with_every_rollout_of_its_
 
         async def run(kind: Any) -> LightningTrainer:
             trainer = LightningTrainer(config.trainer, config.policy)
-            await kind(config, r.store, r.ledger, trainer, None).run(asyncio.Event(), once=True)
+            await kind(config, r.store, trainer, None).run(asyncio.Event(), once=True)
             return trainer
 
         tuned = (await run(SftRun)).adapter()
-        (step,) = await r.ledger.steps()
+        (step,) = await r.store.steps.all()
         assert (step.step, step.metrics["method"], step.metrics["rollouts_trained"]) == (1, "sft", 4)
         assert not any((tmp_path / "policy" / "sft").iterdir()), "a finished run leaves nothing behind"
-        assert await r.ledger.rollouts_of(1) == [], "nothing is claimed"
+        assert await r.store.steps.rollouts_of(1) == [], "nothing is claimed"
 
         trainer = made(base, tmp_path / "other")
         trainer.load(Path(str(step.checkpoint)))
         for name, weight in trainer.adapter().items():
             assert torch.equal(weight, tuned[name]), name
         after = (await run(TrainingLoop)).adapter()
-        assert [s.metrics.get("method") for s in await r.ledger.steps()] == ["sft", None]
-        assert len(await r.ledger.rollouts_of(2)) == 8, "RL takes all of them, those that were imitated too"
+        assert [s.metrics.get("method") for s in await r.store.steps.all()] == ["sft", None]
+        assert len(await r.store.steps.rollouts_of(2)) == 8, "RL takes all of them, those that were imitated too"
         assert any(not torch.equal(weight, tuned[name]) for name, weight in after.items())
         await run(SftRun)
-        assert [s.metrics.get("method") for s in await r.ledger.steps()] == ["sft", None, "sft"]
+        assert [s.metrics.get("method") for s in await r.store.steps.all()] == ["sft", None, "sft"]
 
 
 async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
@@ -394,15 +393,15 @@ async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
         trainer = made(base, tmp_path, epochs=20, held_out=0.5)
         untuned = mean_loss(trainer, [row("a", PROMPT, (10, 11, 1))])
         config = Config(policy=PolicyConfig(model=str(base), directory=tmp_path), trainer=trainer.settings)
-        claim, failures = r.ledger.claim, [StoreUnavailable("database is locked")]
+        claim, failures = r.store.steps.claim, [StoreUnavailable("database is locked")]
 
         async def locked_once(*args: Any) -> int:
             if failures:
                 raise failures.pop()
             return await claim(*args)
 
-        monkeypatch.setattr(r.ledger, "claim", locked_once)
-        step = await SftRun(config, r.store, r.ledger, trainer, None).run(asyncio.Event())
+        monkeypatch.setattr(r.store.steps, "claim", locked_once)
+        step = await SftRun(config, r.store, trainer, None).run(asyncio.Event())
         assert step is not None and not failures
         assert (step.step, step.metrics["optimizer_steps"]) == (1, 20)
         assert step.metrics["held_out_loss_before"] == pytest.approx(untuned), "it was done again from the beginning"

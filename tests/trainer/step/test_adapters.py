@@ -21,8 +21,7 @@ from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.policy.mode import has_gpu, publish_mode
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.rollouts import Store
-from lightning_proxy.proxy.store.training import Ledger
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
@@ -86,9 +85,9 @@ async def test_calls_of_one_rollout_go_to_the_adapters_of_their_agents(running: 
         _, answer = await system.chat(rollout, **named)
         return str(answer["choices"][0]["message"]["content"]).split()[1]
 
-    async with running(tmp_path, publish="lora", adapters=OWN) as system, system.ledger() as ledger:
+    async with running(tmp_path, publish="lora", adapters=OWN) as system, system.store() as store:
         assert await ask("early", "writer") == "base"
-        version = await system.earlier_version(ledger, tmp_path, ["writer", "checker"])
+        version = await system.earlier_version(store, tmp_path, ["writer", "checker"])
         await system.call("POST", "/policy/promote", {"version": version})
         asked = ("writer", "rewriter", "checker", "planner", None)
         found = [await ask("r", agent) for agent in asked]
@@ -104,8 +103,8 @@ async def test_calls_of_one_rollout_go_to_the_adapters_of_their_agents(running: 
 
 
 async def test_a_version_without_an_agents_adapter_answers_it_with_the_shared_one(running: Any, tmp_path: Path) -> None:
-    async with running(tmp_path, publish="lora", adapters=OWN) as system, system.ledger() as ledger:
-        version = await system.earlier_version(ledger, tmp_path)
+    async with running(tmp_path, publish="lora", adapters=OWN) as system, system.store() as store:
+        version = await system.earlier_version(store, tmp_path)
         await system.call("POST", "/policy/promote", {"version": version})
         _, answer = await system.chat("r", X_Agent_Name="writer")
         assert answer["choices"][0]["message"]["content"].startswith("by policy-v1 ")
@@ -284,7 +283,7 @@ async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_co
     """Each asks with all that was said before: one row where they share an adapter, two where they do not."""
     talk = [("writer", (0, 1)), ("checker", (0, 1, 8, 9, 2)), ("rewriter", (0, 1, 8, 9, 2, 8, 9, 3))]
     database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
-    store, ledger = Store(database), Ledger(database)
+    store = Store(database)
     async with Recorder(store, merged=False) as recorder:
         for name, last in (("a", 3), ("b", 3), ("c", 1)):
             for i, (agent, prompt) in enumerate(talk[:last]):
@@ -294,10 +293,10 @@ async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_co
                 )
                 choice = Choice(0, (8, 9), (-1.0, -1.0), "stop")
                 await recorder.end(CallEnd(f"{name}{i}", name, "ok", {}, 200, prompt, (choice,)))
-    await store.post_rewards([Reward("a", 1.0), Reward("b", 0.0), Reward("c", 0.0)], None, b"")
+    await store.rewards.post([Reward("a", 1.0), Reward("b", 0.0), Reward("c", 0.0)], None, b"")
     settings = TrainerConfig(group_size=3, tasks_per_step=1)
     policy = PolicyConfig.model_validate({"adapters": OWN})
-    found = await Collector(settings, store, ledger, policy=policy).next_batch(0)
+    found = await Collector(settings, store, policy=policy).next_batch(0)
     await database.close()
     assert found is not None
     assert {(s.adapter, s.call_ids) for s in found.samples} == {

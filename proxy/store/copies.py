@@ -1,0 +1,61 @@
+"""Copies of a store's file, and questions to a store that is only read: neither needs the schema of this release."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from ..errors import LightningError
+
+
+def is_sqlite(path: Path) -> bool:
+    """Whether the file is one of SQLite's."""
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
+
+
+def copy_store(source: Path, target: Path) -> None:
+    """A copy as of one moment. A store that nobody has open is not even opened: SQLite would leave files beside it."""
+    try:
+        with closing(_only_read(source)) as connection:
+            connection.execute("VACUUM INTO ?", (str(target),))
+    except sqlite3.Error as error:
+        raise LightningError(f"the store {source} cannot be copied to {target}: {error}") from None
+
+
+def rename_store(part: Path, target: Path) -> None:
+    """Give a finished store its name: everything is in the one file, on disk, before it gets it."""
+    with closing(sqlite3.connect(part)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    remove_store(target)
+    part.replace(target)
+    remove_store(part)
+
+
+def remove_store(path: Path) -> None:
+    """Remove the file and SQLite's files beside it."""
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def newest_end(store: Path) -> float:
+    """When the rollout that ended last ended (Unix time); 0 if none has. Raises sqlite3.Error."""
+    with closing(_only_read(store)) as connection:
+        return float(connection.execute("SELECT COALESCE(MAX(ended_at), 0) FROM rollouts").fetchone()[0])
+
+
+def ended_after(store: Path, at: float) -> int:
+    """How many rollouts ended after this time. Raises sqlite3.Error."""
+    with closing(_only_read(store)) as connection:
+        return int(connection.execute("SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", {"at": at}).fetchone()[0])
+
+
+def _only_read(store: Path) -> sqlite3.Connection:
+    in_use = any(store.with_name(store.name + suffix).exists() for suffix in ("-wal", "-shm"))
+    mode = "mode=ro" if in_use else "immutable=1"
+    return sqlite3.connect(f"file:{quote(str(store))}?{mode}", uri=True)

@@ -1,0 +1,38 @@
+"""Answers to posts that carried an Idempotency-Key: the same post again gets the same answer."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from ..errors import Conflict
+
+Answer = list[dict[str, Any]]
+
+IDEMPOTENT_FORGET = """
+DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE created_at < :before LIMIT :limit)
+"""
+
+
+def answer_once(db: sqlite3.Connection, key: str | None, body: bytes, work: Callable[[], Answer]) -> Answer:
+    """Do `work`, unless a post with this key and body was answered before; Conflict if the body was another one."""
+    if key is None:
+        return work()
+    body_hash = hashlib.sha256(body).hexdigest()
+    row = db.execute("SELECT body_hash, answer FROM idempotency WHERE key = :key", {"key": key}).fetchone()
+    if row is not None and row["body_hash"] != body_hash:
+        raise Conflict("this Idempotency-Key was used for another body; use a new key", param="Idempotency-Key")
+    if row is not None:
+        earlier: Answer = orjson.loads(row["answer"])
+        return earlier
+    answer = work()
+    db.execute(
+        "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key, :body_hash, :answer, :at)",
+        {"key": key, "body_hash": body_hash, "answer": orjson.dumps(answer).decode(), "at": time.time()},
+    )
+    return answer

@@ -1,0 +1,81 @@
+"""The rewards that were posted, for rollouts and for single calls."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import NotFound
+from ..types import Reward
+from .database import Database
+from .idempotency import answer_once
+from .rollouts import ROLLOUT
+
+REWARD = """
+INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, created_at)
+VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :at)
+RETURNING reward_id
+"""
+ROLLOUT_REWARDED = "UPDATE rollouts SET rewarded_at = COALESCE(rewarded_at, :at) WHERE rollout_id = :rollout_id"
+ROLLOUT_COMPLETE = """
+UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
+"""
+# The siblings that it was compared with are offered again, too: those of its step, or dropped for the same reason.
+ROLLOUT_OFFER_AGAIN = """
+UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL
+WHERE rollout_id = :rollout_id
+   OR (task_id = :task_id AND status <> 'running' AND (step = :step OR dropped = :dropped))
+"""
+
+
+class Rewards:
+    """The table of rewards. Nothing in it is ever changed: the newest reward counts."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def of(self, rollout_id: str) -> list[Reward]:
+        """All rewards ever posted for a rollout, oldest first."""
+        statement = "SELECT * FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
+        return [read_reward(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
+
+    async def newest(self) -> int | None:
+        """The number of the newest reward; it grows with every reward."""
+        row = await self._db.one("SELECT MAX(reward_id) AS n FROM rewards")
+        return None if row is None else row["n"]
+
+    async def post(self, rewards: Sequence[Reward], key: str | None = None, body: bytes = b"") -> list[dict[str, Any]]:
+        """Record all of `rewards` or none, and answer one object each.
+
+        `key` (the Idempotency-Key) with the same body gives the first answer again; with another body a Conflict.
+        """
+        return await self._db.write(lambda db: answer_once(db, key, body, lambda: [_post(db, one) for one in rewards]))
+
+
+def _post(db: sqlite3.Connection, reward: Reward) -> dict[str, Any]:
+    row = {"rollout_id": reward.rollout_id, "call_id": reward.call_id, "at": time.time(), "value": reward.value}
+    rollout = db.execute(ROLLOUT, row).fetchone()
+    if rollout is None:
+        raise NotFound(f"no rollout {reward.rollout_id!r}", param="rollout_id")
+    call = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
+    if reward.call_id is not None and db.execute(call, row).fetchone() is None:
+        raise NotFound(f"rollout {reward.rollout_id!r} has no call {reward.call_id!r}", param="call_id")
+    details = {"name": reward.name, "source": reward.source, "comment": reward.comment, "final": reward.final}
+    (inserted,) = db.execute(REWARD, row | details).fetchall()
+    if reward.name == "reward":
+        db.execute(ROLLOUT_REWARDED, row)
+        if reward.call_id is None:
+            db.execute("UPDATE rollouts SET reward = :value WHERE rollout_id = :rollout_id", row)
+    if reward.final:
+        db.execute(ROLLOUT_COMPLETE, row)
+    if reward.retrain:
+        before = {name: rollout[name] for name in ("task_id", "step", "dropped")}
+        db.execute(ROLLOUT_OFFER_AGAIN, row | before)
+    return {"reward_id": inserted["reward_id"], "rollout_id": reward.rollout_id, "status": "recorded"}
+
+
+def read_reward(row: sqlite3.Row) -> Reward:
+    fields = ("rollout_id", "value", "call_id", "name", "source", "comment", "reward_id", "created_at")
+    return Reward(final=bool(row["final"]), **{name: row[name] for name in fields})

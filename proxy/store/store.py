@@ -1,0 +1,30 @@
+"""The store as everybody uses it: one object over the database, with a part for each kind of record."""
+
+from __future__ import annotations
+
+from .calls import Calls
+from .conversations import ConversationIndex
+from .database import Database
+from .events import Events
+from .keys import Keyring
+from .rewards import Rewards
+from .rollouts import Rollouts
+from .training import Steps
+from .versions import Versions
+from .waiting import Waiting
+
+
+class Store:
+    """Reads and writes of all records. Every method of its parts that writes is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.rollouts = Rollouts(database)
+        self.rewards = Rewards(database)
+        self.calls = Calls(database, self.rollouts, self.rewards)
+        self.events = Events(database)
+        self.versions = Versions(database)
+        self.steps = Steps(database, self.versions)
+        self.waiting = Waiting(database)
+        self.keys = Keyring(database)
+        self.conversations = ConversationIndex(database)

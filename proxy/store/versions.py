@@ -1,0 +1,129 @@
+"""The policy versions, and the log that says which of them was live from when on."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import NotFound
+from ..json_text import dumps, loads, loads_or_none
+from ..types import PolicyVersion, PublishMode
+from .database import Database
+
+VERSION_LIVE_NOW = """
+SELECT policy_versions.* FROM policy_versions
+WHERE version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1)
+"""
+VERSION_NEW = """
+INSERT INTO policy_versions (version, status, publish, step, created_at, metrics)
+SELECT MAX(version) + 1, 'publishing', :publish, :step, :at, :metrics FROM policy_versions
+RETURNING version
+"""
+VERSION_OF_OTHERS = """
+INSERT INTO policy_versions (version, status, created_at) VALUES (:version, 'ready', :at) ON CONFLICT DO NOTHING
+"""
+VERSION_SAVED = """
+UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters WHERE version = :version
+"""
+VERSION_VERIFIED = "UPDATE policy_versions SET verified = 1 WHERE version = :version"
+VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE version = :version"
+VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"
+VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
+VERSION_FORGET = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
+POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
+PINNED_VERSIONS = """
+SELECT DISTINCT policy_version FROM rollouts
+WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
+"""
+
+
+class Versions:
+    """The table of policy versions. `set_live` is the commit that moves the alias."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self._live: tuple[int, PolicyVersion] | None = None  # since which row of the log; the version
+
+    async def live(self) -> PolicyVersion:
+        """The version that the alias means."""
+        row = await self._db.one(VERSION_LIVE_NOW)
+        assert row is not None  # the first migration inserts version 0
+        return read_version(row)
+
+    def live_now(self) -> PolicyVersion:
+        """The same at once, for every call that is routed; of the record, what does not change while it is live."""
+        since = self._db.one_now("SELECT MAX(n) AS n FROM policy_log")
+        assert since is not None
+        if self._live is None or self._live[0] != since["n"]:
+            row = self._db.one_now(VERSION_LIVE_NOW)
+            assert row is not None
+            self._live = (since["n"], read_version(row))
+        return self._live[1]
+
+    async def all(self) -> list[PolicyVersion]:
+        """Every version, by number."""
+        return [read_version(row) for row in await self._db.all("SELECT * FROM policy_versions ORDER BY version")]
+
+    async def get(self, version: int) -> PolicyVersion:
+        """The version of this number; NotFound if there is none."""
+        row = await self._db.one("SELECT * FROM policy_versions WHERE version = :version", {"version": version})
+        if row is None:
+            raise NotFound(f"no policy version {version}", param="version")
+        return read_version(row)
+
+    async def new(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
+        """Reserve the next version number, in the state `publishing`."""
+        row = {"publish": publish, "step": step, "at": time.time(), "metrics": dumps(metrics)}
+        return int(await self._db.write(lambda db: db.execute(VERSION_NEW, row).fetchall()[0]["version"]))
+
+    async def reserve(self, versions: Iterable[int]) -> None:
+        """Keep the numbers of versions that rollouts from elsewhere were sampled by; their files are not here."""
+        await self._db.commit([(VERSION_OF_OTHERS, [{"version": v, "at": time.time()} for v in versions])])
+
+    async def saved(
+        self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
+    ) -> None:
+        """The version's files are whole; it is served as this, and its further adapters by name."""
+        row = {"version": version, "path": path, "served_model": served_model, "adapters": dumps(adapters or {})}
+        await self._db.commit([(VERSION_SAVED, [row])])
+
+    async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
+        """Move the alias: calls from now on count for this version."""
+        row = {"version": version, "at": time.time(), "step": step}
+        statements = [POLICY_LOG, VERSION_LIVE, VERSION_RETIRE]
+        statements += [VERSION_VERIFIED] if verified else []
+        statements += ["UPDATE steps SET version = :version WHERE step = :step"] if step is not None else []
+        await self._db.commit([(statement, [row]) for statement in statements])
+
+    async def verified(self, version: int) -> None:
+        """vLLM was seen to serve these weights."""
+        await self._db.commit([(VERSION_VERIFIED, [{"version": version}])])
+
+    async def failed(self, version: int, error: str) -> None:
+        """The version did not go live, and never will."""
+        row = {"version": version, "error": error}
+        await self._db.commit(
+            [(VERSION_FAILED, [row]), ("UPDATE steps SET version = NULL WHERE version = :version", [row])]
+        )
+
+    async def forget_unfinished(self, version: int) -> None:
+        """The version that was being published never was."""
+        await self._db.commit([(VERSION_FORGET, [{"version": version}])])
+
+    async def forget_files(self, version: int) -> None:
+        """The version's files are gone: it cannot be promoted any more."""
+        statement = "UPDATE policy_versions SET path = NULL WHERE version = :version"
+        await self._db.commit([(statement, [{"version": version}])])
+
+    async def pinned(self, since: float) -> set[int]:
+        """Versions that running rollouts opened after `since` (Unix time) began with."""
+        return {int(r["policy_version"]) for r in await self._db.all(PINNED_VERSIONS, {"since": since})}
+
+
+def read_version(row: sqlite3.Row) -> PolicyVersion:
+    fields = ("version", "status", "publish", "path", "served_model", "step", "created_at", "live_at", "error")
+    named = {name: row[name] for name in fields}
+    adapters, metrics = loads(row["adapters"]), loads_or_none(row["metrics"])
+    return PolicyVersion(verified=bool(row["verified"]), adapters=adapters, metrics=metrics, **named)
