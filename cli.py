@@ -163,7 +163,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Run an agent program once per task and sibling, each in a rollout of its own."""
-    from .commands.run.view import run_command
+    from .commands.run.command import run_command
 
     config, _ = _load(context, {})
     request = {"group_size": group_size, "concurrency": concurrency, "mode": mode, "logs": logs}
@@ -191,8 +191,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks: mean reward, pass@k, intervals."""
+    from .commands.eval.command import EvalRequest, eval_command
     from .commands.eval.report import Scoring
-    from .commands.eval.view import EvalRequest, eval_command
 
     modules = preload.split(",") if preload else []
     config, scoring = _load(context, {})[0], Scoring(pass_at, seed)

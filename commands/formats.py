@@ -1,13 +1,19 @@
-"""Numbers, times and texts as a person reads them in a terminal. Pure."""
+"""Numbers, times and texts as a person reads them in a terminal, and JSON for programs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from datetime import datetime
+from typing import Any
 
 from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document on one line."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -20,7 +26,7 @@ def count(value: float | None) -> str:
 
 
 def size(bytes_: float) -> str:
-    """In the one unit that says it best: 512 B, 3.1 MiB, 2.5 GiB."""
+    """A number of bytes in the unit that fits: 512 B, 3.1 MiB, 2.5 GiB."""
     for unit in ("B", "KiB", "MiB"):
         if bytes_ < 1024:
             return f"{bytes_:.3g} {unit}"
@@ -29,7 +35,7 @@ def size(bytes_: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the one unit that says it best: 0.4s, 12s, 3m, 5h, 2d."""
+    """A time span in the unit that fits: 0.4s, 12s, 3m, 5h, 2d."""
     if seconds < 10:
         return f"{max(seconds, 0.0):.1f}s"
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
@@ -38,19 +44,14 @@ def duration(seconds: float) -> str:
     return f"{int(seconds)}s"
 
 
-def clock(at: float) -> str:
-    """A Unix time as local time of day."""
-    return datetime.fromtimestamp(at).strftime("%H:%M:%S")
-
-
 def plain(value: object, style: str = "") -> Text:
-    """A recorded text: no markup in it means anything, and what would steer the terminal is shown escaped."""
+    """A recorded text, shown as it is: markup is not applied and control characters are escaped."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(value))
     return Text(shown, style=style)
 
 
 def cut(text: str, limit: int) -> str:
-    """The beginning and the end of a text of more than `limit` characters, and how much is left out between."""
+    """Shorten a text of more than `limit` characters to its beginning and end, and say how much is left out."""
     if len(text) <= limit:
         return text
     head, tail = limit * 3 // 4, limit // 4
@@ -58,7 +59,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The newest `width` values as bars between the least and the greatest of them."""
+    """Draw the newest `width` values as bars, scaled from the least to the greatest of them."""
     shown = list(values)[-width:]
     if not shown:
         return ""

@@ -38,7 +38,7 @@ def create(
 ) -> None:
     """Make a key and print it, once: the store keeps only its hash."""
     from ..proxy.types import Limits
-    from .ask import print_json
+    from .formats import print_json
 
     limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
     role: Role = "admin" if admin else "agent"
@@ -55,7 +55,7 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
     """List the keys, oldest first, the revoked ones too."""
     from rich.console import Console
 
-    from .ask import print_json
+    from .formats import print_json
 
     keys = _with_keyring(context, lambda ring: ring.all())
     if as_json:

@@ -25,7 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="for programs")]
 @app.command()
 def info(context: typer.Context, as_json: Json = False) -> None:
     """Show how much is in the store and how large it is; the proxy need not run."""
-    from .ask import print_json
+    from .formats import print_json
     from .signals import run_until_signal
 
     found = run_until_signal(read_info(_store_of(context)))

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from lightning_proxy.commands.system.processes import ChildSpec, Supervisor, free_port
 from lightning_proxy.proxy.errors import ConfigError, LightningError
@@ -140,7 +140,7 @@ class Lesson:
         return {key: row[key] for key in kept} | {"by_task": by_task}
 
     async def _steps(self) -> list[Json]:
-        async with ControlClient(f"http://127.0.0.1:{self._ports['proxy']}") as api:
+        async with ApiClient(f"http://127.0.0.1:{self._ports['proxy']}") as api:
             page = await api.request("GET", "/policy/steps", params={"limit": "1000"})
         return sorted(page["data"], key=lambda step: step["step"])
 

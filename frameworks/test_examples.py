@@ -16,7 +16,7 @@ import pytest
 import yaml
 from traffic.server import config_of
 
-from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.programs import PreloadRunner
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.tasks import read_tasks
@@ -43,7 +43,7 @@ async def test_an_example_with_its_teacher(name: str, tmp_path: Path, monkeypatc
     with teaching(path) as base_url:
         config = config_of("http://127.0.0.1:9", tmp_path)
         config.upstreams.append(UpstreamConfig(name="teacher", kind="openai", base_url=base_url, models=["teacher"]))
-        async with proxy_of(config) as url, ControlClient(url) as api:
+        async with proxy_of(config) as url, ApiClient(url) as api:
             results = await run_tasks(api, read_tasks(path), runner, RunOptions(concurrency=4))
             await runner.close()
             rollouts = [await api.rollout(result.rollout_id) for result in results]

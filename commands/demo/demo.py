@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ...proxy.config.file import load_config
 from ...proxy.errors import LightningError
-from ..control import ControlClient, ControlError
+from ..api_client import ApiClient, ApiError
 from ..run.backlog import POLL_S, Backlog, PolicyCollapsed
 from ..run.programs import PreloadRunner, Runner
 from ..run.run import RunOptions, run_tasks
@@ -73,10 +73,10 @@ class Demo:
         runner = PreloadRunner([sys.executable, str(EXAMPLE / "agent.py")], PRELOADED)
         system = System(config, Launch(self._config_path), self._directory / "logs", self._phase)
         with self._view.shown():
-            async with system, ControlClient.of(config, patience_s=60) as api, _closing(runner):
+            async with system, ApiClient.of(config, patience_s=60) as api, _closing(runner):
                 return await system.guard(self._loop(system, api, runner))
 
-    async def _loop(self, system: System, api: ControlClient, runner: Runner) -> DemoResult:
+    async def _loop(self, system: System, api: ApiClient, runner: Runner) -> DemoResult:
         async with _background(self._poll(api)):
             self._phase("evaluating the base model on held-out tasks")
             before = await self._evaluate(api, runner)
@@ -93,11 +93,11 @@ class Demo:
             self._options.seed, state.step, state.version, before, after, rewards, training_s, state.elapsed
         )
 
-    async def _evaluate(self, api: ControlClient, runner: Runner) -> Totals:
+    async def _evaluate(self, api: ApiClient, runner: Runner) -> Totals:
         how = RunOptions(self._options.repeat, CONCURRENCY, "eval")
         return totals(await run_tasks(api, self._held_out, runner, how, self._state.add_evaluated))
 
-    async def _work_until_trained(self, system: System, api: ControlClient, runner: Runner) -> None:
+    async def _work_until_trained(self, system: System, api: ApiClient, runner: Runner) -> None:
         """The agent works on tasks without end; until the trainer has done its steps, or nothing is left to learn."""
         assert system.trainer is not None
         how = RunOptions(GROUP_SIZE, CONCURRENCY, "train", self._directory / "agents")
@@ -118,7 +118,7 @@ class Demo:
                 future.cancel()
             await asyncio.gather(*either, return_exceptions=True)
 
-    async def _until_nothing_is_left_to_learn(self, api: ControlClient) -> None:
+    async def _until_nothing_is_left_to_learn(self, api: ApiClient) -> None:
         """Return when all groups of some steps' worth of rollouts had equal rewards, or when the policy collapsed."""
         wanted = PERFECT_STEPS * STEP_ROLLOUTS
         while True:
@@ -134,9 +134,9 @@ class Demo:
         while True:
             yield from order.sample(self._train, len(self._train))
 
-    async def _poll(self, api: ControlClient) -> None:
+    async def _poll(self, api: ApiClient) -> None:
         while True:
-            with contextlib.suppress(ControlError):  # a busy machine; the next look will do
+            with contextlib.suppress(ApiError):  # a busy machine; the next look will do
                 self._state.take(await api.policy())
                 self._view.changed()
             await asyncio.sleep(POLL_S)

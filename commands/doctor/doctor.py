@@ -14,8 +14,8 @@ from ...proxy.config.root import Config
 from ...proxy.config.upstreams import UpstreamConfig
 from ...proxy.errors import ConfigError
 from ...proxy.policy.mode import publish_mode
-from ..ask import print_json
-from ..control import ControlClient
+from ..api_client import ApiClient
+from ..formats import print_json
 from ..signals import run_until_signal
 from .checks import Check, checks_table, failed, ok
 from .proxy import check_alias, check_proxy, check_rewards, check_store
@@ -44,11 +44,11 @@ async def run_checks(path: Path | None) -> list[Check]:
         return [failed("configuration", error.message, "correct it, then look again")]
     checks = [ok("configuration", where), await check_store(config.store)]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, ControlClient.of(config) as api:
+    async with aiohttp.ClientSession(timeout=timeout) as session, ApiClient.of(config) as api:
         return checks + [check async for check in _live_checks(config, session, api)]
 
 
-async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ControlClient) -> AsyncIterator[Check]:
+async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> AsyncIterator[Check]:
     proxy = await check_proxy(api)
     yield proxy
     reached = {}

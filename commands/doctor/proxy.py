@@ -12,7 +12,7 @@ from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
 from ...proxy.store.database import Database
-from ..control import ControlClient, ControlError, ProxyNotThere
+from ..api_client import ApiClient, ApiError, ProxyNotThere
 from .checks import Check, failed, ok, warning
 
 LOW_DISK_GIB = 1.0
@@ -38,18 +38,18 @@ async def check_store(config: StoreConfig) -> Check:
     return ok("store", f"{path}, writable, {free:.0f} GiB free")
 
 
-async def check_proxy(api: ControlClient) -> Check:
+async def check_proxy(api: ApiClient) -> Check:
     """Answers, and lets this configuration's key in."""
     try:
         policy = await api.policy()
     except ProxyNotThere:
         return failed("proxy", f"nothing answers at {api.url}", "start it with `lightning-proxy serve`")
-    except ControlError as error:
+    except ApiError as error:
         return failed("proxy", error.message, "use the configuration that the proxy was started with")
     return ok("proxy", f"{api.url}, policy version {policy['live_version']} live")
 
 
-async def check_alias(config: Config, session: aiohttp.ClientSession, api: ControlClient) -> Check:
+async def check_alias(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> Check:
     """A call for the policy alias is answered and recorded so that it could be trained on."""
     name, alias = "alias", config.policy.alias
     rollout = f"doctor-{uuid4().hex}"
@@ -60,7 +60,7 @@ async def check_alias(config: Config, session: aiohttp.ClientSession, api: Contr
     try:
         call = (await api.rollout(rollout))["calls"][0]
         await api.end_rollout(rollout, "discarded", "a check of lightning-proxy doctor")
-    except ControlError as error:
+    except ApiError as error:
         return failed(name, f"the call was not recorded: {error.message}", "look at the proxy's log")
     if status != 200:
         return failed(name, f"model {alias!r} answers HTTP {status}: {str(body)[:200]}", "look at the upstream's log")
@@ -70,7 +70,7 @@ async def check_alias(config: Config, session: aiohttp.ClientSession, api: Contr
     return ok(name, f"{alias!r} answers through the proxy; recorded as trainable, {tokens}")
 
 
-async def _call(config: Config, session: aiohttp.ClientSession, api: ControlClient, rollout: str) -> tuple[int, Any]:
+async def _call(config: Config, session: aiohttp.ClientSession, api: ApiClient, rollout: str) -> tuple[int, Any]:
     # In mode eval: it is never trained on.
     headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval", **api.headers}
     body = QUESTION | {"model": config.policy.alias}
@@ -78,7 +78,7 @@ async def _call(config: Config, session: aiohttp.ClientSession, api: ControlClie
         return answer.status, await answer.json(content_type=None)
 
 
-async def check_rewards(api: ControlClient) -> Check:
+async def check_rewards(api: ApiClient) -> Check:
     """Most of the newest training rollouts that ended have a reward."""
     name = "rewards"
     fix = "POST /reward (or `lightning-proxy reward`) with each rollout's id when it is done"

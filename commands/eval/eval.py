@@ -10,7 +10,7 @@ from typing import Any
 
 from ...proxy.errors import ConfigError, InvalidRequest, LightningError
 from ...proxy.power.chat import power_of
-from ..control import ControlClient, ControlError
+from ..api_client import ApiClient, ApiError
 from ..run.programs import Runner
 from ..run.run import RolloutResult, RunOptions, run_tasks
 from ..run.tasks import Task
@@ -69,7 +69,7 @@ class Evaluation:
 
     def __init__(
         self,
-        api: ControlClient,
+        api: ApiClient,
         runner: Runner,
         options: RunOptions,
         models: Sequence[Model],
@@ -136,7 +136,7 @@ class Evaluation:
         try:
             await self._make_live(self._before)
             self._say(f"policy version {self._before} is live again")
-        except ControlError as error:
+        except ApiError as error:
             again = f"lightning-proxy policy promote {self._before}"
             raise LightningError(f"version {self._before} is not live again: {error.message}; try `{again}`") from None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...proxy.errors import LightningError
 from ...proxy.store.training import Collapse
-from ..control import ControlClient
+from ..api_client import ApiClient
 
 POLL_S = 0.25
 PATIENCE_S = 30.0  # until it says what it waits for
@@ -30,7 +30,7 @@ class Backlog:
     """
 
     def __init__(
-        self, api: ControlClient, limit: int, group_size: int, say: Callable[[str], None] = lambda _: None
+        self, api: ApiClient, limit: int, group_size: int, say: Callable[[str], None] = lambda _: None
     ) -> None:
         self._api, self._limit, self._group_size, self._say = api, max(limit, group_size), group_size, say
         self._running: set[str] = set()

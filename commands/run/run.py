@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ...proxy.errors import LightningError
 from ...proxy.types import Mode
-from ..control import ControlClient, ControlError, OpenRollout
+from ..api_client import ApiClient, ApiError, OpenRollout
 from .programs import Runner
 from .tasks import Task
 
@@ -92,7 +92,7 @@ class TaskRun:
 
     def __init__(
         self,
-        api: ControlClient,
+        api: ApiClient,
         runner: Runner,
         options: RunOptions,
         on_result: Callable[[RolloutResult], None] = lambda _: None,
@@ -167,19 +167,19 @@ class TaskRun:
     async def _end(self, rollout_id: str, status: str, reason: str) -> None:
         try:
             await self._api.end_rollout(rollout_id, status, reason)
-        except ControlError as error:
+        except ApiError as error:
             # It was complete already: its reward had arrived before the program failed.
             if error.status_code != CONFLICT:
                 raise
 
     async def _discard_open(self) -> None:
         # The proxy may be gone as well by now: then the rollouts stay open, and are never trained on.
-        with contextlib.suppress(ControlError):
+        with contextlib.suppress(ApiError):
             await asyncio.gather(*(self._end(name, "discarded", "run was stopped") for name in self._opened))
 
 
 async def run_tasks(
-    api: ControlClient,
+    api: ApiClient,
     tasks: Iterable[Task],
     runner: Runner,
     options: RunOptions,

@@ -22,7 +22,8 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     """List the policy versions, oldest first."""
     from rich.console import Console
 
-    from ..ask import ask, print_json
+    from ..api_client import ask
+    from ..formats import print_json
 
     answer = ask(load_config(context.obj), lambda api: api.request("GET", "/policy/versions"))
     if as_json:
@@ -63,7 +64,8 @@ def versions_table(versions: list[dict[str, Any]]) -> Table:
 
 
 def _change(context: typer.Context, path: str, body: dict[str, int] | None, as_json: bool) -> None:
-    from ..ask import ask, print_json
+    from ..api_client import ask
+    from ..formats import print_json
 
     version = ask(load_config(context.obj), lambda api: api.request("POST", path, body))
     if as_json:

@@ -12,7 +12,7 @@ import typer
 from ...proxy.config.file import load_config
 
 if TYPE_CHECKING:
-    from ..control import ControlClient
+    from ..api_client import ApiClient
 
 app = typer.Typer(no_args_is_help=True, help="Look at rollouts, and delete them.")
 
@@ -37,7 +37,8 @@ def list_rollouts(
     """List rollouts, newest first."""
     from rich.console import Console
 
-    from ..ask import ask, print_json
+    from ..api_client import ask
+    from ..formats import print_json
     from .rollout_view import rollouts_table
 
     filters = {"status": status, "task_id": task, "agent": agent, "mode": mode, "limit": limit}
@@ -55,16 +56,15 @@ def delete(
     rollout_ids: Annotated[list[str], typer.Argument(help="ended rollouts")],
 ) -> None:
     """Delete rollouts with all that was recorded of them, for good; exit code 1 when one could not be."""
-    from ..ask import ask
-    from ..control import ControlError
+    from ..api_client import ApiError, ask
 
-    refused: list[ControlError] = []
+    refused: list[ApiError] = []
 
-    async def delete_all(api: ControlClient) -> None:
+    async def delete_all(api: ApiClient) -> None:
         for rollout_id in rollout_ids:
             try:
                 await api.delete_rollout(quote(rollout_id, safe=""))
-            except ControlError as error:
+            except ApiError as error:
                 if error.status_code not in REFUSED:
                     raise
                 refused.append(error)
@@ -88,7 +88,8 @@ def show(
     """Show one rollout: its conversation, calls and rewards."""
     from rich.console import Console
 
-    from ..ask import ask, print_json
+    from ..api_client import ask
+    from ..formats import print_json
     from .rollout_view import rollout_detail
 
     rollout = ask(load_config(context.obj), lambda api: find(api, rollout_id))
@@ -103,13 +104,14 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
     """Follow rollouts as they change, until Ctrl-C."""
     from rich.console import Console
 
-    from ..ask import ask, print_json
+    from ..api_client import ask
+    from ..formats import print_json
     from ..signals import Interrupted
     from .rollout_view import rollout_line
 
     console = Console(highlight=False)
 
-    async def follow(api: ControlClient) -> None:
+    async def follow(api: ApiClient) -> None:
         known: dict[str, dict[str, Any]] | None = None
         while True:
             page = (await api.rollouts(limit=TAIL_PAGE))["data"]
@@ -124,15 +126,15 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
         raise typer.Exit(0) from None
 
 
-async def find(api: ControlClient, rollout_id: str) -> dict[str, Any]:
+async def find(api: ApiClient, rollout_id: str) -> dict[str, Any]:
     """The rollout of this id, else the only one among the newest whose id begins so."""
     from ...proxy.errors import NotFound
-    from ..control import ControlError
+    from ..api_client import ApiError
 
     if rollout_id not in _NO_PATH:
         try:
             return await api.rollout(quote(rollout_id, safe=""))
-        except ControlError as error:
+        except ApiError as error:
             if error.status_code not in (400, 404):
                 raise
     start = rollout_id.removesuffix("…")
@@ -166,7 +168,8 @@ def reward(
     import math
 
     from ...proxy.errors import ConfigError
-    from ..ask import ask, print_json
+    from ..api_client import ask
+    from ..formats import print_json
 
     if not math.isfinite(value):
         raise ConfigError(f"the reward must be a finite number, got {value}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import Counter
@@ -18,9 +17,8 @@ from ...proxy.config.cron import next_time
 from ...proxy.config.root import Config
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.training import Collapse
-from ..ask import ask, print_json
-from ..control import ControlClient, ControlError, ProxyNotThere
-from ..formats import count, duration, number, plain, sparkline
+from ..api_client import ApiClient, ApiError, ProxyNotThere, ask
+from ..formats import count, duration, number, plain, print_json, sparkline
 from .steps import steps_table
 
 NEWEST_STEPS = 40
@@ -36,7 +34,7 @@ COUNT = re.compile(r'^lightning_rollouts\{mode="(\w+)",status="(\w+)"\} (\S+)$',
 
 def show_status(config: Config, *, as_json: bool) -> bool:
     """Print the state of the system; returns whether it is ready."""
-    url = ControlClient.of(config).url
+    url = ApiClient.of(config).url
     status = ask(config, read_status)
     status["next_step"] = next_step(config.trainer, status["waiting"], time.time())
     if as_json:
@@ -49,9 +47,9 @@ def show_status(config: Config, *, as_json: bool) -> bool:
     return is_ready(status)
 
 
-async def read_status(api: ControlClient) -> dict[str, Any]:
-    """Everything that `status` shows, as plain data; ControlError if the proxy is not there."""
-    ready = await _readiness(api)
+async def read_status(api: ApiClient) -> dict[str, Any]:
+    """Everything that `status` shows, as plain data; ApiError if the proxy is not there."""
+    ready = await api.readiness()
     if ready["store"] != "ok":
         return {
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
@@ -91,18 +89,7 @@ def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
     return f"{rollouts}; it takes {config.tasks_per_step} groups of {config.group_size}"
 
 
-async def _readiness(api: ControlClient) -> dict[str, Any]:
-    """What /readyz says, if it is our proxy that answers."""
-    try:
-        ready = json.loads(await _get(api, "/readyz"))
-    except ValueError:
-        ready = None
-    if not isinstance(ready, dict) or not {"status", "store", "upstream"} <= ready.keys():
-        raise ControlError(f"what answers at {api.url} is no lightning-proxy")
-    return ready
-
-
-async def _get(api: ControlClient, path: str) -> str:
+async def _get(api: ApiClient, path: str) -> str:
     """The body of an answer that is no JSON, or whose 503 is news and no error."""
     try:
         async with aiohttp.ClientSession() as session, session.get(api.url + path) as answer:
@@ -110,7 +97,7 @@ async def _get(api: ControlClient, path: str) -> str:
     except aiohttp.ClientConnectorError:
         raise ProxyNotThere(api.url) from None
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ControlError(f"no usable answer from the proxy at {api.url}: {error}") from None
+        raise ApiError(f"no usable answer from the proxy at {api.url}: {error}") from None
 
 
 def status_view(status: dict[str, Any], url: str, now: float) -> Table:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from traffic.server import config_of
 
-from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.backlog import Backlog, PolicyCollapsed
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
@@ -21,7 +21,7 @@ from support.in_process import proxy_of
 GROUP = 4
 
 
-class Looks(ControlClient):
+class Looks(ApiClient):
     """Counts how often somebody looked at the policy, and so at the rollouts."""
 
     looks = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from lightning_proxy.commands.control import ControlClient, ControlError
+from lightning_proxy.commands.api_client import ApiClient, ApiError
 from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner, Runner, make_runner
 from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
 from lightning_proxy.commands.run.summary import summarize, totals
@@ -96,7 +96,7 @@ def program(kind: str, directory: Path, text: str, *arguments: str) -> Runner:
 
 
 async def run_all(proxy: ControlApi, runner: Runner, tasks: list[Task], options: RunOptions) -> list[RolloutResult]:
-    async with ControlClient(proxy.url) as api:
+    async with ApiClient(proxy.url) as api:
         try:
             return await run_tasks(api, tasks, runner, options)
         finally:
@@ -190,14 +190,14 @@ async def test_a_program_that_cannot_be_started_fails_its_rollout(proxy: Control
 async def test_a_proxy_that_is_away_for_a_moment_is_waited_for(
     proxy: ControlApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_proxy.commands.control.RETRY_S", 0.05)
-    async with ControlClient(proxy.url, patience_s=30) as api:
+    monkeypatch.setattr("lightning_proxy.commands.api_client.RETRY_S", 0.05)
+    async with ApiClient(proxy.url, patience_s=30) as api:
         assert len(await api.open_rollouts("t", "train", 1)) == 1
         proxy.away = 3
         assert (await api.rollout("r0"))["task_id"] == "t"
         proxy.away = 1
-    async with ControlClient(proxy.url, patience_s=30) as fresh:
-        with pytest.raises(ControlError, match="HTTP 503"):  # never reached: said at once
+    async with ApiClient(proxy.url, patience_s=30) as fresh:
+        with pytest.raises(ApiError, match="HTTP 503"):  # never reached: said at once
             await fresh.rollout("r0")
 
 
@@ -215,7 +215,7 @@ async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, t
         def ended(self, rollout_id: str) -> None:
             told.append(f"{rollout_id} ended")
 
-    async with ControlClient(proxy.url) as api:
+    async with ApiClient(proxy.url) as api:
         runner = program("process", tmp_path, REWARDS_TEN_TIMES_X)
         await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), gate=Gate())
     assert open_at_gate == [0, 0, 0]
@@ -223,8 +223,8 @@ async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, t
 
 
 async def test_a_proxy_that_is_not_there_is_one_error(tmp_path: Path) -> None:
-    async with ControlClient("http://127.0.0.1:9") as api:
-        with pytest.raises(ControlError, match="no proxy answers at http://127.0.0.1:9; start it"):
+    async with ApiClient("http://127.0.0.1:9") as api:
+        with pytest.raises(ApiError, match="no proxy answers at http://127.0.0.1:9; start it"):
             await run_tasks(api, [task(1)], ProcessRunner(["true"]), RunOptions(concurrency=2))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_proxy.commands.control import ControlClient
+from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.formats import cut, duration, sparkline
 from lightning_proxy.commands.show.conversation import additions
 from lightning_proxy.commands.show.rollout_view import rollout_detail
@@ -323,10 +323,10 @@ async def test_another_server_on_the_port_is_one_line_that_says_so(tmp_path: Pat
         argv = [sys.executable, "-m", "lightning_proxy.cli", *command.split()]
         done = await asyncio.to_thread(subprocess.run, argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    assert f"what answers at {url} is no lightning-proxy" in done.stderr
+    assert f"what answers at {url} is not lightning-proxy" in done.stderr
 
 
 def test_a_key_in_the_environment_may_end_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that is read from a file; a header cannot carry it."""
     monkeypatch.setenv("LIGHTNING_API_KEY", "lpk-agent-1\n")
-    assert ControlClient.of(Config()).headers == {"Authorization": "Bearer lpk-agent-1"}
+    assert ApiClient.of(Config()).headers == {"Authorization": "Bearer lpk-agent-1"}

@@ -1,4 +1,4 @@
-"""A client of the proxy's control API (contract, section 3), for the commands that talk to a running proxy."""
+"""A client of the proxy's control API, for commands that talk to a running proxy."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from ..proxy.config.root import Config
 from ..proxy.errors import LightningError
 from ..proxy.types import Mode
+from .signals import run_until_signal
 from .system.processes import address
 
+T = TypeVar("T")
 UNAUTHORIZED = 401
 AWAY = (None, 502, 503, 504)
 RETRY_S = 1.0
 
 
-class ControlError(LightningError):
-    """The proxy refused a control request; `status_code` is its HTTP status, None if it was not reached."""
+class ApiError(LightningError):
+    """The proxy refused a request. `status_code` is its HTTP status, None if the proxy was not reached."""
 
     def __init__(self, message: str, status_code: int | None = None) -> None:
         super().__init__(message)
         self.status_code = status_code
 
 
-class ProxyNotThere(ControlError):
+class ProxyNotThere(ApiError):
     """Nothing listens where the proxy should be."""
 
     def __init__(self, url: str) -> None:
@@ -46,10 +49,10 @@ class OpenRollout:
     api_key: str
 
 
-class ControlClient:
-    """`async with ControlClient(url) as api:`; every method raises ControlError.
+class ApiClient:
+    """`async with ApiClient(url) as api:`; every method raises ApiError.
 
-    `patience_s`: for so long it goes on asking a proxy that it has reached before, and that is away or cannot write.
+    Once it has reached the proxy, it retries for `patience_s` seconds while the proxy is away or cannot write.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, patience_s: float = 0.0) -> None:
@@ -60,15 +63,15 @@ class ControlClient:
         self._session: aiohttp.ClientSession | None = None
 
     @classmethod
-    def of(cls, config: Config, *, patience_s: float = 0.0) -> ControlClient:
-        """For the proxy of this configuration, with the key in LIGHTNING_API_KEY, else one of the configuration."""
+    def of(cls, config: Config, *, patience_s: float = 0.0) -> ApiClient:
+        """A client of this configuration's proxy. The key is LIGHTNING_API_KEY, else the first configured one."""
         proxy = config.proxy
         configured = [key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys]
-        # From a file, with the end of its line perhaps.
+        # A key read from a file may end with a line break.
         key = os.environ.get("LIGHTNING_API_KEY", "").strip() or next(iter(configured), None)
         return cls(f"http://{address(proxy.host, proxy.port)}", key, patience_s=patience_s)
 
-    async def __aenter__(self) -> ControlClient:
+    async def __aenter__(self) -> ApiClient:
         timeout = aiohttp.ClientTimeout(total=60)
         self._session = aiohttp.ClientSession(
             headers=self.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -82,7 +85,7 @@ class ControlClient:
             await self._session.close()
 
     async def open_rollouts(self, task_id: str, mode: Mode, n: int, **choice: Any) -> list[OpenRollout]:
-        """`choice`: `policy_version` or `model`, what answers them if not the live version."""
+        """Open `n` sibling rollouts. `choice` is `policy_version` or `model`, if not the live version answers them."""
         answer = await self.request("POST", "/rollouts", {"task_id": task_id, "mode": mode, "n": n, **choice})
         return [OpenRollout(one["rollout_id"], one["base_url"], one["api_key"]) for one in answer]
 
@@ -102,20 +105,29 @@ class ControlClient:
     async def policy(self) -> dict[str, Any]:
         return await self.request("GET", "/policy")
 
+    async def readiness(self) -> dict[str, Any]:
+        """The body of /readyz, which is news and no error when its status is 503."""
+        _, ready = await self._send("GET", "/readyz", None, None)
+        if not isinstance(ready, dict) or not {"status", "store", "upstream"} <= ready.keys():
+            raise ApiError(f"what answers at {self.url} is not lightning-proxy")
+        return ready
+
     async def request(self, method: str, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
-        """One request; the decoded answer. The proxy's own error message is the ControlError's."""
+        """Send one request and return the decoded answer. An ApiError carries the proxy's own message."""
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
-                answer = await self._request_once(method, path, body, params)
-                self._reached = True
-                return answer
-            except ControlError as error:
+                status, data = await self._send(method, path, body, params)
+                if status < 400:
+                    self._reached = True
+                    return data
+                raise _refusal(method, path, status, data)
+            except ApiError as error:
                 if not self._reached or error.status_code not in AWAY or time.monotonic() >= deadline:
                     raise
             await asyncio.sleep(RETRY_S)
 
-    async def _request_once(self, method: str, path: str, body: Any, params: dict[str, str] | None) -> Any:
+    async def _send(self, method: str, path: str, body: Any, params: dict[str, str] | None) -> tuple[int, Any]:
         assert self._session is not None, "use `async with`"
         try:
             async with self._session.request(method, self.url + path, json=body, params=params) as answer:
@@ -124,14 +136,25 @@ class ControlClient:
             raise ProxyNotThere(self.url) from None
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             reason = str(error) or type(error).__name__
-            raise ControlError(f"no usable answer from the proxy at {self.url}: {reason}") from None
+            raise ApiError(f"no usable answer from the proxy at {self.url}: {reason}") from None
         try:
-            data = json.loads(text) if text else None
+            return status, json.loads(text) if text else None
         except ValueError:
-            raise ControlError(f"what answers at {self.url} is no lightning-proxy (HTTP {status})", status) from None
-        if status >= 400:
-            error_body = data.get("error") if isinstance(data, dict) else None
-            message = error_body.get("message") if isinstance(error_body, dict) else str(data)[:300]
-            hint = "; give it to this command in LIGHTNING_API_KEY" if status == UNAUTHORIZED else ""
-            raise ControlError(f"{method} {path}: {message}{hint} (HTTP {status})", status)
-        return data
+            raise ApiError(f"what answers at {self.url} is not lightning-proxy (HTTP {status})", status) from None
+
+
+def _refusal(method: str, path: str, status: int, data: Any) -> ApiError:
+    error = data.get("error") if isinstance(data, dict) else None
+    message = error.get("message") if isinstance(error, dict) else str(data)[:300]
+    hint = "; give it to this command in LIGHTNING_API_KEY" if status == UNAUTHORIZED else ""
+    return ApiError(f"{method} {path}: {message}{hint} (HTTP {status})", status)
+
+
+def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
+    """Do `work` with a client of this configuration's proxy, until it is done or a signal arrives."""
+
+    async def run() -> T:
+        async with ApiClient.of(config) as api:
+            return await work(api)
+
+    return run_until_signal(run())

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from ...proxy.config.root import Config
 from ...proxy.errors import LightningError
-from ..control import ControlClient
+from ..api_client import ApiClient
+from ..run.command import RunProgress, logs_directory, progress_bars
 from ..run.programs import Runner, make_runner
 from ..run.run import RolloutResult, RunOptions
 from ..run.tasks import Task, read_tasks
-from ..run.view import RunProgress, logs_directory, progress_bars
 from ..signals import run_until_signal
 from .eval import Evaluation, Row, parse_models
 from .power import serving_power
@@ -48,7 +48,7 @@ def eval_command(config: Config, asked: EvalRequest) -> None:
         check_writable(asked.out)
     runner, console = make_runner(asked.command, asked.preload), Console(stderr=True)
     options = RunOptions(asked.samples, asked.concurrency, "eval", logs_directory(asked.logs))
-    api = ControlClient.of(config, patience_s=60)
+    api = ApiClient.of(config, patience_s=60)
     power = serving_power(config, [model.name for model in models])
     evaluation = Evaluation(api, runner, options, models, promote=asked.promote, say=console.print)
     try:
@@ -60,7 +60,7 @@ def eval_command(config: Config, asked: EvalRequest) -> None:
 
 
 async def _with_progress(
-    api: ControlClient,
+    api: ApiClient,
     runner: Runner,
     evaluation: Evaluation,
     power: AbstractAsyncContextManager[None],

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ...proxy.config.root import Config
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError, LightningError
-from ..control import ControlClient
+from ..api_client import ApiClient
 from ..signals import run_until_signal
 from ..system.processes import make_directory
 from .backlog import Backlog
@@ -57,7 +57,7 @@ def progress_bars(console: Console) -> Progress:
 
 
 async def run_with_progress(
-    api: ControlClient,
+    api: ApiClient,
     tasks: list[Task],
     runner: Runner,
     options: RunOptions,
@@ -105,7 +105,7 @@ def run_command(
     tasks, runner = repeated(read_tasks(path), repeat), make_runner(command, preload)
     console = Console(stderr=True)
     run_options = RunOptions(**{**options, "logs": logs_directory(options["logs"])})
-    api = ControlClient.of(config, patience_s=60)
+    api = ApiClient.of(config, patience_s=60)
     gate = None if ahead is None else _backlog(api, config.trainer, run_options.group_size, ahead, console)
     results = run_until_signal(run_with_progress(api, tasks, runner, run_options, console, gate))
     if as_json:
@@ -116,5 +116,5 @@ def run_command(
         raise LightningError("every program failed")
 
 
-def _backlog(api: ControlClient, trainer: TrainerConfig, group_size: int, ahead: float, console: Console) -> Backlog:
+def _backlog(api: ApiClient, trainer: TrainerConfig, group_size: int, ahead: float, console: Console) -> Backlog:
     return Backlog(api, int((1 + ahead) * trainer.group_size * trainer.tasks_per_step), group_size, console.print)
