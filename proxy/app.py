@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .access.auth import require_local
 from .config.root import Config
 from .config.server import ProxyConfig
-from .control import health, policy, rewards, rollouts
+from .control import health, policy, rewards, rollouts, status
 from .control.parts import open_parts
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
 from .gateway.asgi import Agent, ClientDisconnected, read_headers
@@ -37,7 +37,7 @@ def create_app(config: Config) -> ASGIApp:
             yield
 
     control = FastAPI(title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, redoc_url=None)
-    for resource in (rewards, rollouts, policy, health, spans_in):
+    for resource in (rewards, rollouts, policy, status, health, spans_in):
         control.include_router(resource.router)
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)

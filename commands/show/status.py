@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections import Counter
 from datetime import datetime
 from typing import Any
 
-import aiohttp
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +14,7 @@ from ...proxy.config.cron import next_time
 from ...proxy.config.root import Config
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.training import Collapse
-from ..api_client import ApiClient, ApiError, ProxyNotThere, ask
+from ..api_client import ApiClient, ask
 from ..formats import count, duration, number, plain, print_json, sparkline
 from .steps import steps_table
 
@@ -28,8 +25,6 @@ PHASES = (
     ("waiting", "wait_s"), ("collecting", "collect_s"), ("training", "step_s"), ("checkpoint", "checkpoint_s"),
     ("publishing", "publish_s"),
 )  # fmt: skip
-WAITING = re.compile(r"^lightning_rollouts_waiting (\S+)$", re.MULTILINE)
-COUNT = re.compile(r'^lightning_rollouts\{mode="(\w+)",status="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
 def show_status(config: Config, *, as_json: bool) -> bool:
@@ -55,25 +50,9 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
         }  # fmt: skip
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
-    metrics = await _get(api, "/metrics")
-    newest = (await api.rollouts(mode="train", limit=NEWEST_ROLLOUTS))["data"]
-    return {
-        "ready": ready,
-        "policy": await api.policy(),
-        "steps": steps,
-        "rewards": [s["metrics"]["reward_mean"] for s in steps if "reward_mean" in s["metrics"]],
-        "rollouts": rollout_counts(metrics),
-        "waiting": int(float(next(iter(WAITING.findall(metrics)), 0))),
-        "dropped": dict(Counter(rollout["dropped"] for rollout in newest if rollout["dropped"]).most_common()),
-    }
-
-
-def rollout_counts(metrics: str) -> dict[str, dict[str, int]]:
-    """Rollouts by mode and status, from the text of GET /metrics."""
-    counts: dict[str, dict[str, int]] = {}
-    for mode, status, found in COUNT.findall(metrics):
-        counts.setdefault(mode, {})[status] = int(float(found))
-    return counts
+    rewards = [step["metrics"]["reward_mean"] for step in steps if "reward_mean" in step["metrics"]]
+    counts = await api.request("GET", "/status")
+    return {"ready": ready, "policy": await api.policy(), "steps": steps, "rewards": rewards, **counts}
 
 
 def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
@@ -87,17 +66,6 @@ def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
         case "idle":
             return f"{rollouts}; while the machine is idle"
     return f"{rollouts}; it takes {config.tasks_per_step} groups of {config.group_size}"
-
-
-async def _get(api: ApiClient, path: str) -> str:
-    """The body of an answer that is no JSON, or whose 503 is news and no error."""
-    try:
-        async with aiohttp.ClientSession() as session, session.get(api.url + path) as answer:
-            return await answer.text()
-    except aiohttp.ClientConnectorError:
-        raise ProxyNotThere(api.url) from None
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ApiError(f"no usable answer from the proxy at {api.url}: {error}") from None
 
 
 def status_view(status: dict[str, Any], url: str, now: float) -> Table:

@@ -7,7 +7,18 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from ..store.training import Collapse, Step
-from ..types import CallStatus, Choice, Event, PolicyVersion, PublishMode, Rollout, ToolCall, Transition
+from ..types import (
+    CallStatus,
+    Choice,
+    Event,
+    Mode,
+    PolicyVersion,
+    PublishMode,
+    Rollout,
+    RolloutStatus,
+    ToolCall,
+    Transition,
+)
 
 
 class ErrorDetail(BaseModel):
@@ -98,7 +109,7 @@ class RolloutDetail(BaseModel):
     """
 
     rollout_id: str
-    status: Literal["running", "completed", "failed", "discarded"]
+    status: RolloutStatus
     call_count: int
     calls: list[Call]
     events: list[Event]
@@ -127,6 +138,17 @@ class Versions(BaseModel):
 
 class Steps(BaseModel):
     data: list[Step]
+
+
+class Status(BaseModel):
+    """`rollouts`: how many there are by mode and status. `waiting`: complete rollouts that no step has taken yet.
+
+    `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason.
+    """
+
+    rollouts: dict[Mode, dict[RolloutStatus, int]]
+    waiting: int
+    dropped: dict[str, int]
 
 
 class Ready(BaseModel):

@@ -9,6 +9,7 @@ from ..errors import LightningError
 from ..upstreams.health import replica_name
 from .answers import ERRORS, Ready, answers
 from .requests import parts
+from .status import waiting
 
 router = APIRouter(tags=["health"], responses=ERRORS)
 
@@ -42,9 +43,7 @@ async def metrics(request: Request) -> Response:
     p = parts(request)
     p.metrics.queue.set(p.recorder.depth)
     p.metrics.live_version.set((await p.store.versions.live()).version)
-    trainer = p.config.trainer
-    lone, failed = trainer.lone_rollouts == "running", trainer.failed_reward is not None
-    p.metrics.waiting.set(await p.store.waiting.count(lone=lone, failed=failed))
+    p.metrics.waiting.set(await waiting(p))
     p.metrics.stopped_for(await p.store.steps.collapse())
     if (last := await p.store.steps.last()) is not None:
         p.metrics.step_ended(last.step, last.metrics)

@@ -1,0 +1,37 @@
+"""`GET /status`: counts of rollouts and what waits for the trainer. Contract, section 3."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from .answers import ERRORS, Status, answers
+from .parts import Parts
+from .requests import parts
+
+router = APIRouter(tags=["status"], responses=ERRORS)
+
+NEWEST = 200
+
+
+@router.get("/status", response_model=None, responses=answers(Status))
+async def get_status(request: Request) -> dict[str, Any]:
+    """Count rollouts by mode and status, those that wait for the trainer, and the newest dropped ones by reason."""
+    p = parts(request)
+    await p.keys.require_agent(request.headers)
+    rollouts: dict[str, dict[str, int]] = {}
+    for (mode, status), count in sorted((await p.store.rollouts.counts()).items()):
+        rollouts.setdefault(mode, {})[status] = count
+    newest, _ = await p.store.rollouts.page({"mode": "train"}, NEWEST)
+    dropped = Counter(rollout.dropped for rollout in newest if rollout.dropped)
+    return {"rollouts": rollouts, "waiting": await waiting(p), "dropped": dict(dropped.most_common())}
+
+
+async def waiting(p: Parts) -> int:
+    """How many complete rollouts the trainer would take and no step has taken yet."""
+    trainer = p.config.trainer
+    return await p.store.waiting.count(
+        lone=trainer.lone_rollouts == "running", failed=trainer.failed_reward is not None
+    )

@@ -1,0 +1,44 @@
+"""`GET /status`: what is recorded, what waits for the trainer, and why rollouts are not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+async def test_status_counts_rollouts_and_those_that_wait(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.ledger() as ledger:
+        assert await system.call("GET", "/status") == (200, {"rollouts": {}, "waiting": 0, "dropped": {}})
+        await system.chat("r1", X_Task_Id="t1")
+        await system.chat("r2", X_Task_Id="t1")
+        await system.chat("e1", X_Rollout_Mode="eval")
+        await system.call("POST", "/reward", [{"rollout_id": name, "reward": 1.0} for name in ("r1", "e1")])
+        assert await system.call("GET", "/status") == (
+            200,
+            {
+                "rollouts": {"eval": {"completed": 1, "running": 0}, "train": {"completed": 1, "running": 1}},
+                "waiting": 1,
+                "dropped": {},
+            },
+        )
+        await ledger.drop({"too long": ["r1"]})
+        _, status = await system.call("GET", "/status")
+        assert (status["waiting"], status["dropped"]) == (0, {"too long": 1})
+
+
+async def test_status_needs_a_key_where_there_are_keys(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["secret"]) as system:
+        assert (await system.call("GET", "/status", Authorization=""))[0] == 401
+        assert (await system.call("GET", "/status", Authorization="Bearer secret"))[0] == 200
+
+
+async def test_the_document_describes_status(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        _, document = await system.call("GET", "/openapi.json")
+        answer = document["paths"]["/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        properties = document["components"]["schemas"][answer["$ref"].rsplit("/", 1)[1]]["properties"]
+        assert set(properties) == {"rollouts", "waiting", "dropped"}
