@@ -148,7 +148,10 @@ def run(
     context: typer.Context,
     command: Annotated[list[str], typer.Argument(help="the agent program, after `--`")],
     tasks: Annotated[Path, typer.Option(help="JSON Lines: one task a line")],
-    group_size: Annotated[int, typer.Option(min=1, max=1000, help="siblings per task")] = 1,
+    group_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, help="rollouts per task; by default trainer.group_size, with --mode eval 1"),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="programs at once")] = 8,
     mode: Annotated[str, typer.Option(help="train, or eval: recorded but never trained on")] = "train",
     repeat: Annotated[int, typer.Option(min=1, help="how often to go through the tasks")] = 1,
@@ -163,11 +166,13 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Run an agent program once per task and sibling, each in a rollout of its own."""
-    from .commands.run.command import run_command
+    from .commands.run.command import RunRequest, run_command
 
-    config, _ = _load(context, {})
-    request = {"group_size": group_size, "concurrency": concurrency, "mode": mode, "logs": logs}
-    run_command(config, tasks, command, preload.split(",") if preload else [], repeat, as_json, request, ahead)
+    modules = preload.split(",") if preload else []
+    run_command(
+        _load(context, {})[0],
+        RunRequest(tasks, command, modules, group_size, concurrency, mode, repeat, ahead, logs, as_json),
+    )
 
 
 @app.command(name="eval", context_settings={"allow_interspersed_args": False})

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from ...proxy.errors import ConfigError
-from ..run.tasks import Task, read_tasks
 from ..system.processes import free_port, make_directory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "addition"
@@ -78,11 +77,6 @@ def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
     path = directory / CONFIG
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     return path
-
-
-def read_split(directory: Path) -> tuple[list[Task], list[Task]]:
-    """The tasks that examples/addition/tasks.py wrote: (train, held out)."""
-    return read_tasks(directory / "train.jsonl"), read_tasks(directory / "held_out.jsonl")
 
 
 def dump(path: Path, data: dict[str, Any]) -> None:

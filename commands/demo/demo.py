@@ -8,8 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,15 @@ from ...proxy.errors import LightningError
 from ..api_client import ApiClient, ApiError
 from ..run.backlog import POLL_S, Backlog, PolicyCollapsed
 from ..run.programs import PreloadRunner, Runner
-from ..run.run import RunOptions, run_tasks
+from ..run.progress import ProgressView
+from ..run.run import RolloutResult, RunOptions, run_tasks
 from ..run.summary import Totals, totals
-from ..run.tasks import Task
+from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from ..system.system import Launch, System
-from .config import EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, dump, empty_directory, read_split, write_config
+from .config import EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, dump, empty_directory, write_config
 from .model import cache_directory, require_packages
 from .report import DemoResult, curve, save_png, show
-from .view import DemoState, DemoView
 
 CONCURRENCY = 64
 # `import openai` leaves most of itself to the first call: 0.6 s of CPU in every run, 0.03 s with these imported.
@@ -64,62 +63,82 @@ class Demo:
 
     def __init__(self, options: DemoOptions, directory: Path, config: Path, console: Console) -> None:
         self._options, self._directory, self._config_path = options, directory, config
-        self._train, self._held_out = read_split(directory / "tasks")
-        self._state = DemoState(options.steps)
-        self._view = DemoView(self._state, console)
+        self._train = read_tasks(directory / "tasks" / "train.jsonl")
+        self._held_out = read_tasks(directory / "tasks" / "held_out.jsonl")
+        self._view = ProgressView(console)
+        self._rewards: list[float] = []  # of the training rollouts, in the order in which they ended
+        self._failed = 0
+        self._began = time.monotonic()
 
     async def run(self) -> DemoResult:
         config = load_config(self._config_path)
         runner = PreloadRunner([sys.executable, str(EXAMPLE / "agent.py")], PRELOADED)
-        system = System(config, Launch(self._config_path), self._directory / "logs", self._phase)
-        with self._view.shown():
-            async with system, ApiClient.of(config, patience_s=60) as api, _closing(runner):
-                return await system.guard(self._loop(system, api, runner))
+        system = System(config, Launch(self._config_path), self._directory / "logs", self._view.say)
+        with self._view:
+            async with system, ApiClient.of(config, patience_s=60) as api:
+                try:
+                    return await system.guard(self._loop(system, api, runner))
+                finally:
+                    await runner.close()
 
     async def _loop(self, system: System, api: ApiClient, runner: Runner) -> DemoResult:
-        async with _background(self._poll(api)):
-            self._phase("evaluating the base model on held-out tasks")
-            before = await self._evaluate(api, runner)
-            self._phase("training while the agent goes on working")
-            started = time.monotonic()
-            await self._work_until_trained(system, api, runner)
-            training_s = time.monotonic() - started
-            self._phase("evaluating the trained model on held-out tasks")
-            after = await self._evaluate(api, runner)
-            self._state.take(await api.policy())
-        state, rewards = self._state, curve(self._state.rewards, STEP_ROLLOUTS)
-        self._phase("stopping")
+        before = await self._evaluate(api, runner, "base model, held out")
+        training = time.monotonic()
+        await self._work_until_trained(system, api, runner)
+        training_s = time.monotonic() - training
+        after = await self._evaluate(api, runner, "trained, held out")
+        policy = await api.policy()
         return DemoResult(
-            self._options.seed, state.step, state.version, before, after, rewards, training_s, state.elapsed
-        )
+            self._options.seed, policy["steps"], policy["live_version"], before, after,
+            curve(self._rewards, STEP_ROLLOUTS), training_s, time.monotonic() - self._began,
+        )  # fmt: skip
 
-    async def _evaluate(self, api: ApiClient, runner: Runner) -> Totals:
+    async def _evaluate(self, api: ApiClient, runner: Runner, label: str) -> Totals:
         how = RunOptions(self._options.repeat, CONCURRENCY, "eval")
-        return totals(await run_tasks(api, self._held_out, runner, how, self._state.add_evaluated))
+        bar = self._view.bar(label, len(self._held_out) * how.group_size)
+        return totals(await run_tasks(api, self._held_out, runner, how, bar.add))
 
     async def _work_until_trained(self, system: System, api: ApiClient, runner: Runner) -> None:
-        """The agent works on tasks without end; until the trainer has done its steps, or nothing is left to learn."""
+        """Let the agent work on tasks without end, until the trainer is done or nothing is left to learn."""
         assert system.trainer is not None
         how = RunOptions(GROUP_SIZE, CONCURRENCY, "train", self._directory / "agents")
         backlog = Backlog(api, int((1 + self._options.ahead) * STEP_ROLLOUTS), GROUP_SIZE)
-        work = run_tasks(api, self._tasks(), runner, how, self._state.add, backlog)
-        working = asyncio.ensure_future(work)
+        working = asyncio.ensure_future(run_tasks(api, self._tasks(), runner, how, self._take, backlog))
         trained = asyncio.ensure_future(system.trainer.process.wait())
         learnt = asyncio.ensure_future(self._until_nothing_is_left_to_learn(api))
-        either: set[asyncio.Future[Any]] = {working, trained, learnt}
+        showing = asyncio.ensure_future(self._show_steps(api))
+        started: set[asyncio.Future[Any]] = {working, trained, learnt, showing}
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, trained, learnt}, return_when=asyncio.FIRST_COMPLETED)
             if not trained.done() and not learnt.done():
                 with contextlib.suppress(PolicyCollapsed):
                     await working
                     raise LightningError("the agent stopped working before the trainer was done")
         finally:
-            for future in either:
+            for future in started:
                 future.cancel()
-            await asyncio.gather(*either, return_exceptions=True)
+            await asyncio.gather(*started, return_exceptions=True)
+
+    def _take(self, result: RolloutResult) -> None:
+        self._failed += result.failed
+        if result.reward is not None:
+            self._rewards.append(result.reward)
+
+    async def _show_steps(self, api: ApiClient) -> None:
+        """Show the trainer's steps and the mean reward of the newest rollouts, until cancelled."""
+        bar = self._view.bar("training steps", self._options.steps)
+        try:
+            while True:
+                newest = self._rewards[-STEP_ROLLOUTS:]
+                with contextlib.suppress(ApiError):  # a busy machine; the next look will do
+                    step = (await api.policy())["steps"]
+                    bar.show(step, sum(newest) / len(newest) if newest else None, self._failed)
+                await asyncio.sleep(POLL_S)
+        finally:
+            bar.tell()
 
     async def _until_nothing_is_left_to_learn(self, api: ApiClient) -> None:
-        """Return when all groups of some steps' worth of rollouts had equal rewards, or when the policy collapsed."""
+        """Return when the newest rollouts of several steps all had equal rewards, or when the policy collapsed."""
         wanted = PERFECT_STEPS * STEP_ROLLOUTS
         while True:
             page = await api.rollouts(mode="train", status="completed", limit=wanted)
@@ -133,33 +152,3 @@ class Demo:
         order = random.Random(self._options.seed)
         while True:
             yield from order.sample(self._train, len(self._train))
-
-    async def _poll(self, api: ApiClient) -> None:
-        while True:
-            with contextlib.suppress(ApiError):  # a busy machine; the next look will do
-                self._state.take(await api.policy())
-                self._view.changed()
-            await asyncio.sleep(POLL_S)
-
-    def _phase(self, phase: str) -> None:
-        self._state.phase = phase
-        self._view.changed()
-
-
-@asynccontextmanager
-async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.ensure_future(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-@asynccontextmanager
-async def _closing(runner: Runner) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        await runner.close()

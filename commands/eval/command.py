@@ -1,9 +1,8 @@
-"""The `eval` command as a person sees it: a bar for each model, a table, and the file with all numbers."""
+"""The `eval` command: a progress bar for each model, a table at the end, and a file with all numbers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ from rich.console import Console
 from ...proxy.config.root import Config
 from ...proxy.errors import LightningError
 from ..api_client import ApiClient
-from ..run.command import RunProgress, logs_directory, progress_bars
+from ..formats import print_json
+from ..run.command import logs_directory
 from ..run.programs import Runner, make_runner
+from ..run.progress import Bar, ProgressView
 from ..run.run import RolloutResult, RunOptions
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
@@ -42,41 +43,41 @@ class EvalRequest:
 
 
 def eval_command(config: Config, asked: EvalRequest) -> None:
-    """Everything the command does; raises LightningError if it could not, or if every program failed."""
+    """Do everything the command does. LightningError if it could not, or if every program failed."""
     models, tasks = parse_models(asked.models), read_tasks(asked.tasks)
     if asked.out is not None:
         check_writable(asked.out)
-    runner, console = make_runner(asked.command, asked.preload), Console(stderr=True)
+    runner, view = make_runner(asked.command, asked.preload), ProgressView(Console(stderr=True))
     options = RunOptions(asked.samples, asked.concurrency, "eval", logs_directory(asked.logs))
     api = ApiClient.of(config, patience_s=60)
     power = serving_power(config, [model.name for model in models])
-    evaluation = Evaluation(api, runner, options, models, promote=asked.promote, say=console.print)
+    evaluation = Evaluation(api, runner, options, models, promote=asked.promote, say=view.say)
     try:
-        run_until_signal(_with_progress(api, runner, evaluation, power, tasks, asked.samples, console))
+        run_until_signal(_run(api, power, runner, evaluation, tasks, view, options.group_size))
     finally:
         _show(evaluation, asked)
     if all(result.failed for row in evaluation.rows for result in row.results):
         raise LightningError("every program failed")
 
 
-async def _with_progress(
+async def _run(
     api: ApiClient,
+    power: AbstractAsyncContextManager[None],
     runner: Runner,
     evaluation: Evaluation,
-    power: AbstractAsyncContextManager[None],
     tasks: list[Task],
+    view: ProgressView,
     samples: int,
-    console: Console,
 ) -> None:
-    with progress_bars(console) as progress:
-        bars: dict[str, RunProgress] = {}
+    bars: dict[str, Bar] = {}
 
-        def on_result(row: Row, result: RolloutResult) -> None:
-            name = row.model.name
-            if name not in bars:
-                bars[name] = RunProgress(progress, len(tasks) * samples, name)
-            bars[name].add(result)
+    def on_result(row: Row, result: RolloutResult) -> None:
+        name = row.model.name
+        if name not in bars:
+            bars[name] = view.bar(name, len(tasks) * samples)
+        bars[name].add(result)
 
+    with view:
         async with api, power:
             try:
                 await evaluation.run(tasks, on_result)
@@ -85,7 +86,7 @@ async def _with_progress(
 
 
 def _show(evaluation: Evaluation, asked: EvalRequest) -> None:
-    """What there is, also of an evaluation that was stopped."""
+    """Print and save what there is, also of an evaluation that was stopped."""
     if not any(row.results for row in evaluation.rows):
         return
     about = {
@@ -95,12 +96,8 @@ def _show(evaluation: Evaluation, asked: EvalRequest) -> None:
     if asked.out is not None:
         save(found, asked.out)
     if asked.as_json:
-        print(json.dumps(found, ensure_ascii=False))
+        print_json(found)
     else:
         print_tables(found)
-        _explain(found, asked)
-
-
-def _explain(found: dict[str, object], asked: EvalRequest) -> None:
-    passed = f"passed: reward >= {asked.scoring.pass_at:g}; without a reward: 0"
-    print(f"{passed}" + (f"; all numbers: {asked.out}" if asked.out is not None else ""))
+        numbers = f"; all numbers: {asked.out}" if asked.out is not None else ""
+        print(f"passed: reward >= {asked.scoring.pass_at:g}; a rollout without a reward counts as 0{numbers}")

@@ -1,0 +1,67 @@
+"""The `run` command against a real proxy: how many rollouts it opens and what a person sees meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lightning_proxy.commands.run.progress import ProgressView
+from lightning_proxy.commands.run.run import RolloutResult
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+@pytest.mark.parametrize(("options", "opened"), [([], 8), (["--group-size", "3"], 3), (["--mode", "eval"], 1)], ids=str)
+async def test_a_task_has_as_many_siblings_as_the_trainer_compares(
+    running: Running, tmp_path: Path, options: list[str], opened: int
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task_id": "t1"}\n')
+    async with running(tmp_path) as system:
+        assert system.config.trainer.group_size == 8
+        code, out, err = await system.lightning("run", "--tasks", tasks, "--json", *options, "--", "true")
+    assert (code, json.loads(out)["rollouts"]) == (0, opened), err
+
+
+def result(reward: float | None, exit_code: int = 0) -> RolloutResult:
+    return RolloutResult("r", "t", exit_code, None, reward)
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_elsewhere_than_on_a_terminal_progress_is_a_line_now_and_then_and_one_at_the_end() -> None:
+    console = Console(file=StringIO(), width=80)
+    with ProgressView(console) as view:
+        bar = view.bar("rollouts", 3)
+        for one in (result(1.0), result(None, 1), result(0.5)):
+            bar.add(one)
+    assert shown(console) == "rollouts 3/3  reward 0.750  failed 1  0:00:00\n"
+
+
+def test_a_bar_that_is_cut_short_says_how_far_it_came() -> None:
+    console = Console(file=StringIO(), width=80)
+    with ProgressView(console) as view:
+        view.bar("rollouts", 3).add(result(None))
+        view.bar("nothing yet", 3)
+    assert shown(console) == "rollouts 1/3  reward -  failed 0  0:00:00\n"
+
+
+def test_on_a_terminal_progress_is_a_bar_of_at_most_80_columns() -> None:
+    console = Console(file=StringIO(), width=80, force_terminal=True, color_system=None)
+    with ProgressView(console) as view:
+        bar = view.bar("a-model-with-a-rather-long-name", 10_000)
+        bar.add(result(1.0))
+        bar.show(5_000, 0.123, 12)
+    last = shown(console).rsplit("\r", 1)[-1]
+    assert "5000/10000" in last and "reward 0.123" in last and "failed 12" in last
+    assert max(map(len, last.splitlines())) <= 90  # with the characters that move the cursor
