@@ -1,4 +1,4 @@
-"""`eval`: held-out tasks, answered by one model after another, each rollout opened for its model."""
+"""Runs held-out tasks with one model after another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIVE = "live"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What answers the rollouts of one row: the live version, a policy version, or any model by its name."""
+    """What answers the rollouts of one row: `live`, a policy version, or any model by its name."""
 
     name: str
 
@@ -30,12 +30,12 @@ class Model:
 
     @property
     def needs(self) -> int | None:
-        """The version that has to be live where versions are not served side by side; None: whichever was."""
+        """The version that must be live where versions are not served side by side. None: any will do."""
         return 0 if self.version is None and power_of(self.name) is not None else self.version
 
     @property
     def choice(self) -> dict[str, Any]:
-        """What it adds to `POST /rollouts`."""
+        """The fields of `POST /rollouts` that choose this model."""
         if self.name == LIVE:
             return {}
         return {"model": self.name} if self.version is None else {"policy_version": self.version}
@@ -43,7 +43,7 @@ class Model:
 
 @dataclass(slots=True)
 class Row:
-    """One model's results, as they come."""
+    """One model and its results so far."""
 
     model: Model
     results: list[RolloutResult] = field(default_factory=list)
@@ -51,11 +51,11 @@ class Row:
 
 
 def parse_models(text: str) -> list[Model]:
-    """`live,0,5,gpt-4o-mini,power:4`; ConfigError for none, an empty one or one named twice. `base` is version 0."""
+    """Parse `live,0,5,gpt-4o-mini,power:4`; `base` is version 0. ConfigError for an empty or repeated name."""
     names = [name.strip() for name in text.split(",")]
     names = ["0" if name == "base" else name for name in names]
     if "" in names or len(set(names)) < len(names):
-        raise ConfigError(f"--models: names between commas, each once, got {text!r}")
+        raise ConfigError(f"--models: separate different names by commas, got {text!r}")
     for name in names:
         try:
             power_of(name)
@@ -65,7 +65,7 @@ def parse_models(text: str) -> list[Model]:
 
 
 class Evaluation:
-    """Runs every row in turn; `rows` is what there is so far."""
+    """Runs every row in turn. `rows` holds the results so far."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class Evaluation:
         self._api, self._runner, self._options = api, runner, options
         self._promote, self._say = promote, say
         self.rows = [Row(model) for model in models]
-        self._before = self._live = 0  # versions: live when it began, and now
+        self._before = self._live = 0  # the versions that were live when it began, and that are now
         self._alias = ""
 
     async def run(self, tasks: Sequence[Task], on_result: Callable[[Row, RolloutResult], None]) -> None:
-        """All tasks, a row at a time: vLLM on a CPU mixes up base model and adapters that share a batch.
+        """Run all tasks, one row after another: vLLM on a CPU mixes up base model and adapters that share a batch.
 
-        Raises before anything starts if a model cannot answer, and at once if another one did. Whatever it raises, and
-        cancelled, what has ended is in `rows`, and the version that was live is live again.
+        Raises before anything starts if a model cannot answer, and at once if another model answered. However it ends,
+        the results are in `rows`, and the version that was live before is live again.
         """
         await self._check()
         async with self._live_again():
@@ -97,7 +97,7 @@ class Evaluation:
                 row.complete = True
 
     async def _check(self) -> None:
-        """Ask for no rollout of each model; versions that are promoted in turn are looked up."""
+        """Check that each model can answer: open 0 rollouts with it, or look up the version to promote."""
         policy = await self._api.policy()
         self._before = self._live = int(policy["live_version"])
         self._alias = policy["alias"]
@@ -117,8 +117,8 @@ class Evaluation:
     async def _put_live(self, model: Model) -> None:
         needed = self._before if model.name == LIVE else model.needs
         if self._promote and needed is not None and needed != self._live:
-            self._say(f"policy version {needed} is made live; {self._before} was, and will be again")
-            self._live = needed  # from here on it may be: also if what follows is cut short
+            self._say(f"making policy version {needed} live; version {self._before} will be live again at the end")
+            self._live = needed  # even if the next line is cut short, it may be live by then
             await self._make_live(needed)
 
     async def _make_live(self, version: int) -> None:
@@ -147,7 +147,7 @@ class Evaluation:
     def _taking(self, row: Row, on_result: Callable[[Row, RolloutResult], None]) -> Callable[[RolloutResult], None]:
         def take(result: RolloutResult) -> None:
             _check_answered_by(row.model, result, self._alias)
-            if asked := result.answers.get(self._alias):  # what other names stand for is not what is evaluated
+            if asked := result.answers.get(self._alias):  # calls for other models are not evaluated
                 result = replace(result, answers={self._alias: asked})
             row.results.append(result)
             on_result(row, result)
@@ -172,22 +172,22 @@ def _check_promotable(number: int, version: dict[str, Any] | None) -> None:
 
 
 def _check_answered_by(model: Model, result: RolloutResult, alias: str) -> None:
-    """A row must hold no other model's answers: of an agent that asks for it by name, or of a version that moved.
+    """Raise if another model answered: the agent asked for it by name, or the live version changed.
 
-    Beside calls for the alias, calls for other models by their names are well: those of agents that are not trained.
+    Calls for other models beside those for the alias are fine: they belong to agents that are not trained.
     """
     if model.name == LIVE or not result.answers:
         return
-    wanted, meant = model.version, f"rollout {result.rollout_id} is one for "
+    wanted, wrong = model.version, f"rollout {result.rollout_id} should be answered by "
     if wanted is None:
         if alias not in result.answers:
             names = ", ".join(sorted(map(str, result.answers)))
-            raise LightningError(f"{meant}{model.name}, and never asked for {alias!r} but for {names}")
+            raise LightningError(f"{wrong}{model.name}, but its agent never asked for {alias!r}, only for {names}")
         return
     others = sorted(set(result.answers.get(alias) or result.policy_versions) - {wanted}, key=str)
     if others:
         raise LightningError(
-            f"{meant}policy version {wanted}, and was answered by "
-            f"{', '.join('another model' if v is None else f'version {v}' for v in others)}: the agent has to ask for "
-            "the policy's alias, and with policy.publish: merged no trainer may publish meanwhile"
+            f"{wrong}policy version {wanted}, but was answered by "
+            f"{', '.join('another model' if v is None else f'version {v}' for v in others)}. The agent must ask for "
+            "the policy's alias, and with policy.publish: merged no trainer may publish during an evaluation"
         )

@@ -1,7 +1,7 @@
-"""What `eval` found: plain data for the file, and a table for a person. Pure, apart from `save`.
+"""The results of `eval`: plain data for the file, and tables for a person.
 
-A rollout without a reward, because it failed or because none was posted, counts as reward 0 and as not passed: an agent
-that gave no answer has not solved its task. How many these are is shown beside.
+A rollout without a reward counts as reward 0 and as not passed, since an agent that gave no answer has not solved its
+task. The tables also show how many these are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ...proxy.errors import ConfigError, LightningError
 from ..run.run import RolloutResult
+from ..run.summary import by_task
 from .eval import LIVE, Row
 from .stats import bootstrap_mean, compare, ks, pass_at_k
 
@@ -26,24 +27,25 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """`pass_at`: the reward from which on a rollout has passed; `seed`: of the bootstrap and the permutations."""
+    """A rollout has passed with a reward of at least `pass_at`. `seed` is for the bootstrap and the permutations."""
 
     pass_at: float = 1.0
     seed: int = 0
 
 
 def report(rows: Sequence[Row], scoring: Scoring, about: Json) -> Json:
-    """All rows that have begun, each compared with the first; `about` says what was run."""
+    """Plain data of all rows that have begun, each compared with the first. `about` says what was run."""
     begun = [row for row in rows if row.results]
-    by_task = [_by_task(row.results) for row in begun]
-    found = [_summary(row, tasks, scoring) for row, tasks in zip(begun, by_task, strict=True)]
-    for summary, tasks in zip(found[1:], by_task[1:], strict=True):
-        summary["versus"] = _versus(tasks, by_task[0], begun[0].model.name, scoring)
-    return about | {"pass_at": scoring.pass_at, "seed": scoring.seed, "complete": _complete(rows), "rows": found}
+    tasks = [by_task(row.results) for row in begun]
+    summaries = [_summary(row, results, scoring) for row, results in zip(begun, tasks, strict=True)]
+    for summary, results in zip(summaries[1:], tasks[1:], strict=True):
+        summary["versus"] = _versus(results, tasks[0], begun[0].model.name, scoring)
+    complete = all(row.complete for row in rows)
+    return about | {"pass_at": scoring.pass_at, "seed": scoring.seed, "complete": complete, "rows": summaries}
 
 
 def results_table(found: Json) -> Table:
-    """One line a model. Of pass@k the first and the last; the others are in the file."""
+    """A table of one line per model, with the first and the last pass@k; the file has all of them."""
     samples = sorted({int(k) for row in found["rows"] for k in row["pass_at_k"]})
     samples = sorted({*samples[:1], *samples[-1:]})
     shown = _table("model", "reward", "95 %", *(f"pass@{k}" for k in samples), "failed", "no reward")
@@ -55,7 +57,7 @@ def results_table(found: Json) -> Table:
 
 
 def comparison_table(found: Json) -> Table:
-    """How far each model is above the first, on the tasks that both have."""
+    """A table of how far each model is above the first, on the tasks that both have."""
     first, *others = found["rows"]
     shown = _table("model", f"above {first['model']}", "95 %", "p", "tasks")
     for row in others:
@@ -68,7 +70,7 @@ def comparison_table(found: Json) -> Table:
 
 
 def print_tables(found: Json) -> None:
-    """To standard output; plain wherever that is no terminal."""
+    """Print both tables to standard output, without colours if that is not a terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=240, no_color=True)
@@ -86,7 +88,7 @@ def _table(*heads: str) -> Table:
 
 
 def save(found: Json, path: Path) -> None:
-    """The file appears whole or stays what it was. Raises LightningError."""
+    """Write the whole file or leave it as it was. Raises LightningError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
@@ -96,16 +98,9 @@ def save(found: Json, path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """ConfigError if `save` could not: known before hours of work, not after."""
+    """ConfigError if `save` could not write here; asked before hours of work, not after."""
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--out: cannot write {path}")
-
-
-def _by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
-    found: dict[str, list[RolloutResult]] = {}
-    for result in results:
-        found.setdefault(result.task_id, []).append(result)
-    return dict(sorted(found.items()))
 
 
 def _summary(row: Row, tasks: dict[str, list[RolloutResult]], scoring: Scoring) -> Json:
@@ -128,7 +123,7 @@ def _summary(row: Row, tasks: dict[str, list[RolloutResult]], scoring: Scoring) 
 
 
 def _pass_at_k(tasks: dict[str, list[RolloutResult]], scoring: Scoring) -> Json:
-    """For each k that every task has so many rollouts for: the mean over tasks and its interval."""
+    """The mean over tasks and its interval, for each k that every task has enough rollouts for."""
     found = {}
     for k in ks(min(map(len, tasks.values()))):
         chances = [pass_at_k(len(results), _passed(results, scoring), k) for results in tasks.values()]
@@ -140,7 +135,7 @@ def _pass_at_k(tasks: dict[str, list[RolloutResult]], scoring: Scoring) -> Json:
 def _versus(
     tasks: dict[str, list[RolloutResult]], first: dict[str, list[RolloutResult]], name: str, scoring: Scoring
 ) -> Json | None:
-    """On the tasks that both have; None without any."""
+    """The comparison on the tasks that both have; None without any."""
     both = [task for task in tasks if task in first]
     if not both:
         return None
@@ -166,12 +161,8 @@ def _passed(results: Sequence[RolloutResult], scoring: Scoring) -> int:
     return sum(result.reward is not None and result.reward >= scoring.pass_at for result in results)
 
 
-def _complete(rows: Sequence[Row]) -> bool:
-    return all(row.complete for row in rows)
-
-
 def _label(row: Json) -> str:
-    """The model; of `live`, which versions that were."""
+    """The model's name; for `live` also the versions that answered."""
     ours = [version for version in row["policy_versions"] if version is not None]
     which = f" ({ours[0]})" if len(ours) == 1 else f" ({ours[0]} to {ours[-1]})" if ours else ""
     return row["model"] + (which if row["model"] == LIVE else "") + ("" if row["complete"] else ", stopped")

@@ -1,7 +1,6 @@
-"""The statistics of `eval`: pass@k, intervals and paired comparisons over tasks. Pure.
+"""The statistics of `eval`: pass@k, intervals and paired comparisons over tasks.
 
-Tasks are what was drawn from all that the agent may meet, and siblings of one task are alike: so tasks are resampled,
-never rollouts.
+The tasks are the sample and siblings of one task are alike, so tasks are resampled, never rollouts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ EXACT_UP_TO = 13  # tasks: no more sign patterns than resamples
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """95 % by the percentile bootstrap over tasks; as wide as the tasks differ, of no width for one task alone."""
+    """A 95 % interval by the percentile bootstrap over tasks. With only one task it has no width."""
 
     low: float
     high: float
@@ -28,7 +27,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Mean over tasks of what one row is above another; `p`: two-sided, that signs are there by chance."""
+    """How far one row is above another, as a mean over tasks. `p` is two-sided, of the sign-flip test."""
 
     difference: float
     interval: Interval
@@ -37,9 +36,9 @@ class Comparison:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that of k rollouts drawn from n, of which c passed, one did at least: without bias.
+    """The unbiased chance that at least one of k rollouts passes, drawn from n of which c passed. Needs n >= k.
 
-    Chen et al. 2021, arXiv 2107.03374, equation 1. Needs n >= k.
+    Chen et al. 2021, arXiv 2107.03374, equation 1.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {c} in {n}")
@@ -47,7 +46,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def bootstrap_mean(values: Sequence[float], seed: int) -> Interval:
-    """Of the mean of one value a task, two tasks at least for it to say anything."""
+    """The interval of the mean of `values`, one per task."""
     tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     at_once = max(1, MEMORY // len(tasks))
     sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
@@ -57,19 +56,19 @@ def bootstrap_mean(values: Sequence[float], seed: int) -> Interval:
 
 
 def compare(values: Sequence[float], others: Sequence[float], seed: int) -> Comparison:
-    """`values` with `others`, paired: both of the same tasks in the same order."""
+    """Compare `values` with `others`, paired: both have the same tasks in the same order."""
     differences = np.asarray(values, dtype=float) - np.asarray(others, dtype=float)
     interval = bootstrap_mean(differences.tolist(), seed)
     return Comparison(float(differences.mean()), interval, sign_flip_p(differences.tolist(), seed), len(differences))
 
 
 def sign_flip_p(differences: Sequence[float], seed: int) -> float:
-    """How often a mean as far from 0 comes about when each difference has either sign (Fisher's permutation test).
+    """How often random signs give a mean at least as far from 0 (Fisher's permutation test).
 
-    Over all patterns of signs for few tasks; else over so many random ones, and the one that was seen.
+    For few tasks it tries all patterns of signs; otherwise random ones, and the one that was seen.
     """
     given = np.asarray(differences, dtype=float)
-    seen = abs(given.sum()) - 1e-9  # sums of the same numbers in another order are no less
+    seen = abs(given.sum()) - 1e-9  # the same numbers in another order may sum to a little less
     if len(given) <= EXACT_UP_TO:
         patterns = itertools.product((-1.0, 1.0), repeat=len(given))
         return float(np.mean([abs(np.dot(signs, given)) >= seen for signs in patterns]))

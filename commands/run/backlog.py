@@ -1,4 +1,4 @@
-"""How far agents may run ahead of the policy: what they answered that is in no live version yet."""
+"""`--ahead`: how far agents may run ahead of the policy."""
 
 from __future__ import annotations
 
@@ -12,21 +12,34 @@ from ...proxy.store.training import Collapse
 from ..api_client import ApiClient
 
 POLL_S = 0.25
-PATIENCE_S = 30.0  # until it says what it waits for
+PATIENCE_S = 30.0  # until `wait` says what it waits for
 PAGE = 1000
 
 
 class PolicyCollapsed(LightningError):
-    """Publication is stopped: there will be no version with what the agents do."""
+    """Publication is stopped, so no version will be trained on what the agents do."""
 
 
-class Backlog:
-    """Keeps rollouts fresh: no group is opened while `limit` of those that it opened are not in the live version yet.
+class Gate:
+    """Says when the next group may be opened, and is told what was opened and ended. This one is always open."""
 
-    A group has `group_size` rollouts. A limit of less than a group is one of a group. A rollout counts no more when it
-    ended without a reward, when the trainer will not take it, and when the version of the step that took it is live.
-    One that the trainer has dropped counts until the step that it was about to take then is live: what is opened in its
-    place would be answered by the weights before.
+    async def wait(self) -> None:
+        """Return when there is room for one more group."""
+
+    def opened(self, rollout_ids: Iterable[str]) -> None:
+        """A group was opened."""
+
+    def ended(self, rollout_id: str) -> None:
+        """A rollout's program ended. Its reward has arrived, if there is one."""
+
+
+class Backlog(Gate):
+    """Opens no group while `limit` of the opened rollouts are not yet in the live weights.
+
+    A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it ended
+    without a reward, when the trainer will not take it, or when the version of the step that took it is live.
+    A rollout that the trainer dropped counts until the trainer's next step is live: a rollout opened earlier in its
+    place would be answered by the old weights.
     """
 
     def __init__(
@@ -34,33 +47,34 @@ class Backlog:
     ) -> None:
         self._api, self._limit, self._group_size, self._say = api, max(limit, group_size), group_size, say
         self._running: set[str] = set()
-        self._ended: set[str] = set()  # and not known to be published, or to be nothing to wait for
+        self._ended: set[str] = set()  # those that still count
 
     def opened(self, rollout_ids: Iterable[str]) -> None:
-        """A group was opened."""
         self._running.update(rollout_ids)
 
     def ended(self, rollout_id: str) -> None:
-        """A rollout's program ended; its reward has arrived, if there is one."""
         self._running.discard(rollout_id)
         self._ended.add(rollout_id)
 
     async def wait(self) -> None:
         """Return when there is room for one more group; PolicyCollapsed if there will be none."""
         started, told = time.monotonic(), False
-        while self._limit - len(self._running) - len(self._ended) < self._group_size:
+        while not self._has_room():
             await self._forget_published()
-            if self._limit - len(self._running) - len(self._ended) >= self._group_size:
+            if self._has_room():
                 return
             if not told and not self._running and time.monotonic() - started > PATIENCE_S:
                 told = True
-                self._say(f"waiting for the trainer: {len(self._ended)} rollouts are in no live version yet")
+                self._say(f"waiting for the trainer: {len(self._ended)} rollouts are not yet in the live weights")
             await asyncio.sleep(POLL_S)
+
+    def _has_room(self) -> bool:
+        return len(self._running) + len(self._ended) + self._group_size <= self._limit
 
     async def _forget_published(self) -> None:
         policy = await self._api.policy()
         if collapse := policy["collapse"]:
-            raise PolicyCollapsed(f"nothing is published any more: {Collapse(**collapse).story}")
+            raise PolicyCollapsed(f"no version is published any more: {Collapse(**collapse).story}")
         published = _published(policy["last_step"])
         left = set(self._ended)
         async for rollout in self._newest():
@@ -70,7 +84,7 @@ class Backlog:
                     self._ended.discard(rollout["rollout_id"])
             if not left:
                 return
-        self._ended -= left  # deleted
+        self._ended -= left  # deleted rollouts
 
     async def _newest(self) -> AsyncIterator[Mapping[str, Any]]:
         cursor: str | None = None
@@ -83,7 +97,7 @@ class Backlog:
 
 
 def _published(last: Mapping[str, Any] | None) -> int:
-    """The newest step whose weights are live, or that changed none."""
+    """The newest step whose weights are live, or that changed no weights."""
     if last is None:
         return 0
     return last["step"] if last["version"] is not None or last["metrics"].get("skipped") else last["step"] - 1

@@ -16,10 +16,10 @@ from ..api_client import ApiClient
 from ..formats import print_json
 from ..signals import run_until_signal
 from ..system.processes import make_directory
-from .backlog import Backlog
+from .backlog import Backlog, Gate
 from .programs import Runner, make_runner
 from .progress import ProgressView
-from .run import Gate, RolloutResult, RunOptions, run_tasks
+from .run import RolloutResult, RunOptions, run_tasks
 from .summary import sentence, summarize
 from .tasks import Task, read_tasks
 

@@ -1,9 +1,9 @@
-"""A fork server for agent programs: imports modules once, then forks per run. `python preload.py MODULE…`
+"""A fork server for agent programs, `python preload.py MODULE…`: it imports modules once and forks per run.
 
-Run by the agent's own interpreter, so standard library only. Reads one JSON object a line on stdin:
+The agent's own interpreter runs it, so it needs only the standard library. It reads one JSON object a line on stdin:
 {"id", "script", "argv", "cwd", "env", "log"} starts a program whose stdout and stderr go to the file `log`,
-{"kill": id} ends one. Writes {"id", "code"} for each that ended; a negative code is the signal that killed it.
-Ends, with all programs, when its stdin closes.
+{"kill": id} ends one. It writes {"id", "code"} for each that ended; a negative code is the signal that killed it.
+When its stdin closes, it ends all programs and itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Server:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Ctrl-C reaches the whole terminal; what it means for a program is for the one who asked for it to decide.
+        # Ctrl-C reaches every process of the terminal; `run` decides what it means for the programs.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         open_ = True
         while open_:
@@ -119,7 +119,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _finish() -> bool:
-    """What the interpreter does at its end, less the slow taking apart; False if output was lost."""
+    """Do what the interpreter does at its end, without its slow teardown. False if output was lost."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -133,7 +133,7 @@ def _finish() -> bool:
 
 
 def _kill_group(pid: int) -> None:
-    # The child may not have come as far as setsid yet; then only it is there to be killed.
+    # If the child has not called setsid yet, there is no group to kill, only the child.
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
@@ -148,7 +148,7 @@ def main(modules: list[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # else the first collection in each child copies every page
+    gc.freeze()  # otherwise the first collection in each child copies every page
     os.write(reports, b'{"ready": true}\n')
     Server(os.dup(0), reports).serve()
 

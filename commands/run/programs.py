@@ -1,4 +1,4 @@
-"""Agent programs: each run is a process of its own, started afresh or forked from a server with warm imports."""
+"""Runs agent programs, each as a process of its own: started anew, or forked from a server with warm imports."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 
 
 class Runner(Protocol):
-    """Runs the agent program once. `log` gets its stdout and stderr; cancelling the call kills it."""
+    """A way of running the agent program."""
 
     async def run(self, env: Mapping[str, str], log: Path) -> int:
-        """Returns the exit code, negative for a signal."""
+        """Run it once and return its exit code, negative for a signal. Cancelling the call kills it.
+
+        `log` gets its stdout and stderr.
+        """
 
     async def close(self) -> None: ...
 
@@ -62,7 +65,7 @@ class ProcessRunner:
 
 
 class PreloadRunner:
-    """Forks each run of `python script.py …` from one process that has imported `modules` already (preload.py)."""
+    """Forks each run of `python script.py …` from one process that has already imported `modules` (preload.py)."""
 
     def __init__(self, command: Sequence[str], modules: Sequence[str]) -> None:
         if len(command) < 2 or not _PYTHON.fullmatch(Path(command[0]).name) or not command[1].endswith(".py"):
@@ -132,15 +135,15 @@ class PreloadRunner:
 
 
 def make_runner(command: Sequence[str], preload: Sequence[str] = ()) -> Runner:
-    """The runner for a command line; ConfigError if there is no command, or no such program."""
+    """Make the runner for a command line. ConfigError if it is empty or names no program."""
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"run: no program {command[0]!r} that can be started")
+        raise ConfigError(f"run: no program {command[0]!r} can be started")
     return PreloadRunner(command, preload) if preload else ProcessRunner(command)
 
 
 def _inherited() -> dict[str, str]:
-    """Our environment without the keys that configure the proxy or open it: an agent has its rollout's key alone."""
+    """Our environment without the proxy's and the upstreams' keys: an agent gets only its rollout's key."""
     secret = ("KEY", "UPSTREAMS")
     return {k: v for k, v in os.environ.items() if not (k.startswith("LIGHTNING_") and any(s in k for s in secret))}

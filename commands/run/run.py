@@ -1,4 +1,4 @@
-"""`run`: an agent program once per task and sibling, against a running proxy."""
+"""Runs an agent program once per task and sibling, against a running proxy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...proxy.errors import LightningError
 from ...proxy.types import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
+from .backlog import Gate
 from .programs import Runner
 from .tasks import Task
 
@@ -23,8 +24,8 @@ CONFLICT = 409
 class RolloutResult:
     """How one run of the program ended. `reward` is None while no reward of the rollout has arrived.
 
-    `answers`: by the model that was asked for, the policy versions that answered, in order; None for a model outside
-    the policy. `tokens`: how many were sampled.
+    `answers` maps each model that was asked for to the policy versions that answered, in order. A version is None for
+    a model outside the policy. `tokens`: how many were sampled.
     """
 
     rollout_id: str
@@ -37,7 +38,7 @@ class RolloutResult:
 
     @property
     def policy_versions(self) -> tuple[int | None, ...]:
-        """All that its calls were answered by."""
+        """All versions that answered its calls."""
         return tuple(dict.fromkeys(version for versions in self.answers.values() for version in versions))
 
     @property
@@ -47,9 +48,9 @@ class RolloutResult:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How `run_tasks` runs: siblings per task, programs at once, and where their output goes (None: thrown away).
+    """Siblings per task, programs at once, and where their output goes (None: thrown away).
 
-    `choice`: what answers the rollouts if not the live policy version: `policy_version` or `model` of POST /rollouts.
+    `choice` is `policy_version` or `model` of POST /rollouts, if not the live version answers the rollouts.
     """
 
     group_size: int = 1
@@ -67,26 +68,6 @@ class Job:
     rollout: OpenRollout
 
 
-class Gate(Protocol):
-    """Says when the next group may be opened, and is told what was."""
-
-    async def wait(self) -> None: ...
-
-    def opened(self, rollout_ids: Iterable[str]) -> None: ...
-
-    def ended(self, rollout_id: str) -> None: ...
-
-
-class Open:
-    """The gate that is always open."""
-
-    async def wait(self) -> None: ...
-
-    def opened(self, rollout_ids: Iterable[str]) -> None: ...
-
-    def ended(self, rollout_id: str) -> None: ...
-
-
 class TaskRun:
     """Opens rollouts group by group and keeps `concurrency` programs running."""
 
@@ -99,12 +80,12 @@ class TaskRun:
         gate: Gate | None = None,
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
-        self._on_result, self._gate = on_result, gate or Open()
+        self._on_result, self._gate = on_result, gate or Gate()
         self._opened: dict[str, OpenRollout] = {}
         self._results: list[RolloutResult] = []
 
     async def run(self, tasks: Iterable[Task]) -> list[RolloutResult]:
-        """All tasks, as they come; cancelled, it stops the programs and discards their rollouts."""
+        """Run all tasks. When it is cancelled, it stops the programs and discards their rollouts."""
         jobs, turn = self._jobs(tasks), asyncio.Lock()
         with tempfile.TemporaryDirectory(prefix="lightning-run-") as scratch:
             logs = self._options.logs or Path(scratch)
@@ -120,7 +101,7 @@ class TaskRun:
         return self._results
 
     async def _jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[Job, None]:
-        # A group is opened when its first sibling can start: none waits half open.
+        # A group is opened only when its first sibling can start.
         for task in tasks:
             await self._gate.wait()
             options = self._options
@@ -168,12 +149,12 @@ class TaskRun:
         try:
             await self._api.end_rollout(rollout_id, status, reason)
         except ApiError as error:
-            # It was complete already: its reward had arrived before the program failed.
+            # The rollout was complete: its reward had arrived before the program failed.
             if error.status_code != CONFLICT:
                 raise
 
     async def _discard_open(self) -> None:
-        # The proxy may be gone as well by now: then the rollouts stay open, and are never trained on.
+        # If the proxy is gone as well, the rollouts stay open and are never trained on.
         with contextlib.suppress(ApiError):
             await asyncio.gather(*(self._end(name, "discarded", "run was stopped") for name in self._opened))
 
@@ -186,12 +167,12 @@ async def run_tasks(
     on_result: Callable[[RolloutResult], None] = lambda _: None,
     gate: Gate | None = None,
 ) -> list[RolloutResult]:
-    """Run the agent program for every task and sibling. `tasks` may be endless."""
+    """Run the agent program for every task and sibling. `tasks` may never end."""
     return await TaskRun(api, runner, options, on_result, gate).run(tasks)
 
 
 def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int | None, ...]]:
-    """Of the calls that were answered. A call during which weights were replaced has several versions."""
+    """Which versions answered, by the model asked for. A call has several if weights were replaced during it."""
     found: dict[str | None, dict[int | None, None]] = {}
     for call in calls:
         if call["status"] == "ok":
@@ -202,7 +183,7 @@ def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int |
 
 
 def last_line(log: Path) -> str:
-    """The last line of a program's output that says anything, 300 characters at most."""
+    """The last line of a program's output that is not empty, at most 300 characters of it."""
     with contextlib.suppress(OSError):
         for line in reversed(log.read_text(errors="replace").splitlines()):
             if line.strip():

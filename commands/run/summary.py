@@ -1,4 +1,4 @@
-"""What `run` says at its end: totals, and exact numbers by task."""
+"""The summary that `run` prints: totals, and exact numbers by task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .run import RolloutResult
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """`mean_reward` is over the rollouts that have a reward; None without any. `solved`: the share with reward >= 1."""
+    """`mean_reward` and `solved` are over the rollouts with a reward. `solved` is the share with reward >= 1."""
 
     rollouts: int
     failed: int
@@ -20,7 +20,7 @@ class Totals:
 
 
 def totals(results: Sequence[RolloutResult]) -> Totals:
-    """Of all results, or of one task's."""
+    """Totals of all results, or of one task's."""
     rewards = [result.reward for result in results if result.reward is not None]
     return Totals(
         rollouts=len(results),
@@ -33,10 +33,23 @@ def totals(results: Sequence[RolloutResult]) -> Totals:
 
 def summarize(results: Sequence[RolloutResult]) -> dict[str, object]:
     """The summary as plain data: totals, and for each task its totals, rewards and failures."""
-    by_task: dict[str, list[RolloutResult]] = {}
+    tasks = {
+        name: {
+            **asdict(totals(group)),
+            "rewards": [result.reward for result in group],
+            "failures": [result.reason for result in group if result.reason],
+        }
+        for name, group in by_task(results).items()
+    }
+    return {**asdict(totals(results)), "tasks": tasks}
+
+
+def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
+    """The results of each task, tasks in the order of their ids."""
+    groups: dict[str, list[RolloutResult]] = {}
     for result in results:
-        by_task.setdefault(result.task_id, []).append(result)
-    return {**asdict(totals(results)), "tasks": {name: _of_task(group) for name, group in sorted(by_task.items())}}
+        groups.setdefault(result.task_id, []).append(result)
+    return dict(sorted(groups.items()))
 
 
 def sentence(results: Sequence[RolloutResult]) -> str:
@@ -46,11 +59,3 @@ def sentence(results: Sequence[RolloutResult]) -> str:
     line = f"{whole.rollouts} rollouts, {mean}, {whole.failed} failed, {whole.without_reward} without a reward so far"
     reasons = [result.reason for result in results if result.reason]
     return f"{line}\nfirst failure: {reasons[0]}" if reasons else line
-
-
-def _of_task(group: Sequence[RolloutResult]) -> dict[str, object]:
-    return {
-        **asdict(totals(group)),
-        "rewards": [result.reward for result in group],
-        "failures": [result.reason for result in group if result.reason],
-    }

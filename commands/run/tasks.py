@@ -1,4 +1,4 @@
-"""Task files: JSON Lines, one object a line; its `task_id`, or else its hash, names the group."""
+"""Task files in JSON Lines. The `task_id` of a line, or else its hash, names the group."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ...proxy.types import check_id
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line of a task file, as the agent program will see it in LIGHTNING_TASK."""
+    """One line of a task file. The agent program sees it in LIGHTNING_TASK."""
 
     task_id: str
     line: str
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """All tasks of a file; ConfigError naming file, line and fault. Empty lines are skipped."""
+    """Read all tasks of a file, without its empty lines. A ConfigError names file, line and fault."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
-    # Not splitlines(): JSON may hold U+2028 as it is.
+    # Not splitlines(), which would split at U+2028 inside JSON strings.
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise ConfigError(f"{path} holds no task")

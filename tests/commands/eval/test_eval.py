@@ -207,7 +207,7 @@ async def test_an_agent_that_never_asks_for_the_alias_is_found_out_whatever_the_
     async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
         e.set_tasks([{"x": 1, "asks_for": "base"}])
         code, _, err = await e.run("vendor/gpt-mini")
-    assert (code, "never asked for 'policy' but for base" in " ".join(err.split())) == (1, True), err
+    assert (code, "never asked for 'policy', only for base" in " ".join(err.split())) == (1, True), err
 
 
 async def test_agents_that_are_not_trained_may_ask_for_other_models_by_name(running: Running, tmp_path: Path) -> None:

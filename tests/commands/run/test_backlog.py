@@ -183,7 +183,7 @@ async def test_it_says_what_it_waits_for(work: Work, monkeypatch: pytest.MonkeyP
     backlog = work.backlog()
     await work.group(backlog, "first")
     await work.stays_shut(backlog)
-    assert work.said == ["waiting for the trainer: 4 rollouts are in no live version yet"]
+    assert work.said == ["waiting for the trainer: 4 rollouts are not yet in the live weights"]
 
 
 async def opens(backlog: Backlog) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.commands.api_client import ApiClient, ApiError
+from lightning_proxy.commands.run.backlog import Gate
 from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner, Runner, make_runner
 from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
 from lightning_proxy.commands.run.summary import summarize, totals
@@ -205,7 +206,7 @@ async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, t
     open_at_gate: list[int] = []
     told: list[str] = []
 
-    class Gate:
+    class Watched(Gate):
         async def wait(self) -> None:
             open_at_gate.append(sum(r["status"] == "running" for r in proxy.rollouts.values()))
 
@@ -217,7 +218,7 @@ async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, t
 
     async with ApiClient(proxy.url) as api:
         runner = program("process", tmp_path, REWARDS_TEN_TIMES_X)
-        await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), gate=Gate())
+        await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), gate=Watched())
     assert open_at_gate == [0, 0, 0]
     assert sorted(told) == sorted(f"{name} {what}" for name in proxy.rollouts for what in ("opened", "ended"))
 
