@@ -1,4 +1,4 @@
-"""The command line: parse, wire, call. What a command needs is imported when it runs, so that --help is quick."""
+"""The command line: parse, wire, call. A command's modules are imported when it runs, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from .commands import keys, store
 from .commands.show import policy, rollouts
 
 if TYPE_CHECKING:
-    from .commands.system.system import Launch
     from .proxy.config.root import Config
 
 
 class _Group(TyperGroup):
-    """Shows our own errors as one line, with their exit code."""
+    """Shows our own errors as one line and ends with their exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         from .proxy.errors import LightningError
@@ -41,13 +40,20 @@ app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
 app.add_typer(store.app, name="store")
-# Without this setting a negative reward would be taken for an option.
+# Without this setting a negative reward would be read as an option.
 app.command(context_settings={"ignore_unknown_options": True})(rollouts.reward)
 
-Model = Annotated[str | None, typer.Option(help="policy.model: a Hugging Face id or a directory")]
-Port = Annotated[int | None, typer.Option(help="proxy.port")]
-Logs = Annotated[Path, typer.Option(help="where the parts' logs go")]
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
+Model = Annotated[str | None, typer.Option(help="a Hugging Face id or a directory (policy.model)")]
+Port = Annotated[int | None, typer.Option(help="the proxy's port (proxy.port)")]
+Logs = Annotated[Path, typer.Option(help="directory for the logs of vLLM, proxy and trainer")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+AHEAD = (
+    "pause new rollouts while more than this many steps' worth are not yet in the live weights; 0 keeps you on-policy"
+)
+Command = Annotated[list[str], typer.Argument(help="the agent program, after `--`")]
+Concurrency = Annotated[int, typer.Option(min=1, help="how many programs run at once")]
+Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
+Outputs = Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")]
 
 
 def _show_version(asked: bool) -> None:
@@ -62,13 +68,12 @@ def _show_version(asked: bool) -> None:
 def main(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="a YAML file; ./config.yaml if there is one")
+        Path | None, typer.Option("--config", "-c", help="a YAML file", show_default="./config.yaml if it is there")
     ] = None,
     _: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and end")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
-    # Taken where it lies, if it is there: `lightning-proxy up` in a checkout does what config.yaml says.
     here = Path("config.yaml")
     context.obj = config or (here if here.is_file() else None)
 
@@ -79,10 +84,12 @@ def up(context: typer.Context, model: Model = None, port: Port = None, logs: Log
     from rich.console import Console
 
     from .commands.signals import run_until_signal
+    from .commands.system.system import Launch
     from .commands.system.up import up as run
 
-    config, launch = _load(context, {"policy.model": model, "proxy.port": port})
-    run_until_signal(run(config, launch, logs, Console()))
+    overrides = {"policy.model": model, "proxy.port": port}
+    launch = Launch(context.obj, overrides)
+    run_until_signal(run(_load(context, overrides), launch, logs, Console()))
 
 
 @app.command()
@@ -90,29 +97,31 @@ def serve(context: typer.Context, port: Port = None) -> None:
     """Run the proxy alone."""
     from .commands.serve import serve as run
 
-    run(_load(context, {"proxy.port": port})[0])
+    run(_load(context, {"proxy.port": port}))
 
 
 @app.command()
 def train(
     context: typer.Context,
     model: Model = None,
-    once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then end")] = False,
-    max_steps: Annotated[int | None, typer.Option(help="trainer.max_steps")] = None,
+    once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then exit")] = False,
+    max_steps: Annotated[int | None, typer.Option(help="stop after so many steps (trainer.max_steps)")] = None,
     method: Annotated[
-        str, typer.Option(help="rl, or sft: imitate the best rollouts (trainer.sft), once, then end")
+        str, typer.Option(help="`rl`, or `sft`: imitate the best rollouts once, then exit (trainer.sft)")
     ] = "rl",
-    min_reward: Annotated[float | None, typer.Option(help="sft: trainer.sft.min_reward")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="on recorded data, without vLLM and proxy")] = False,
+    min_reward: Annotated[
+        float | None, typer.Option(help="with sft: imitate rollouts from this reward on (trainer.sft.min_reward)")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="train on recorded data, without vLLM and proxy")] = False,
     data: Annotated[
-        Path | None, typer.Option(help="--offline: a store, or an export; by default store.url. It is only read")
+        Path | None, typer.Option(help="with --offline: a store or an export to read", show_default="store.url")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="--offline: how often to go through the data; sft: trainer.sft.epochs")
+        int | None, typer.Option(min=1, help="with --offline or sft: passes over the data (trainer.sft.epochs)")
     ] = None,
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="--offline: where the run is kept; by default offline/ in policy.directory"),
+        typer.Option("--dir", help="with --offline: where the run is kept", show_default="policy.directory/offline"),
     ] = None,
 ) -> None:
     """Run the trainer alone."""
@@ -126,51 +135,49 @@ def train(
         raise ConfigError(f"--method is rl or sft, got {method!r}")
     sft = method == "sft"
     if not offline and (data or directory or (epochs and not sft)):
-        raise ConfigError("--data and --dir go with --offline, --epochs with it or with --method sft")
+        raise ConfigError("--data and --dir need --offline; --epochs needs --offline or --method sft")
     if min_reward is not None and not sft:
-        raise ConfigError("--min-reward goes with --method sft")
+        raise ConfigError("--min-reward needs --method sft")
     overrides = {"trainer.sft.min_reward": min_reward, "trainer.sft.epochs": epochs if sft else None}
-    config, _ = _load(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
+    config = _load(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
     offline_run = Offline(data, directory, epochs or 1) if offline else None
     run(config, once=once, offline=offline_run, method=cast(Method, method))
 
 
 @app.command()
 def vllm(context: typer.Context, model: Model = None) -> None:
-    """Run the policy server alone: vLLM, with the options that the proxy and the trainer need."""
+    """Run vLLM alone, with the options that the proxy and the trainer need."""
     from .commands.vllm import exec_vllm
 
-    exec_vllm(_load(context, {"policy.model": model})[0])
+    exec_vllm(_load(context, {"policy.model": model}))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     context: typer.Context,
-    command: Annotated[list[str], typer.Argument(help="the agent program, after `--`")],
-    tasks: Annotated[Path, typer.Option(help="JSON Lines: one task a line")],
+    command: Command,
+    tasks: Annotated[Path, typer.Option(help="a JSON Lines file, one task per line")],
     group_size: Annotated[
         int | None,
-        typer.Option(min=1, max=1000, help="rollouts per task; by default trainer.group_size, with --mode eval 1"),
+        typer.Option(min=1, max=1000, help="rollouts per task", show_default="trainer.group_size; 1 with --mode eval"),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="programs at once")] = 8,
-    mode: Annotated[str, typer.Option(help="train, or eval: recorded but never trained on")] = "train",
-    repeat: Annotated[int, typer.Option(min=1, help="how often to go through the tasks")] = 1,
+    concurrency: Concurrency = 8,
+    mode: Annotated[str, typer.Option(help="`train`, or `eval`: recorded but never trained on")] = "train",
+    repeat: Annotated[int, typer.Option(min=1, help="passes over the tasks")] = 1,
     ahead: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=1000, help="training steps that rollouts may be ahead of the live version; then it waits"
-        ),
+        typer.Option(min=0, max=1000, help=AHEAD),
     ] = None,
-    preload: Annotated[str, typer.Option(help="modules to import once, for `python script.py …`")] = "",
-    logs: Annotated[Path | None, typer.Option(help="keep each program's output here")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+    preload: Preload = "",
+    logs: Outputs = None,
+    as_json: Json = False,
 ) -> None:
     """Run an agent program once per task and sibling, each in a rollout of its own."""
     from .commands.run.command import RunRequest, run_command
 
     modules = preload.split(",") if preload else []
     run_command(
-        _load(context, {})[0],
+        _load(context, {}),
         RunRequest(tasks, command, modules, group_size, concurrency, mode, repeat, ahead, logs, as_json),
     )
 
@@ -178,42 +185,48 @@ def run(
 @app.command(name="eval", context_settings={"allow_interspersed_args": False})
 def evaluate(
     context: typer.Context,
-    command: Annotated[list[str], typer.Argument(help="the agent program, after `--`")],
-    tasks: Annotated[Path, typer.Option(help="JSON Lines: one held-out task a line")],
+    command: Command,
+    tasks: Annotated[Path, typer.Option(help="a JSON Lines file, one held-out task per line")],
     models: Annotated[
-        str, typer.Option(help="what answers, each compared with the first: live, a policy version, a model, power:4")
+        str,
+        typer.Option(
+            help="what answers, by commas: live, a policy version, a model, power:4; the first is the baseline"
+        ),
     ] = "live",
     samples: Annotated[int, typer.Option(min=1, max=1000, help="rollouts per task and model")] = 1,
-    concurrency: Annotated[int, typer.Option(min=1, help="programs at once")] = 8,
-    pass_at: Annotated[float, typer.Option(help="the reward from which on a rollout has passed")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="of the intervals")] = 0,
+    concurrency: Concurrency = 8,
+    pass_at: Annotated[float, typer.Option(help="a rollout passes with at least this reward")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the intervals")] = 0,
     promote: Annotated[
-        bool, typer.Option("--promote", help="make versions live in turn, where they are not served side by side")
+        bool, typer.Option("--promote", help="make versions live in turn if they are not served side by side")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
-    preload: Annotated[str, typer.Option(help="modules to import once, for `python script.py …`")] = "",
-    logs: Annotated[Path | None, typer.Option(help="keep each program's output here")] = None,
+    preload: Preload = "",
+    logs: Outputs = None,
     as_json: Json = False,
 ) -> None:
-    """Compare policy versions and other models on held-out tasks: mean reward, pass@k, intervals."""
+    """Compare policy versions and other models on held-out tasks."""
     from .commands.eval.command import EvalRequest, eval_command
     from .commands.eval.report import Scoring
 
     modules = preload.split(",") if preload else []
-    config, scoring = _load(context, {})[0], Scoring(pass_at, seed)
+    scoring = Scoring(pass_at, seed)
     eval_command(
-        config, EvalRequest(tasks, models, command, modules, samples, concurrency, promote, scoring, out, logs, as_json)
+        _load(context, {}),
+        EvalRequest(tasks, models, command, modules, samples, concurrency, promote, scoring, out, logs, as_json),
     )
 
 
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 90,
-    seed: Annotated[int, typer.Option(help="of tasks and trainer")] = 0,
-    directory: Annotated[Path, typer.Option("--dir", help="where it works; emptied first")] = Path("lightning-demo"),
-    model: Annotated[Path | None, typer.Option(help="the model's directory; made on first use")] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="answers per held-out task in an evaluation")] = 8,
-    ahead: Annotated[float, typer.Option(min=0, help="steps that rollouts may be ahead of the live version")] = 0.0,
+    seed: Annotated[int, typer.Option(help="seed of tasks and trainer")] = 0,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="working directory; an earlier demo's is emptied first")
+    ] = Path("lightning-demo"),
+    model: Annotated[Path | None, typer.Option(help="the model's directory; it is made on first use")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="answers per held-out task in each evaluation")] = 8,
+    ahead: Annotated[float, typer.Option(min=0, help=AHEAD)] = 0.0,
 ) -> None:
     """Show the whole loop on a small real model on this machine."""
     from .commands.demo.config import DemoOptions
@@ -224,48 +237,47 @@ def demo(
 
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
-    """Show how the running system is; exit code 1 when it is not ready."""
+    """Show the state of the running system. The exit code is 1 if it is not ready."""
     from .commands.show.status import show_status
 
-    if not show_status(_load(context, {})[0], as_json=as_json):
+    if not show_status(_load(context, {}), as_json=as_json):
         raise typer.Exit(1)
 
 
 @app.command()
 def export(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="`-` for standard output")],
-    kind: Annotated[str, typer.Option(help="transitions, or sft: conversations")] = "transitions",
-    format: Annotated[str | None, typer.Option(help="jsonl or parquet; default by the file's suffix")] = None,
-    mode: Annotated[str | None, typer.Option(help="train or eval")] = None,
-    status: Annotated[str | None, typer.Option(help="running, completed, failed or discarded")] = None,
-    task: Annotated[str | None, typer.Option(help="task id")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="leaves out rollouts without a reward, too")] = None,
+    file: Annotated[Path, typer.Argument(help="the file to write; `-` is standard output")],
+    kind: Annotated[str, typer.Option(help="`transitions`, or `sft`: conversations")] = "transitions",
+    format: Annotated[str | None, typer.Option(help="jsonl or parquet", show_default="by the file's suffix")] = None,
+    mode: Annotated[str | None, typer.Option(help="only rollouts of this mode: train or eval")] = None,
+    status: Annotated[str | None, typer.Option(help="only running, completed, failed or discarded ones")] = None,
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
     since: Annotated[
-        str | None, typer.Option(help="opened since: 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
+        str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
 ) -> None:
-    """Write what was recorded as JSON Lines or Parquet; reads the store, so the proxy need not run."""
+    """Write what was recorded as JSON Lines or Parquet. The proxy need not run."""
     from .commands.export.export import export_command
 
     filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
-    export_command(_load(context, {})[0], file, format, kind, filters)
+    export_command(_load(context, {}), file, format, kind, filters)
 
 
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Check the whole chain and say what to fix; exit code 1 if a check failed."""
+    """Check the whole chain and say what to fix. The exit code is 1 if a check failed."""
     from .commands.doctor.doctor import doctor as run
 
     if not run(context.obj, as_json=as_json):
         raise typer.Exit(1)
 
 
-def _load(context: typer.Context, overrides: dict[str, Any]) -> tuple[Config, Launch]:
-    from .commands.system.system import Launch
+def _load(context: typer.Context, overrides: dict[str, Any]) -> Config:
     from .proxy.config.file import load_config
 
-    return load_config(context.obj, overrides), Launch(context.obj, overrides)
+    return load_config(context.obj, overrides)
 
 
 if __name__ == "__main__":
