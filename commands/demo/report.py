@@ -1,4 +1,4 @@
-"""What the demo leaves: a table and a curve in the terminal, the curve as a PNG, everything as JSON."""
+"""Shows the demo's result: a table and a curve in the terminal, the curve as a PNG, everything as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..run.summary import Totals
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The demo's outcome. `curve`: the mean reward of each step's worth of training rollouts, in order."""
+    """The demo's result. `curve` has the mean reward of each step's worth of training rollouts, in order."""
 
     seed: int
     steps: int
@@ -31,13 +31,13 @@ class DemoResult:
 
 
 def curve(rewards: Sequence[float], window: int) -> tuple[float, ...]:
-    """Means of consecutive windows; a last one that is not full is left out."""
+    """The mean of each full window of consecutive rewards."""
     full = range(0, len(rewards) - window + 1, window)
     return tuple(sum(rewards[start : start + window]) / window for start in full)
 
 
 def show(result: DemoResult, console: Console) -> None:
-    """The table and the terminal's curve."""
+    """Print the table and the curve."""
     table = Table(title="held-out tasks, through the live proxy")
     for column in ("", "policy version", "rollouts", "exact answers", "mean reward"):
         table.add_column(column, justify="left" if not column else "right")
@@ -50,7 +50,7 @@ def show(result: DemoResult, console: Console) -> None:
 
 
 def terminal_curve(values: Sequence[float], width: int) -> str:
-    """The reward curve in characters, without colours."""
+    """Draw the reward curve in characters, without colours."""
     import plotext
 
     figure = plotext.figure
@@ -62,7 +62,7 @@ def terminal_curve(values: Sequence[float], width: int) -> str:
 
 
 def save_png(result: DemoResult, path: Path) -> None:
-    """The reward curve as a picture, with both evaluations."""
+    """Save the reward curve as a picture, with both evaluations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What a check of `doctor` found, and how checks are shown. Pure."""
+"""The result of a check of `doctor`, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STYLE = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One link of the chain. `fix` says what to do unless it is ok."""
+    """One checked link of the chain. `fix` says what to do unless it is ok."""
 
     name: str
     outcome: Outcome
@@ -37,7 +37,7 @@ def failed(name: str, found: str, fix: str) -> Check:
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """A line a check, and under it what to do about it."""
+    """A table with a line per check and the fix under it."""
     table = Table.grid(padding=(0, 2))
     for _ in range(2):
         table.add_column(no_wrap=True)

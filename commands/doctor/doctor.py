@@ -1,4 +1,4 @@
-"""`doctor`: goes along the whole chain, from the configuration to the rewards, and says what to fix."""
+"""`doctor`: checks the whole chain, from the configuration to the rewards, and says what to fix."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .checks import Check, checks_table, failed, ok
 from .proxy import check_alias, check_proxy, check_rewards, check_store
 from .vllm import VllmChecks
 
-TIMEOUT_S = 120.0  # the first answer of a vLLM that has just started takes long
+TIMEOUT_S = 120.0  # the first answer of a fresh vLLM is slow
 REACH_S = 5.0
 
 
 def doctor(path: Path | None, *, as_json: bool) -> bool:
-    """Print every check; returns whether none failed."""
+    """Print every check and return whether none failed."""
     checks = run_until_signal(run_checks(path))
     if as_json:
         print_json([asdict(check) for check in checks])
@@ -36,12 +36,12 @@ def doctor(path: Path | None, *, as_json: bool) -> bool:
 
 
 async def run_checks(path: Path | None) -> list[Check]:
-    """All checks that can be made: what lies behind a broken link is left out."""
+    """Make all checks that can be made: nothing behind a broken link is checked."""
     where = str(path) if path else "defaults and environment"
     try:
         config = load_config(path)
     except ConfigError as error:
-        return [failed("configuration", error.message, "correct it, then look again")]
+        return [failed("configuration", error.message, "correct it and run doctor again")]
     checks = [ok("configuration", where), await check_store(config.store)]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S)
     async with aiohttp.ClientSession(timeout=timeout) as session, ApiClient.of(config) as api:
@@ -54,7 +54,7 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
     reached = {}
     for upstream in config.upstreams:
         if upstream.kind == "litellm":
-            yield ok(f"upstream {upstream.name}", "litellm asks the provider when an agent does")
+            yield ok(f"upstream {upstream.name}", "not checked: litellm calls the provider only when an agent does")
             continue
         for url in upstream.urls:
             reached[url] = await _check_server(session, upstream, url)
@@ -62,7 +62,7 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
     policy = next((upstream for upstream in config.upstreams if upstream.kind == "vllm"), None)
     if policy is None:
         fix = "add an upstream with kind: vllm to train"
-        yield Check("policy", "warning", "no upstream of kind vllm: calls are recorded, never trained on", fix)
+        yield Check("policy", "warning", "no upstream of kind vllm: calls are recorded but never trained on", fix)
     elif reached[policy.urls[0]].outcome == "ok":
         async for check in VllmChecks(config, session, policy, publish_mode(config)).all():
             yield check
@@ -74,7 +74,7 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
 
 async def _check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig, url: str) -> Check:
     name = f"upstream {upstream.name}"
-    start = "start it with `lightning-proxy vllm`" if upstream.kind == "vllm" else "look at the provider's status"
+    start = "start it with `lightning-proxy vllm`" if upstream.kind == "vllm" else "check the provider's status"
     fix = f"{start}, or correct upstreams.base_url"
     try:
         limit = aiohttp.ClientTimeout(total=REACH_S)
@@ -83,7 +83,7 @@ async def _check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig
     except (aiohttp.ClientError, TimeoutError) as error:
         return failed(name, f"{url} is not reachable: {error or 'no answer in time'}", fix)
     if status in (401, 403) and upstream.api_key is None:
-        return Check(name, "ok", f"{url} asks for a key: the agents' own are passed on")
+        return Check(name, "ok", f"{url} wants a key: the agents' own keys are passed on")
     if status >= 400:
         return failed(name, f"{url}/models answers HTTP {status}", "correct its base_url or api_key")
     return ok(name, url)

@@ -1,4 +1,4 @@
-"""Checks of `doctor` on our side: store, proxy, the alias through the proxy, rewards."""
+"""Checks the store, the proxy, a call through it, and the rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens
 
 
 async def check_store(config: StoreConfig) -> Check:
-    """Can be opened and written, on a disk with room."""
+    """Check that the store can be opened and written, on a disk with room."""
     path = config.path.expanduser().absolute()
     try:
         database = await Database.open(config)
@@ -39,7 +39,7 @@ async def check_store(config: StoreConfig) -> Check:
 
 
 async def check_proxy(api: ApiClient) -> Check:
-    """Answers, and lets this configuration's key in."""
+    """Check that the proxy answers and accepts this configuration's key."""
     try:
         policy = await api.policy()
     except ProxyNotThere:
@@ -50,7 +50,7 @@ async def check_proxy(api: ApiClient) -> Check:
 
 
 async def check_alias(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> Check:
-    """A call for the policy alias is answered and recorded so that it could be trained on."""
+    """Check that a call for the policy alias is answered and recorded well enough to train on."""
     name, alias = "alias", config.policy.alias
     rollout = f"doctor-{uuid4().hex}"
     try:
@@ -71,7 +71,7 @@ async def check_alias(config: Config, session: aiohttp.ClientSession, api: ApiCl
 
 
 async def _call(config: Config, session: aiohttp.ClientSession, api: ApiClient, rollout: str) -> tuple[int, Any]:
-    # In mode eval: it is never trained on.
+    # Rollouts in mode eval are never trained on.
     headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval", **api.headers}
     body = QUESTION | {"model": config.policy.alias}
     async with session.post(f"{api.url}/v1/chat/completions", json=body, headers=headers) as answer:
@@ -79,7 +79,7 @@ async def _call(config: Config, session: aiohttp.ClientSession, api: ApiClient, 
 
 
 async def check_rewards(api: ApiClient) -> Check:
-    """Most of the newest training rollouts that ended have a reward."""
+    """Check that most of the newest ended training rollouts have a reward."""
     name = "rewards"
     fix = "POST /reward (or `lightning-proxy reward`) with each rollout's id when it is done"
     newest = (await api.rollouts(mode="train", limit=NEWEST))["data"]
@@ -96,5 +96,7 @@ async def check_rewards(api: ApiClient) -> Check:
     if rewarded < len(ended) / 2:
         return warning(name, found, fix)
     if all(r["task_id"] is None for r in ended):
-        return warning(name, f"{found}, but none names its task", "name it: only rollouts of one task are compared")
+        return warning(
+            name, f"{found}, but none names its task", "send X-Task-Id: only rollouts of one task are compared"
+        )
     return ok(name, found)

@@ -1,4 +1,4 @@
-"""Checks of `doctor` on the policy's vLLM server, asked directly."""
+"""Checks the policy's vLLM server, without the proxy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Refused(Exception):
 
 
 class VllmChecks:
-    """`all()` yields the checks in the order in which one thing needs the other."""
+    """`all()` yields the checks, each after those that it needs."""
 
     def __init__(
         self, config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig, publish: PublishMode
@@ -77,21 +77,21 @@ class VllmChecks:
         return ok(name, "ids and log-probabilities come back, as many as usage says")
 
     async def _logprobs(self, name: str) -> Check:
-        """Halving the temperature doubles the gaps between log-probabilities, unless they are those before it."""
+        """Halving the temperature doubles the gaps between log-probabilities taken after temperature."""
         warm, cold = [_top(await self._chat(max_tokens=1, temperature=t, top_logprobs=TOP)) for t in (1.0, 0.5)]
         common = sorted(warm.keys() & cold.keys(), key=lambda token: warm[token])
         if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < 0.1:
-            return warning(name, "cannot tell whether they are those after temperature", RESTART)
+            return warning(name, "cannot tell whether they are taken after temperature", RESTART)
         if any(value > 0.001 for value in warm.values()):
-            return failed(name, "logits come back in their place", RESTART)
+            return failed(name, "logits come back instead", RESTART)
         ratio = (cold[common[-1]] - cold[common[0]]) / gap
         if ratio < 1.5:
             fix = f"{RESTART}, or add --logprobs-mode processed_logprobs"
-            return failed(name, "they are those before temperature, not of what was sampled", fix)
+            return failed(name, "they are taken before temperature, not from what was sampled", fix)
         return ok(name, "they are those of the distribution that was sampled")
 
     async def _template(self, name: str) -> Check:
-        """A second turn's prompt begins with the first turn's prompt and the answer's tokens."""
+        """Check that a second turn's prompt begins with the first turn's prompt and the answer's tokens."""
         first = await self._tokenize(messages=QUESTION, add_generation_prompt=True)
         answer = await self._tokenize(prompt=ANSWER, add_special_tokens=False)
         more = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And plus one?"}]
@@ -105,13 +105,13 @@ class VllmChecks:
         return warning(name, found, fix)
 
     async def _continuity(self, name: str) -> Check:
-        """The two routes that `policy.token_continuity: exact` needs: messages to tokens, and tokens as a prompt."""
+        """Check the two routes that `policy.token_continuity: exact` needs."""
         status, rendered = await self._send("POST", RENDER, {"model": self._model, "messages": QUESTION})
         if status in (403, 404, 405):
             return failed(name, f"{RENDER} answers HTTP {status}", f"{RESTART}, or add --enable-scale-out")
         if status >= 400:
             raise Refused(f"{RENDER} answers HTTP {status}: {str(rendered)[:200]}")
-        prompt = rendered["token_ids"][:-1]  # not what the messages become
+        prompt = rendered["token_ids"][:-1]  # other tokens than the messages have
         answer = await self._chat(max_tokens=1, kv_transfer_params={"prompt_token_ids": prompt})
         if answer.get("prompt_token_ids") != prompt:
             return failed(name, "prompts are not taken as tokens", "use vLLM 0.32 or newer")
@@ -119,7 +119,7 @@ class VllmChecks:
 
     async def _publishing(self, name: str) -> Check:
         if self._publish == "lora":
-            # Without a body: what can be loaded is refused for that, what cannot is not found.
+            # Without a body it is refused where adapters can be loaded, and not found where they cannot.
             status, _ = await self._send("POST", "/v1/load_lora_adapter", {})
             if status in (404, 405):
                 fix = f"{RESTART}, or set VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
@@ -159,6 +159,6 @@ class VllmChecks:
 
 
 def _top(answer: dict[str, Any]) -> dict[str, float]:
-    """The likeliest first tokens and their log-probabilities, without those that cannot be sampled."""
+    """The most likely first tokens and their log-probabilities, without those that cannot be sampled."""
     top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     return {entry["token"]: entry["logprob"] for entry in top if entry["logprob"] > -1000}

@@ -1,7 +1,8 @@
-"""Runs one program and sees to its end: `guard.py LIFELINE_FD PROGRAM ARGS…`. Standard library only: starts in 20 ms.
+"""Runs one program and makes sure that it ends with its supervisor: `guard.py LIFELINE_FD PROGRAM ARGS…`.
 
 When the other end of the lifeline closes, because the supervisor let go or was killed, the program's whole process
 group ends. Signals are passed on to the program; its exit code, or the signal that killed it, becomes the guard's.
+It uses only the standard library, so that it starts in 20 ms.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ KILL_AFTER = 0.5  # seconds between SIGTERM and SIGKILL once nobody waits for th
 
 
 def main(lifeline: int, argv: list[str]) -> int:
-    """Run `argv` to its end; returns its exit code, negative for a signal."""
+    """Run `argv` to its end and return its exit code, negative for a signal."""
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # Held back until there is a program to pass them on to.
+    # Signals are held back until there is a program to pass them on to.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     program = _spawn(argv)
     for number in PASSED_ON:

@@ -1,4 +1,4 @@
-"""A small supervisor: starts children, waits until they are well, ends them in order, leaves no orphans (Linux)."""
+"""A small supervisor: starts children, waits until they are healthy, ends them in order and leaves no orphans."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ RESTART_DELAY_S = 1.0
 
 
 class ChildDied(LightningError):
-    """A child ended that should have gone on; the message holds its exit code and its last words."""
+    """A child ended that should have gone on. The message has its exit code and the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A program to keep running. `health_url` answers 200 once it is well; None: well as soon as it runs.
+    """A program to keep running. `health_url` answers 200 once it is healthy; None: as soon as it runs.
 
-    `may_end`: to end with exit code 0 is no fault. `restarts`: how often it is started again within `RESTARTS_S` when
-    it dies; never after exit code 2, which says that what it was told is wrong. `vital`: the others end with it when it
-    died more often; else they go on, and it is started again after `RESTARTS_S`.
+    `may_end`: exit code 0 is no fault. `restarts`: how often it is started again within `RESTARTS_S` when it dies, but
+    never after exit code 2, which means a wrong configuration. When a `vital` program dies more often, the others end
+    with it; another is started again after `RESTARTS_S`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Child:
         return self.process.returncode is None
 
     async def stop(self, say: Callable[[str], None]) -> None:
-        """SIGINT, SIGTERM when half of the grace is over, SIGKILL at its end; its whole process group each time."""
+        """Send SIGINT, SIGTERM after half of the grace, SIGKILL at its end, each to the whole process group."""
         for number in (signal.SIGINT, signal.SIGTERM):
             if not self.running:
                 break
@@ -69,8 +69,8 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), self.spec.grace_s / 2)
         if self.running:
-            say(f"killing {self.spec.name}, which did not end in {self.spec.grace_s:g} s; what it committed is kept")
-        # The guard sees the closed pipe and kills what is left of the group, itself last.
+            say(f"killing {self.spec.name}, which did not end in {self.spec.grace_s:g} s; committed data is kept")
+        # The guard sees the closed pipe and kills the rest of the group, itself last.
         self.release()
         await self.process.wait()
 
@@ -87,7 +87,7 @@ class Child:
         return f"ended (signal {signal.Signals(-code).name})" if code and code < 0 else f"ended (exit code {code})"
 
     def may_restart(self) -> bool:
-        """Whether it may be started again now; counts as a restart if so."""
+        """Whether it may be started again now. If so, this counts as a restart."""
         now = time.monotonic()
         self._restarted = [at for at in self._restarted if now - at < RESTARTS_S]
         if self.process.returncode == 2 or len(self._restarted) >= self.spec.restarts:
@@ -101,12 +101,12 @@ class Child:
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            # To the guard, which passes it on: it knows whether the program is still there.
+            # The guard passes it on, since it knows whether the program still runs.
             self.process.send_signal(number)
 
 
 class Supervisor:
-    """`async with Supervisor(directory) as children:` starts programs with `start`; ends the newest first on exit."""
+    """Starts programs with `start` and ends them on exit, the newest first. Their logs are in `directory`."""
 
     def __init__(self, directory: Path, say: Callable[[str], None] = lambda _: None) -> None:
         self._directory, self._say = directory, say
@@ -120,7 +120,7 @@ class Supervisor:
         await self.stop()
 
     async def start(self, spec: ChildSpec) -> Child:
-        """Start `spec`, in a process group of its own; its output goes to `<directory>/<name>.log`."""
+        """Start `spec` in a process group of its own. Its output goes to `<directory>/<name>.log`."""
         log = self._directory / f"{spec.name}.log"
         log.unlink(missing_ok=True)
         process, lifeline = await _launch(spec, log)
@@ -129,24 +129,32 @@ class Supervisor:
         return child
 
     async def wait_healthy(self, child: Child) -> None:
-        """Return when the child's health URL answers 200; ChildDied if it ends before, LightningError if it is late."""
+        """Wait until the child's health URL answers 200. ChildDied if it ends before, LightningError if it is late."""
         self._say(f"waiting for {child.spec.name}")
+        ended = asyncio.ensure_future(child.process.wait())
+        healthy = asyncio.ensure_future(_until_healthy(child.spec.health_url))
+        either: set[asyncio.Future[Any]] = {ended, healthy}
         try:
             async with asyncio.timeout(child.spec.start_timeout_s):
-                await self._either(child, _answers(child.spec.health_url))
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise child.death()
         except TimeoutError:
             late = f"{child.spec.name} was not ready after {child.spec.start_timeout_s:.0f} s"
             raise LightningError(f"{late}; the end of {child.log}:\n{tail(child.log)}") from None
+        finally:
+            ended.cancel()
+            healthy.cancel()
 
     async def watch(self) -> None:
-        """Wait until a child ends that should not, then raise ChildDied; never returns."""
+        """Raise ChildDied when a child ends that should not. Never returns."""
         async with asyncio.TaskGroup() as watchers:
             for child in self._children:
                 watchers.create_task(self._keep_up(child))
         await asyncio.Event().wait()
 
     async def _keep_up(self, child: Child) -> None:
-        """Start the child again when it dies, as its spec allows; else raise ChildDied."""
+        """Start the child again when it dies, as its spec allows, or raise ChildDied."""
         while await child.process.wait() != 0 or not child.spec.may_end:
             said = f"{child.spec.name} {child.how_it_ended()}"
             if child.may_restart():
@@ -155,12 +163,12 @@ class Supervisor:
             elif child.spec.vital or child.process.returncode == 2:
                 raise child.death()
             else:
-                self._say(f"{said} once more: the others go on, and it is started again in {RESTARTS_S / 60:.0f} min")
+                self._say(f"{said} once more: the others go on; starting it again in {RESTARTS_S / 60:.0f} min")
                 await asyncio.sleep(RESTARTS_S)
             child.restarted(*await _launch(child.spec, child.log))
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` as long as all children are well; ChildDied, and the work cancelled, if one is not."""
+        """Do `work`. If a child dies for good, cancel the work and raise ChildDied."""
         doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
         either: set[asyncio.Future[Any]] = {doing, watching}
         try:
@@ -174,7 +182,7 @@ class Supervisor:
             await asyncio.gather(*either, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End all children, the newest first; goes on to the end even if it is cancelled meanwhile."""
+        """End all children, the newest first, even if it is cancelled meanwhile."""
         while self._children:
             child = self._children[-1]
             self._say(f"stopping {child.spec.name}")
@@ -184,20 +192,9 @@ class Supervisor:
                 child.release()
                 self._children.remove(child)
 
-    async def _either(self, child: Child, healthy: asyncio.Future[None]) -> None:
-        ended = asyncio.ensure_future(child.process.wait())
-        either: set[asyncio.Future[Any]] = {ended, healthy}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                raise child.death()
-        finally:
-            ended.cancel()
-            healthy.cancel()
-
 
 async def _launch(spec: ChildSpec, log: Path) -> tuple[asyncio.subprocess.Process, int]:
-    """Start the program under its guard, its output appended to `log`; the process, and our end of its lifeline."""
+    """Start the program under its guard, appending to `log`. Returns the process and our end of its lifeline."""
     read_end, lifeline = os.pipe()
     try:
         with log.open("ab") as output:
@@ -216,7 +213,7 @@ async def _launch(spec: ChildSpec, log: Path) -> tuple[asyncio.subprocess.Proces
 
 
 def _only(error: BaseException | None) -> BaseException:
-    """The first error of a task group's."""
+    """The first error in a task group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert error is not None
@@ -230,7 +227,7 @@ def tail(log: Path, lines: int = 15) -> str:
 
 
 def make_directory(path: Path, option: str) -> Path:
-    """The directory, made if need be, as an absolute path; ConfigError naming the option if it cannot be."""
+    """Make the directory if it is not there and return its absolute path. A ConfigError names the option."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -239,20 +236,20 @@ def make_directory(path: Path, option: str) -> Path:
 
 
 def address(host: str, port: int) -> str:
-    """Where a server that listens on this host is reached from here, for a URL."""
+    """The host and port of a URL that reaches a server listening here."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def require_free_port(host: str, port: int, key: str) -> None:
-    """LightningError naming the configuration's key if something listens there already."""
+    """LightningError if something listens there already. It names the configuration's key."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            # The host is no name, or not this machine's: no port of it would do.
+            # The host is unknown or is not this machine, so no other port would help.
             wrong = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
             key = key.replace("port", "host") if wrong else key
             raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}): choose another {key}") from None
@@ -265,11 +262,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answers(url: str | None) -> asyncio.Future[None]:
-    return asyncio.ensure_future(_poll(url))
-
-
-async def _poll(url: str | None) -> None:
+async def _until_healthy(url: str | None) -> None:
     if url is None:
         return
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:

@@ -1,4 +1,4 @@
-"""The steps of a running trainer, told on the screen as they are done."""
+"""Prints a running trainer's steps as they are done."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..show.steps import step_line
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-# More steps than these are not done between two looks.
+# Fewer steps than these are done between two polls.
 NEWEST = 20
 
 
 def teller(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
-    """A line a step: on a terminal as wide as that is, in colours; else a whole line of the log, with the time."""
+    """Make the function that shows a step: a coloured line on a terminal, elsewhere a line of the log."""
 
     def tell(step: int, metrics: Mapping[str, Any]) -> None:
         if console.is_terminal:
@@ -36,13 +36,13 @@ def teller(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
 
 
 async def tell_steps(config: StoreConfig, console: Console) -> None:
-    """Tell every step that another process finishes from now on, and what it stops for; runs until cancelled."""
+    """Print every step that another process finishes from now on, and why it stops. Runs until cancelled."""
     async with opened(config) as database:
         store = Store(database)
         last, stopped = await store.steps.last(), None
         told = last.step if last else 0
         while True:
-            with suppress(StoreUnavailable):  # busy; the next look will do
+            with suppress(StoreUnavailable):  # busy; the next poll will do
                 for step in reversed(await store.steps.newest(NEWEST)):
                     if step.step > told and "publish_s" in step.metrics:
                         console.print(step_line(step.step, step.metrics, console.width), soft_wrap=True)

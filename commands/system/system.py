@@ -1,4 +1,4 @@
-"""The whole system as one unit: policy server, proxy, trainer, started and stopped in order."""
+"""The whole system as one unit: vLLM, proxy and trainer, started and stopped in order."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..vllm import vllm_program
 from .processes import Child, ChildSpec, Supervisor, address, require_free_port
 
 T = TypeVar("T")
-# Every part goes on where it was when it is started again; one that keeps dying ends the system, or only itself.
+# How often each part is started again when it dies; it goes on where it was.
 RESTARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the children find the configuration that we have: the file, and what options said on top of it."""
+    """Hands our configuration on to the children: the file, and the options that override it."""
 
     path: Path | None
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Launch:
 class System:
     """`async with System(…) as system:` has vLLM and proxy ready, and the trainer started.
 
-    `needs_trainer`: False lets agents be served on while the trainer keeps dying.
+    With `needs_trainer` False, agents are still served while the trainer keeps dying.
     """
 
     def __init__(
@@ -82,17 +82,15 @@ class System:
         await self._stack.aclose()
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` as long as all parts are well."""
+        """Do `work`, and stop it when a part dies for good."""
         return await self._supervisor.guard(work)
 
 
 def check_addresses(config: Config) -> None:
-    """The ports are free and the proxy's first vLLM upstream is the server to be started; else LightningError."""
+    """LightningError unless the ports are free and the first vLLM upstream is the server to start."""
     upstream = next((one for one in config.upstreams if one.kind == "vllm"), None)
     address = urlsplit(upstream.urls[0]) if upstream else None
     if address is None or address.port != config.vllm.port:
-        raise ConfigError(
-            f"upstreams: none of kind vllm is at port {config.vllm.port}, where vllm.port says it will be"
-        )
+        raise ConfigError(f"upstreams: the first of kind vllm must be at port {config.vllm.port}, as vllm.port says")
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     require_free_port(config.vllm.host, config.vllm.port, "vllm.port")

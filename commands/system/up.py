@@ -13,7 +13,7 @@ from .system import Launch, System
 
 
 async def up(config: Config, launch: Launch, logs: Path, console: Console) -> None:
-    """Run vLLM, proxy and trainer until cancelled, or until agents cannot be served; a line for every training step."""
+    """Run vLLM, proxy and trainer until cancelled or until vLLM or the proxy is lost, with a line per training step."""
 
     def say(what: str) -> None:
         console.print(f"[dim]{what}[/]")

@@ -97,7 +97,7 @@ async def test_a_stubborn_child_is_killed_with_its_own_children(tmp_path: Path) 
         pids = await written(tmp_path / "stubborn.log")
         assert all(exists(pid) for pid in pids)
     await until_gone(*pids)
-    killed = "killing stubborn, which did not end in 0.2 s; what it committed is kept"
+    killed = "killing stubborn, which did not end in 0.2 s; committed data is kept"
     assert said == ["stopping stubborn", killed]
 
 
