@@ -1,6 +1,6 @@
-"""For agents that want to say more than their calls do: which rollout they are in, rewards, states, other actions.
+"""Lets an agent name its rollout and post rewards, states and actions.
 
-Nothing here is needed to be recorded or trained. It imports no package that the agent does not have anyway.
+No agent needs it to be recorded or trained. Beyond the standard library it imports only tenacity.
 """
 
 from .emit import emit_action, emit_note, emit_reward, emit_state

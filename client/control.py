@@ -1,4 +1,4 @@
-"""Requests to the proxy's control API, sent again until they are answered. Standard library and tenacity."""
+"""Posts to the proxy's control API and retries until it answers, with the standard library and tenacity."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tenacity.wait import wait_random_exponential
 
 from .errors import ClientError, ProxyUnreachable, Refused
 
-ANSWER_S = 30.0  # for one try
+ANSWER_S = 30.0  # timeout of one try
 AGAIN = frozenset({408, 429, 502, 503, 504})
 _BACKOFF = wait_random_exponential(multiplier=0.1, max=10)
 
 
 class _Again(Exception):
-    """This try failed in a way that the next one may not. `after_s`: what the proxy asked to wait."""
+    """This try failed, but the next may succeed. `after_s` is the wait that the proxy asked for."""
 
     def __init__(self, why: str, after_s: float = 0.0) -> None:
         super().__init__(why)
@@ -31,14 +31,14 @@ class _Again(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The control API of the proxy at `url`. `patience_s`: how long something is sent again before it is given up."""
+    """The control API of the proxy at `url`. A request is retried for up to `patience_s` seconds."""
 
     url: str
     api_key: str | None = None
     patience_s: float = 60.0
 
     def post(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
-        """The answer's JSON. Whatever is repeated counts once. Raises Refused, ProxyUnreachable."""
+        """Post and return the answer's JSON. A retry counts once. Raises Refused or ProxyUnreachable."""
         key = {"Idempotency-Key": uuid4().hex, "Content-Type": "application/json"}
         request = Request(self.url + path, _encode(body), {**self._authorization(), **key, **headers}, method="POST")
         tries = Retrying(
@@ -49,8 +49,8 @@ class Control:
         except RetryError as error:
             why = error.last_attempt.exception()
             raise ProxyUnreachable(
-                f"the proxy at {self.url} could not be reached for {self.patience_s:g} s, so that this was not "
-                f"recorded: POST {path}: {why}"
+                f"the proxy at {self.url} could not be reached for {self.patience_s:g} s, so this was not recorded: "
+                f"POST {path}: {why}"
             ) from why
 
     def _authorization(self) -> dict[str, str]:

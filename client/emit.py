@@ -1,7 +1,7 @@
-"""Telling the proxy what an agent does besides its calls, for the rollout of the scope (`scope.current`).
+"""Tells the proxy what an agent does besides its calls, for the current rollout (`scope.current`).
 
-Each returns once it is recorded, in the order of the calls; in asyncio use `await asyncio.to_thread(emit_…, …)` where
-waiting matters. All raise NoRollout, Refused, ProxyUnreachable.
+Each function returns once its event is recorded. In asyncio use `await asyncio.to_thread(emit_…, …)`.
+All raise NoRollout, Refused and ProxyUnreachable.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ def emit_reward(
     comment: str | None = None,
     source: str | None = None,
 ) -> int:
-    """Reward the rollout, which ends it unless `final` is False, or one of its calls (`X-Call-Id` of its answer)."""
+    """Reward the rollout, which ends it unless `final` is False, or the call with the `X-Call-Id` of its answer."""
     return current().reward(value, name=name, call_id=call_id, final=final, comment=comment, source=source)
 
 
 def emit_state(value: Any, *, name: str | None = None) -> int:
-    """The state that the agent is in: that of the actions that it tells of from now on. Any JSON."""
+    """Record the agent's state, any JSON. It is the state of the actions emitted after it."""
     return current().event("state", value=value, name=name)
 
 
 def emit_action(name: str, arguments: Any = None, result: Any = None, *, is_error: bool = False) -> int:
-    """What the agent did without a model, such as asking a retriever, and what came of it: a tool transition."""
+    """Record what the agent did without a model, such as a retrieval, and its result. It is a tool transition."""
     return current().event("action", name=name, arguments=arguments, result=result, is_error=is_error)
 
 
 def emit_note(value: Any, *, name: str | None = None) -> int:
-    """Anything worth keeping with the rollout. Any JSON."""
+    """Keep any JSON with the rollout."""
     return current().event("note", value=value, name=name)

@@ -1,10 +1,10 @@
-"""What can go wrong between an agent and the proxy's control API."""
+"""The errors of this client."""
 
 from __future__ import annotations
 
 
 class ClientError(Exception):
-    """Says what was wrong and what to do."""
+    """The base of all errors here. Its text says what was wrong and what to do."""
 
 
 class NoRollout(ClientError, RuntimeError):
@@ -12,11 +12,11 @@ class NoRollout(ClientError, RuntimeError):
 
 
 class ProxyUnreachable(ClientError):
-    """No answer, or none but that it should be tried again, for as long as the rollout is patient."""
+    """The proxy did not answer, or only asked to try again, for `patience_s` seconds."""
 
 
 class Refused(ClientError):
-    """The proxy answered with an error: nothing was recorded, and it would not be if it was sent again."""
+    """The proxy answered with an error and recorded nothing. Sending it again would not help."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(f"{status}: {message}")

@@ -1,4 +1,4 @@
-"""HTTP clients that live longer than a rollout: each request belongs to the rollout of the scope that it is made in."""
+"""Lets a long-lived HTTP client serve many rollouts: each request names the rollout it is made in."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from .scope import scoped
 
 
 def event_hooks(*, asynchronous: bool = False) -> dict[str, list[Any]]:
-    """For `httpx.Client(event_hooks=…)`, or `asynchronous` for `httpx.AsyncClient`."""
+    """The hooks for `httpx.Client(event_hooks=…)`, or with `asynchronous` for `httpx.AsyncClient`."""
     return {"request": [_name_later if asynchronous else _name]}
 
 
 def follow(client: Any) -> Any:
-    """Add the hooks to a client that is there already (once), and return it.
+    """Add the hooks to an existing client, once, and return it.
 
-    An `httpx.Client` or `httpx.AsyncClient`, or a client of OpenAI's or Anthropic's, which hold one.
+    The client is an `httpx.Client`, an `httpx.AsyncClient`, or an OpenAI or Anthropic client, which holds one.
     """
     http = getattr(client, "_client", client) if not hasattr(client, "event_hooks") else client
     if not hasattr(http, "event_hooks"):
-        raise TypeError(f"{type(client).__name__} is no httpx client, and holds none: give it `run.headers` itself")
+        raise TypeError(
+            f"{type(client).__name__} is not and holds no httpx client: send `run.headers` with its requests yourself"
+        )
     hook = _name_later if hasattr(http, "aclose") else _name
     hooks = http.event_hooks
     if hook not in hooks["request"]:

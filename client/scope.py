@@ -1,4 +1,4 @@
-"""Which rollout the agent is in: of this asyncio task, or of this thread."""
+"""The rollout that this asyncio task or thread works on."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class Rollout:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What names the rollout in a request to the proxy."""
+        """The headers that name the rollout in a request to the proxy."""
         names = {"X-Task-Id": self.task_id, "X-Agent-Name": self.agent, "X-Rollout-Mode": self.mode}
         return {"X-Rollout-Id": self.rollout_id} | {name: value for name, value in names.items() if value is not None}
 
     @property
     def base_url(self) -> str:
-        """For whatever can be given nothing but a URL; it names rollout, task and agent, too."""
+        """A base URL that names rollout, task and agent, for programs that take nothing but a URL."""
         task = "" if self.task_id is None else f"/tasks/{quote(self.task_id, safe=':')}"
         agent = "" if self.agent is None else f"/agents/{quote(self.agent, safe=':')}"
         return f"{self.control.url}/rollouts/{quote(self.rollout_id, safe=':')}{task}{agent}/v1"
 
     @property
     def environ(self) -> dict[str, str]:
-        """For a program that the agent starts: `subprocess.run(…, env=os.environ | run.environ)`."""
+        """The variables for a program that the agent starts: `subprocess.run(…, env=os.environ | run.environ)`."""
         found = {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self._key,
@@ -73,18 +73,18 @@ class Rollout:
         return AsyncOpenAI(**self._options(options))
 
     def using(self, client: Any) -> Any:
-        """A copy of a client of OpenAI's or Anthropic's, over the same connections, whose calls belong to the rollout.
+        """A copy of an OpenAI or Anthropic client whose calls belong to the rollout. Connections are shared.
 
-        The client must talk to the proxy already.
+        The client must already talk to the proxy.
         """
         return client.with_options(default_headers=self.headers)
 
     def as_agent(self, name: str) -> Rollout:
-        """The same rollout, as another of its agents sees it."""
+        """The same rollout, for another of its agents."""
         return replace(self, agent=name)
 
     def open(self) -> None:
-        """Tell the proxy of the rollout, its task and its mode, before its first call does."""
+        """Open the rollout at the proxy with its task and mode, before its first call."""
         self.control.post(self._path("events"), [], self.headers)
 
     def reward(
@@ -98,20 +98,20 @@ class Rollout:
         source: str | None = None,
         retrain: bool = False,
     ) -> int:
-        """Post a reward, as POST /reward takes it; returns its id once it is recorded."""
+        """Post a reward, as POST /reward takes it, and return its id."""
         if isinstance(value, Real) and not isinstance(value, int):
-            value = float(value)  # also of numpy's, which JSON does not know; a boolean is left for the proxy to refuse
+            value = float(value)  # JSON knows no numpy numbers; a boolean is left for the proxy to refuse
         body = {"rollout_id": self.rollout_id, "reward": value, "call_id": call_id, "name": name, "final": final}
         answer = self.control.post("/reward", body | {"comment": comment, "source": source, "retrain": retrain}, {})
         return int(answer["reward_id"])
 
     def event(self, kind: Literal["state", "action", "note"], **content: Any) -> int:
-        """Tell of what is no call; returns its id once it is recorded."""
+        """Post an event that is not a call, and return its id."""
         body = {"kind": kind, "agent": self.agent, **content}
         return int(self.control.post(self._path("events"), body, self.headers)["event_id"])
 
     def end(self, status: Literal["completed", "failed", "discarded"] = "completed", reason: str | None = None) -> None:
-        """End the rollout; one that has ended, be it otherwise, stays as it is."""
+        """End the rollout. A rollout that has already ended stays as it is."""
         try:
             self.control.post(self._path("end"), {"status": status, "reason": reason}, {})
         except Refused as error:
@@ -134,34 +134,34 @@ _current: ContextVar[Rollout | None] = ContextVar("lightning_proxy.client.rollou
 
 
 def current() -> Rollout:
-    """The rollout of the innermost scope, else the one that `lightning-proxy run` started this program for.
+    """The rollout of the innermost scope, or else the one that `lightning-proxy run` started this program for.
 
-    Raises NoRollout. A new thread begins without one (`asyncio.to_thread` hands it on).
+    Raises NoRollout. A new thread begins without a rollout, but `asyncio.to_thread` hands it on.
     """
     found = scoped()
     if found is None:
         raise NoRollout(
             "there is no rollout here: emit within `with client.rollout(…):`, or start the program by "
-            "`lightning-proxy run`. A new thread does not know of its parent's: hand the Rollout on"
+            "`lightning-proxy run`. A new thread does not inherit its parent's rollout: pass it on"
         )
     return found
 
 
 def scoped() -> Rollout | None:
-    """As `current`, but None where there is none."""
+    """Like `current`, but None if there is no rollout."""
     return _current.get() or (_rollout() if "LIGHTNING_ROLLOUT_ID" in os.environ else None)
 
 
 def is_entered() -> bool:
-    """Whether a scope is open here, whose end completes the rollout."""
+    """Whether a scope is open here. Its end completes the rollout."""
     return _current.get() is not None
 
 
 class rollout:
-    """A scope, `with` or `async with`: what is emitted in it, and the calls of clients that follow it, are a rollout's.
+    """A scope for `with` or `async with`: what is emitted in it belongs to one rollout, and so do followed clients.
 
-    It opens the rollout at the proxy, and ends it: as completed, or as failed where an exception leaves the scope.
-    `end=False` leaves it open, where somebody else ends it or rewards it with a final reward. What is not given comes
+    It opens the rollout at the proxy and ends it as completed, or as failed if an exception leaves the scope.
+    With `end=False` it leaves the rollout open for somebody else to end or to reward. Arguments that are not given come
     from the variables that `lightning-proxy run` sets.
     """
 
@@ -205,7 +205,7 @@ class rollout:
 
     def _leave(self) -> None:
         assert self._token is not None
-        with suppress(ValueError):  # left in another context than it was entered in: nothing is set there
+        with suppress(ValueError):  # the scope was left in another context, where nothing is set
             _current.reset(self._token)
 
     def _end(self, error: BaseException | None) -> None:
@@ -214,13 +214,13 @@ class rollout:
         if error is None:
             self._rollout.end()
             return
-        with suppress(ClientError):  # what the agent failed of is what its caller must hear
+        with suppress(ClientError):  # the caller must see the agent's own error
             self._rollout.end("failed", f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
 
 
 @contextmanager
 def agent(name: str) -> Iterator[Rollout]:
-    """Within a rollout: a scope of one of its agents."""
+    """A scope of one agent within a rollout."""
     inner = current().as_agent(name)
     token = _current.set(inner)
     try:

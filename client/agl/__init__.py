@@ -1,5 +1,7 @@
-"""For agents written for Agent Lightning 0.2 and 0.3: `from lightning_proxy.client import agl` in place of
-`import agentlightning as agl`. Of its spans the rewards become rewards, the operations actions, the rest notes.
+"""Runs agents written for Agent Lightning 0.2 and 0.3, with `from lightning_proxy.client import agl`.
+
+That line takes the place of `import agentlightning as agl`. Of its spans, rewards become rewards, operations become
+actions and all others notes.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ def emit_reward(
     attributes: Attributes | None = None,
     propagate: bool = True,
 ) -> None:
-    """Reward the rollout; the newest reward counts. Of several dimensions the primary one is the one named `reward`.
+    """Reward the rollout. The newest reward counts. Of several dimensions, the primary one is named `reward`.
 
-    Within a rollout's scope (an `@rollout` function is one) it is the end of the scope that completes the rollout.
+    Within a rollout's scope, such as an `@rollout` function, the end of the scope completes the rollout.
     """
     values = _dimensions(reward, primary_key)
     if not propagate:
@@ -83,7 +85,7 @@ def emit_message(message: str, attributes: Attributes | None = None, propagate: 
 
 
 def emit_object(object: Any, attributes: Attributes | None = None, propagate: bool = True) -> None:
-    """Keep anything that JSON can hold with the rollout."""
+    """Keep any JSON with the rollout."""
     try:
         json.dumps(object)
     except (TypeError, ValueError):
@@ -97,7 +99,7 @@ def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> No
 
 
 def emit_exception(exception: BaseException, attributes: Attributes | None = None, propagate: bool = True) -> None:
-    """Keep an exception with the rollout, and where it came from."""
+    """Keep an exception and its traceback with the rollout."""
     if not isinstance(exception, BaseException):
         raise TypeError(f"Expected a BaseException instance, got: {type(exception)}.")
     told = {
@@ -136,7 +138,7 @@ def reward(function: Function) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class LLM:
-    """Where the agent's model is."""
+    """The endpoint of the agent's model."""
 
     endpoint: str
     model: str = "policy"
@@ -168,11 +170,11 @@ class LitAgent:
         return inspect.iscoroutinefunction(self._function)
 
     def __call__(self, task: Any, llm: LLM | None = None, rollout: Rollout | None = None) -> Any:
-        """Run it: in the scope that is there, or else in one of its own. What is not given is made."""
+        """Run it in the open scope, or in a new one. Arguments that are not given are made."""
         return self._run_async(task, llm, rollout) if self.is_async else self._run(task, llm, rollout)
 
     def main(self) -> None:
-        """The whole program: `lightning-proxy run … -- python agent.py` runs it with the task in LIGHTNING_TASK."""
+        """Run the task in LIGHTNING_TASK, as a program under `lightning-proxy run … -- python agent.py`."""
         if "LIGHTNING_TASK" not in os.environ:
             raise SystemExit("there is no LIGHTNING_TASK: start this program by `lightning-proxy run --tasks FILE`")
         found = self(json.loads(os.environ["LIGHTNING_TASK"]))
@@ -197,7 +199,7 @@ class LitAgent:
 
 
 def _scope() -> Any:
-    """What is there, which somebody else ends, or one of its own."""
+    """The open scope, which somebody else ends, or a new one."""
     return nullcontext(current()) if scope.is_entered() else scope.rollout()
 
 
@@ -212,5 +214,5 @@ def rollout(function: Function) -> LitAgent:
 
 
 def llm_rollout(function: Function | None = None, *, strip_proxy: bool = True) -> Any:
-    """`@llm_rollout` or `@llm_rollout(…)`: the same."""
+    """`@llm_rollout` or `@llm_rollout(…)`: the same as `@rollout`."""
     return LitAgent if function is None else LitAgent(function)

@@ -1,4 +1,4 @@
-"""Agent Lightning's `operation`: a tool, a retriever, a step of the agent, told of as an action when it has ended."""
+"""Agent Lightning's `operation`: records a tool, a retriever or a step of the agent as an action."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Attributes = Mapping[str, Any]
 def operation(
     function: Function | None = None, *, propagate: bool = True, name: str | None = None, **attributes: Any
 ) -> Any:
-    """Tell of a tool, a retriever, a step: `@operation`, `@operation(name=…)`, or `with operation(name=…) as op:`."""
+    """Record an action, by `@operation`, `@operation(name=…)` or `with operation(name=…) as op:`."""
     found = Operation(name, attributes, propagate)
     return found if function is None else found(function)
 
 
 class Operation:
-    """An action that is told of when it has ended. `attributes` are kept with its arguments."""
+    """An action that is recorded when it ends. `attributes` are kept with its arguments."""
 
     def __init__(self, name: str | None, attributes: Attributes, propagate: bool = True) -> None:
         self._name, self._attributes, self._propagate = name, attributes, propagate
@@ -91,8 +91,8 @@ class Operation:
 
 
 def plain(value: Any) -> Any:
-    """As JSON, with what it cannot hold as text."""
+    """The value as JSON. What JSON cannot hold becomes text."""
     try:
         return json.loads(json.dumps(value, default=repr, allow_nan=False))
-    except ValueError:  # a number that is none, or something that holds itself
+    except ValueError:  # NaN or infinity, or a value that contains itself
         return repr(value)

@@ -1,4 +1,4 @@
-"""A call, as the control API shows it, as messages: what the model was shown and what it answered. Pure."""
+"""Turns a call of the control API into messages: what the model was shown and what it answered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Message = dict[str, Any]
 
 
 def shown(call: dict[str, Any]) -> list[Message]:
-    """The messages of the request; a plain prompt is one message of the user."""
+    """The messages of the request. A plain prompt becomes one message of the user."""
     request = call["request"]
     found = request.get("messages", request.get("input", request.get("prompt", [])))
     if isinstance(found, list) and all(isinstance(message, dict) for message in found):
@@ -18,7 +18,7 @@ def shown(call: dict[str, Any]) -> list[Message]:
 
 
 def answer(call: dict[str, Any]) -> Message | None:
-    """The answer as a message, of several the first; None where the call has none."""
+    """The first answer as a message; None if the call has none."""
     response = call["response"] if isinstance(call["response"], dict) else {}
     if isinstance(response.get("output"), list):  # /v1/responses
         parts = [part for item in response["output"] for part in item.get("content") or ()]
@@ -35,20 +35,20 @@ def answer(call: dict[str, Any]) -> Message | None:
 
 
 def whole(call: dict[str, Any]) -> list[Message]:
-    """What was shown, with the answer appended; without the answer's empty fields."""
+    """The messages of the request and the answer, without the answer's empty fields."""
     last = answer(call)
     filled = {name: value for name, value in (last or {}).items() if name == "content" or value not in (None, [], "")}
     return shown(call) + ([filled] if last else [])
 
 
 def shared(a: Sequence[Message], b: Sequence[Message]) -> int:
-    """How many leading messages are the same; clients add and drop empty fields when they send an answer back."""
+    """How many leading messages are the same, apart from empty fields, which clients add and drop."""
     length = min(len(a), len(b))
     return next((i for i in range(length) if _core(a[i]) != _core(b[i])), length)
 
 
 def additions(calls: Sequence[dict[str, Any]]) -> list[list[Message]]:
-    """For each call the shown messages that no earlier call showed or answered at the same place."""
+    """For each call, the messages that continue the longest earlier conversation it shares."""
     earlier: list[list[Message]] = []
     added = []
     for call in calls:
@@ -59,7 +59,7 @@ def additions(calls: Sequence[dict[str, Any]]) -> list[list[Message]]:
 
 
 def longest(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answered calls whose conversation no later call goes on with."""
+    """The answered calls whose conversation no later call continues."""
     answered = [call for call in calls if call["status"] == "ok" and not call["superseded_by"] and answer(call)]
     return [
         call
@@ -69,7 +69,7 @@ def longest(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text(message: Message) -> str:
-    """The message's text; of content in parts the text parts, others by their type."""
+    """The message's text. Parts of content that are no text show their type."""
     content = message.get("content")
     if not isinstance(content, list):
         return "" if content is None else str(content)

@@ -1,4 +1,4 @@
-"""`policy list|promote|rollback`: which weights are served."""
+"""`policy list|promote|rollback`: show and choose the weights that are served."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...proxy.config.file import load_config
 if TYPE_CHECKING:
     from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="Look at policy versions and choose the live one.")
+app = typer.Typer(no_args_is_help=True, help="Show policy versions and choose the live one.")
 
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 
 @app.command("list")
@@ -34,7 +34,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def promote(context: typer.Context, version: Annotated[int, typer.Argument(min=0)], as_json: Json = False) -> None:
-    """Make a version live; the trainer goes on from it."""
+    """Make a version live. The trainer goes on from it."""
     _change(context, "/policy/promote", {"version": version}, as_json)
 
 
@@ -45,21 +45,19 @@ def rollback(context: typer.Context, as_json: Json = False) -> None:
 
 
 def versions_table(versions: list[dict[str, Any]]) -> Table:
-    """One line a version; the live one is marked with a star."""
+    """A table with one line per version; a star marks the live one."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name, justify in (("version", "right"), ("", "left"), ("status", "left"), ("step", "right")):
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
-    for name in ("published", "reward", "when"):
-        table.add_column(name, no_wrap=True)
+    for name in ("version", "", "status", "step", "published", "reward", "when"):
+        table.add_column(name, justify="right" if name in ("version", "step") else "left", no_wrap=True)
     for v in versions:
         mean = v["metrics"].get("reward_mean")
         cells = (str(v["version"]), "*" if v["live"] else "", v["status"], "-" if v["step"] is None else str(v["step"]))
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["live_at"] or v["created_at"]))
-        is_base = v["version"] == 0
         reward = "-" if mean is None else f"{mean:.3f}"
-        table.add_row(*cells, "base model" if is_base else v["publish"] or "-", reward, "-" if is_base else when)
+        published = ("base model", reward, "-") if v["version"] == 0 else (v["publish"] or "-", reward, when)
+        table.add_row(*cells, *published)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of the control API as things that rich can print. Pure."""
+"""Rollouts of the control API in a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yel
 
 
 def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float, width: int) -> Table:
-    """One line a rollout. Where `width` is too little, ids and tasks are cut; `show` takes the beginning of an id."""
+    """One line per rollout. Long ids and tasks are cut to fit; `show` accepts the beginning of an id."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     names = max(width - NUMBERS_WIDTH, 20)
     table.add_column("rollout", max_width=names * 2 // 3, no_wrap=True)
@@ -33,14 +33,15 @@ def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float, width: int) -
         table.add_column(name, justify="right", no_wrap=True)
     for r in rollouts:
         status = Text(r["status"], COLOURS.get(r["status"], ""))
-        numbers = (number(r["reward"]), str(r["calls"]), str(r["tokens"]), _or_dash(r["policy_version"]))
+        version = "-" if r["policy_version"] is None else str(r["policy_version"])
+        numbers = (number(r["reward"]), str(r["calls"]), str(r["tokens"]), version)
         cells = (plain(r["rollout_id"]), plain(r["task_id"] or "-"), r["mode"], status)
         table.add_row(*cells, *numbers, duration(now - r["created_at"]))
     return table
 
 
 def rollout_line(rollout: dict[str, Any]) -> Text:
-    """One rollout as `tail` prints it."""
+    """One rollout in one line, as `tail` prints it."""
     line = Text(time.strftime("%H:%M:%S "), "dim")
     line.append(f"{rollout['status']:<10}", COLOURS.get(rollout["status"], ""))
     line.append(f"{rollout['rollout_id']}  ", "bold")
@@ -49,7 +50,7 @@ def rollout_line(rollout: dict[str, Any]) -> Text:
 
 
 def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
-    """The whole rollout: header, then what each call added to the conversation, and its answer; events between."""
+    """The whole rollout: header, then what each call added to the conversation, its answer, and events between."""
     parts: list[RenderableType] = [_header(rollout)]
     events = deque(rollout.get("events", ()))
     for call, added in zip(rollout["calls"], additions(rollout["calls"]), strict=True):
@@ -69,17 +70,13 @@ def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
 
 
 def _event(event: dict[str, Any], full: bool) -> Iterator[RenderableType]:
-    """What the agent told of itself."""
+    """One event that the agent posted."""
     names = " · ".join(filter(None, (event["agent"], event["name"])))
     yield Text(f"── {event['kind']} ", "bold").append_text(plain(names, "not bold"))
     if event["kind"] == "action":
+        label, style = ("failed", "red") if event["is_error"] else ("result", "yellow")
         yield _line("arguments", "yellow", _json(event["arguments"]), full)
-        yield _line(
-            "failed" if event["is_error"] else "result",
-            "red" if event["is_error"] else "yellow",
-            _json(event["result"]),
-            full,
-        )
+        yield _line(label, style, _json(event["result"]), full)
     else:
         yield _line("", "", _json(event["value"]), full)
 
@@ -139,7 +136,7 @@ def _message(message: dict[str, Any], full: bool) -> RenderableType:
 
 
 def _tools(call: dict[str, Any], full: bool) -> Iterator[RenderableType]:
-    """The tool calls of an answer. Their results are messages of the next call; those that failed are marked here."""
+    """The tool calls of an answer. Their results are shown as messages of the next call, failures here."""
     for tool in call["tool_calls"]:
         yield _line("calls", "yellow", f"{tool['name']}({tool['arguments']})", full)
         if tool["is_error"]:
@@ -152,7 +149,3 @@ def _line(label: str, style: str, value: str, full: bool) -> RenderableType:
     grid.add_column(overflow="fold")
     grid.add_row(plain(label, style), plain(value if full else cut(value, CUT_AT)))
     return grid
-
-
-def _or_dash(value: Any) -> str:
-    return "-" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""`rollouts list|show|tail` and `reward`: what was recorded, as a person or a program reads it."""
+"""`rollouts list|show|tail|delete` and `reward`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ...proxy.config.file import load_config
 if TYPE_CHECKING:
     from ..api_client import ApiClient
 
-app = typer.Typer(no_args_is_help=True, help="Look at rollouts, and delete them.")
+app = typer.Typer(no_args_is_help=True, help="Show rollouts, or delete them.")
 
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 TAIL_POLL_S = 1.0
 TAIL_PAGE = 200
 NEWEST = 1000
-REFUSED = (400, 404, 405, 409)  # for what is special to one rollout
-_NO_PATH = ("", ".", "..")  # a path with one of these is that of another route
+REFUSED = (400, 404, 405, 409)  # refusals that concern one rollout only
+_NO_PATH = ("", ".", "..")  # with one of these a path would name another route
 
 
 @app.command("list")
 def list_rollouts(
     context: typer.Context,
-    status: Annotated[str | None, typer.Option(help="running | completed | failed | discarded")] = None,
-    task: Annotated[str | None, typer.Option(help="task id")] = None,
-    agent: Annotated[str | None, typer.Option(help="agent name")] = None,
-    mode: Annotated[str | None, typer.Option(help="train | eval")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
+    status: Annotated[str | None, typer.Option(help="only running, completed, failed or discarded ones")] = None,
+    task: Annotated[str | None, typer.Option(help="only those of this task id")] = None,
+    agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
+    mode: Annotated[str | None, typer.Option(help="only those of this mode: train or eval")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="at most so many")] = 20,
     as_json: Json = False,
 ) -> None:
     """List rollouts, newest first."""
@@ -53,9 +53,9 @@ def list_rollouts(
 @app.command()
 def delete(
     context: typer.Context,
-    rollout_ids: Annotated[list[str], typer.Argument(help="ended rollouts")],
+    rollout_ids: Annotated[list[str], typer.Argument(help="ids of ended rollouts")],
 ) -> None:
-    """Delete rollouts with all that was recorded of them, for good; exit code 1 when one could not be."""
+    """Delete rollouts and all their records for good. The exit code is 1 if one was refused."""
     from ..api_client import ApiError, ask
 
     refused: list[ApiError] = []
@@ -81,8 +81,8 @@ def delete(
 @app.command()
 def show(
     context: typer.Context,
-    rollout_id: Annotated[str, typer.Argument(help="an id, or the beginning of one, as `list` shows it")],
-    full: Annotated[bool, typer.Option("--full", help="cut nothing")] = False,
+    rollout_id: Annotated[str, typer.Argument(help="an id, or its beginning")],
+    full: Annotated[bool, typer.Option("--full", help="show long texts whole")] = False,
     as_json: Json = False,
 ) -> None:
     """Show one rollout: its conversation, calls and rewards."""
@@ -127,7 +127,7 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
 
 
 async def find(api: ApiClient, rollout_id: str) -> dict[str, Any]:
-    """The rollout of this id, else the only one among the newest whose id begins so."""
+    """The rollout with this id, or else the only one of the newest whose id begins with it."""
     from ...proxy.errors import NotFound
     from ..api_client import ApiError
 
@@ -141,12 +141,12 @@ async def find(api: ApiClient, rollout_id: str) -> dict[str, Any]:
     known = [rollout["rollout_id"] for rollout in (await api.rollouts(limit=NEWEST))["data"]]
     found = [name for name in known if start and name.startswith(start)]
     if len(found) != 1:
-        raise NotFound(f"no rollout {rollout_id!r}; {len(found)} of the newest {NEWEST} have an id that begins so")
+        raise NotFound(f"no rollout {rollout_id!r}; {len(found)} of the newest {NEWEST} have an id that begins with it")
     return await api.rollout(found[0])
 
 
 def changed(page: list[dict[str, Any]], known: dict[str, dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The rollouts that are new or different, oldest first; at first the newest ten."""
+    """The rollouts that are new or changed, oldest first. The first time, the newest ten."""
     if known is None:
         return page[:10][::-1]
     return [rollout for rollout in reversed(page) if known.get(rollout["rollout_id"]) != rollout]
@@ -154,13 +154,13 @@ def changed(page: list[dict[str, Any]], known: dict[str, dict[str, Any]] | None)
 
 def reward(
     context: typer.Context,
-    rollout_id: Annotated[str, typer.Argument()],
-    value: Annotated[float, typer.Argument()],
-    call: Annotated[str | None, typer.Option(help="for this call rather than the whole rollout")] = None,
-    name: Annotated[str, typer.Option()] = "reward",
-    comment: Annotated[str | None, typer.Option()] = None,
-    source: Annotated[str, typer.Option()] = "cli",
-    final: Annotated[bool | None, typer.Option("--final/--no-final", help="whether this ends the rollout")] = None,
+    rollout_id: Annotated[str, typer.Argument(help="the rollout's id")],
+    value: Annotated[float, typer.Argument(help="any finite number")],
+    call: Annotated[str | None, typer.Option(help="reward this call, not the whole rollout")] = None,
+    name: Annotated[str, typer.Option(help="the reward's name; the newest value of a name counts")] = "reward",
+    comment: Annotated[str | None, typer.Option(help="a note for people")] = None,
+    source: Annotated[str, typer.Option(help="who gives it")] = "cli",
+    final: Annotated[bool | None, typer.Option("--final/--no-final", help="end the rollout, or leave it open")] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="offer it to the trainer again")] = False,
     as_json: Json = False,
 ) -> None:

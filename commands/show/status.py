@@ -1,4 +1,4 @@
-"""`status`: health, policy, last step and rollouts of a running system on one screen."""
+"""`status`: readiness, policy, rollouts and the last training step on one screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PHASES = (
 
 
 def show_status(config: Config, *, as_json: bool) -> bool:
-    """Print the state of the system; returns whether it is ready."""
+    """Print the state of the system and return whether it is ready."""
     url = ApiClient.of(config).url
     status = ask(config, read_status)
     status["next_step"] = next_step(config.trainer, status["waiting"], time.time())
@@ -43,7 +43,7 @@ def show_status(config: Config, *, as_json: bool) -> bool:
 
 
 async def read_status(api: ApiClient) -> dict[str, Any]:
-    """Everything that `status` shows, as plain data; ApiError if the proxy is not there."""
+    """Ask the proxy for everything that `status` shows. ApiError if it is not there."""
     ready = await api.readiness()
     if ready["store"] != "ok":
         return {
@@ -56,7 +56,7 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
 
 
 def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
-    """What the trainer waits for, as far as that is told without asking it."""
+    """What the trainer waits for, as its configuration says."""
     schedule, rollouts = config.schedule, f"{count(waiting)} complete rollouts wait"
     match schedule.when:
         case "rollouts":
@@ -103,7 +103,7 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
 
 
 def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]:
-    """The last training step in words; one that lacks some metrics (an older store) shows the others."""
+    """The last training step in words. Metrics that the step lacks are left out."""
     if step is None:
         return [("last step", "none yet")]
     metrics: dict[str, Any] = step["metrics"]
@@ -119,7 +119,10 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
         facts.append(("  rollouts", f"{count(metrics['rollouts'])} in {count(metrics.get('groups'))} groups"))
         equal, stale = count(metrics.get("groups_equal")), count(metrics.get("rollouts_stale"))
         facts.append(("  dropped", f"{equal} groups with equal rewards, {stale} stale rollouts"))
-    facts += _by_task(metrics.get("reward_by_task") or {})
+    if len(tasks := metrics.get("reward_by_task") or {}) > 1:
+        ordered = sorted(tasks, key=lambda task: tasks[task]["mean"])
+        worst, best = (f"{task[:24]} {number(tasks[task]['mean'])}" for task in (ordered[0], ordered[-1]))
+        facts.append(("  tasks", f"{len(tasks)}, from {worst} to {best}"))
     if "trained_tokens" in metrics:
         computed = count(metrics.get("computed_tokens"))
         facts.append(("  tokens", f"{count(metrics['trained_tokens'])} trained, {computed} computed"))
@@ -131,15 +134,6 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
     )  # fmt: skip
     numbers = [f"{name} {number(metrics[name])}" for name in names if name in metrics]
     return facts + ([("  numbers", ", ".join(numbers))] if numbers else [])
-
-
-def _by_task(tasks: dict[str, dict[str, float]]) -> list[tuple[str, str]]:
-    """The tasks that went worst and best."""
-    if len(tasks) < 2:
-        return []
-    ordered = sorted(tasks, key=lambda task: tasks[task]["mean"])
-    worst, best = (f"{task[:24]} {number(tasks[task]['mean'])}" for task in (ordered[0], ordered[-1]))
-    return [("  tasks", f"{len(tasks)}, from {worst} to {best}")]
 
 
 def is_ready(status: dict[str, Any]) -> bool:

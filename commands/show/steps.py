@@ -1,4 +1,4 @@
-"""Training steps in a terminal: one line each as they are done, or the last ones as a table. Pure."""
+"""Training steps in a terminal: one line each, or a table of the last ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GAP = "  "
 
 
 def step_line(step: int, metrics: Metrics, width: int | None = None) -> Text:
-    """One step, in at most `width` columns: what matters most comes first to the room that there is."""
+    """One step in at most `width` columns. What matters least is left out first."""
     parts = [part for part in _parts(step, metrics) if part[1]]
     room, shown = width, []
     for part in sorted(parts):
@@ -26,7 +26,7 @@ def step_line(step: int, metrics: Metrics, width: int | None = None) -> Text:
 
 
 def steps_table(steps: Sequence[Mapping[str, Any]]) -> Table:
-    """Steps as `GET /policy/steps` has them, in 80 columns."""
+    """A table of steps from `GET /policy/steps` that fits 80 columns."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for name in ("step", "reward", "±", "groups", "tokens", "kl", "clip", "entropy", "train", "publish", "version"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -44,7 +44,7 @@ def _cells(metrics: Metrics, version: int | None) -> list[str]:
 
 
 def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
-    """(rank, text, style), in the order in which they stand; the least rank matters most."""
+    """(rank, text, style) of each part, in order of appearance. Rank 0 matters most."""
     names = ("reward_mean", "reward_std", "kl", "clip_share", "entropy", "trained_tokens_per_s")
     mean, std, kl, clipped, entropy, speed = (metrics.get(name) for name in names)
     version = metrics.get("version")
@@ -79,7 +79,7 @@ def _times(metrics: Metrics) -> str:
 
 
 def _groups(metrics: Metrics) -> str:
-    """Those that taught something, of those that there were."""
+    """The groups that taught something / all groups."""
     if "groups" not in metrics:
         return "-"
     trained = metrics.get("groups_trained")
@@ -87,7 +87,7 @@ def _groups(metrics: Metrics) -> str:
 
 
 def _short(value: float | None) -> str:
-    """940, 3.2k, 1.5M."""
+    """A count in few characters: 940, 3.2k, 1.5M."""
     for size, unit in ((1e6, "M"), (1e3, "k")):
         if value is not None and value >= size:
             return f"{value / size:.1f}{unit}"
