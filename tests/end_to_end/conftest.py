@@ -11,7 +11,7 @@ import pytest
 
 from support.spelling_model import save_spelling_model
 from support.tool_template import TEMPLATE
-from support.whole_system import System
+from support.whole_system import System, free_port
 
 NAME = "speller"
 
@@ -39,7 +39,7 @@ def running_system(publish: str, model: Path, directory: Path) -> Iterator[Syste
     template.write_text(TEMPLATE.strip())
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
     system = System(
-        directory, model, publish, {}, vllm={"max_model_len": 1024, "extra_args": tools}, others=through_litellm
+        directory, model, publish, {}, vllm={"max_model_len": 1024, "extra_args": tools}, others=other_upstreams
     )
     try:
         system.start()
@@ -48,12 +48,15 @@ def running_system(publish: str, model: Path, directory: Path) -> Iterator[Syste
         system.stop()
 
 
-def through_litellm(vllm_port: int) -> list[dict[str, Any]]:
-    """The same vLLM as other providers' models."""
+def other_upstreams(vllm_port: int) -> list[dict[str, Any]]:
+    """The same vLLM as other providers' models; where `eval` serves power sampling of it."""
+    power_url = f"http://127.0.0.1:{free_port()}/v1"
     return [
-        {
+        {"name": "power", "kind": "openai", "base_url": power_url, "models": ["power:4"]},
+        *(        {
             "name": provider, "kind": "litellm", "base_url": f"http://127.0.0.1:{vllm_port}{path}",
             "api_key": "unused", "model_map": {provider: f"{provider}/{NAME}"},
         }
         for provider, path in (("hosted_vllm", "/v1"), ("anthropic", ""))
+        ),
     ]  # fmt: skip

@@ -24,6 +24,8 @@ import pytest
 import yaml
 
 from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from lightning_proxy.proxy.power.server import power_server
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import ModelCall
@@ -269,7 +271,7 @@ def wait_until_ready(url: str, log: Path) -> None:
     pytest.fail(f"not ready: {log.read_text()[-3000:]}")
 
 
-def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(served: Served) -> None:
+async def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(served: Served) -> None:
     """By vLLM's own routes between messages and tokens: text, tokens and log-probabilities are of one answer."""
     questions = ["What is the capital of France?", "Name a colour.", "Count to five.", "Say hello."]
 
@@ -289,9 +291,12 @@ def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(served: 
         calls = served.calls("text", f"likely-{model}".replace(":", "-"))
         return [sum(choice.logprobs) for call in calls for choice in call.choices]
 
-    ask("policy", n=8, temperature=1.0)
-    ask("power:4", temperature=0.3)
-    before, after = likelihoods("policy"), likelihoods("power:4")
+    upstreams = (UpstreamConfig(**upstream) for upstream in yaml.safe_load(served.config.read_text())["upstreams"])
+    by_name = {upstream.name: upstream for upstream in upstreams}
+    await asyncio.to_thread(ask, "policy", n=8, temperature=1.0)
+    async with power_server(by_name["power"], by_name["policy"]):
+        await asyncio.to_thread(ask, "power:4", temperature=0.3)
+    before, after = [await asyncio.to_thread(likelihoods, model) for model in ("policy", "power:4")]
     assert (len(before), len(after)) == (32, 4)
     assert sum(after) / len(after) > sum(before) / len(before) + 2
 
