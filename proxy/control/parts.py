@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from .. import memory
 from ..access.auth import Keys
 from ..config.root import Config
-from ..conversation.exact import Continuity
-from ..conversation.unnamed import Conversations
+from ..conversation.exact import ExactTokens
+from ..conversation.unnamed import UnnamedRollouts
 from ..gateway.relay import Relay
 from ..otel.telemetry import open_telemetry
 from ..policy.mode import publish_mode
@@ -82,8 +82,8 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             redactor = Redactor(config.recording.redact, config.keys())
             kept = RedactingRecorder(recorder, redactor, metrics.redacted.inc) if redactor else recorder
             exact = config.policy.token_continuity == "exact"
-            continuity = Continuity(upstreams, store, metrics.continued) if exact else None
-            conversations = Conversations(store)
+            continuity = ExactTokens(upstreams, store, metrics.continued) if exact else None
+            conversations = UnnamedRollouts(store)
             telemetry = open_telemetry(config.telemetry, redactor)
             on_end = metrics.call_ended
             relay = Relay(config, upstreams, kept, router, keys, on_end, continuity, conversations, telemetry)

@@ -47,7 +47,7 @@ IGNORED = (
 )
 
 
-class Continuity:
+class ExactTokens:
     """Remembers the recent turns of each rollout that has several; what it does not remember, the store does."""
 
     def __init__(
@@ -69,21 +69,21 @@ class Continuity:
         self._renderer = Renderer(upstreams)
         self._warned = False
 
-    def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json) -> ContinuedCall | None:
+    def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json) -> ExactCall | None:
         """A call that may go on with an earlier one; None for one that is no chat, or not with the policy."""
         if start.policy_version is None or upstream.kind != "vllm":
             return None
         if start.endpoint != ENDPOINT:
             self._count("unsupported")
             return None
-        return ContinuedCall(self, upstream, start, sent)
+        return ExactCall(self, upstream, start, sent)
 
     def forget(self, rollout_id: str) -> None:
         """The rollout was deleted."""
         for turn in self._turns.pop(rollout_id, ()):
             self._tokens -= _size(turn)
 
-    # For ContinuedCall ---------------------------------------------------------------------------------------------
+    # For ExactCall ---------------------------------------------------------------------------------------------
 
     async def open(self, upstream: UpstreamConfig, request: Request) -> Answer:
         return await self._upstreams.open(upstream, request)
@@ -153,10 +153,10 @@ class Continuity:
             self.forget(next(iter(self._turns)))
 
 
-class ContinuedCall:
+class ExactCall:
     """One call: `open` sends it, exactly if that is possible; `ended` is told how it went."""
 
-    def __init__(self, continuity: Continuity, upstream: UpstreamConfig, start: CallStart, sent: Json) -> None:
+    def __init__(self, continuity: ExactTokens, upstream: UpstreamConfig, start: CallStart, sent: Json) -> None:
         self._continuity = continuity
         self._upstream = upstream
         self._start = start

@@ -1,12 +1,13 @@
-"""The conversations of rollouts that nobody names, in the store: known after a restart, and to every worker.
+"""Rollouts that nobody names: a request belongs to the rollout whose conversation it goes on with. Contract, section 1.
 
-They are written with the call's own record, in the same commit, and cost nothing where a rollout is named.
+What is needed to find it is written with the call's own record, in the same commit: it is known after a restart, and to
+every worker. Named rollouts cost nothing here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,112 +15,121 @@ from ..gateway.ports import Recorder, Statement
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
 from ..store.store import Store
 from ..types import CallEnd, CallStart, RolloutName
-from .continuation import QUOTATIONS, Atom, _bytes, _chain, _digest, _new_origins, _quotes, answers, request_atoms
+from .atoms import Atom, answer_atoms, request_atoms
+from .digests import beginnings, digest, origins, quotations
 
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
+QUOTATIONS = 500  # are looked for in a request that goes on with nothing that is known
 
-class Conversations:
-    """Which rollout each conversation of the past belongs to."""
+
+def caller_id(headers: Mapping[str, str]) -> str:
+    """The credentials that a request came with: requests with different ones never share a rollout."""
+    return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
+
+
+class UnnamedRollouts:
+    """Finds the rollout of a request that does not name one."""
 
     def __init__(self, store: Store) -> None:
         self._index = store.conversations
         self._calls = store.calls
 
-    async def find(self, scope: str, request: Json, name: RolloutName, *, is_retry: bool = False) -> str | None:
+    async def find(self, caller: str, request: Json, name: RolloutName, *, is_retry: bool = False) -> str | None:
         """The rollout that a request goes on with, or, for a client's retry, that it was sent in before.
 
         What it goes on with is taken: the next request like it goes on with another. Raises StoreUnavailable.
         """
-        atoms, said = request_atoms(request), _said_in(scope, name)
-        if is_retry and (again := await self._index.take(_asked(said, atoms))):
+        atoms, within = request_atoms(request), _within(caller, name)
+        if is_retry and (again := await self._index.take(_asked(within, atoms))):
             return again
         for previous in (request.get("previous_response_id"), _kept(request)):
-            if isinstance(previous, str):
-                said_by = _digest(scope, b"response", _bytes(previous))
-                if origin := self._index.leads_to(said_by):
-                    return origin
-        return await self._extended(said, atoms) or self._quoted(said, atoms)
+            if isinstance(previous, str) and (rollout := self._index.leads_to(digest(caller, "response", previous))):
+                return rollout
+        return await self._extended(within, atoms) or self._quoted(within, atoms)
 
-    async def _extended(self, scope: str, atoms: list[Atom]) -> str | None:
+    async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
+        """The rollout in which a response was given, and the upstream that gave it; None for one that is not known."""
+        said_by = digest(caller, "response", response_id)
+        rollout_id = rollout.rollout_id if rollout.named else self._index.leads_to(said_by)
+        return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
+
+    async def _extended(self, within: str, atoms: list[Atom]) -> str | None:
         """By the longest beginning that was an answered conversation; rather one that nothing has gone on with yet."""
-        chain = _chain(atoms)
+        begun = beginnings(atoms)
         for i in range(len(atoms) - 1, 0, -1):
             if atoms[i - 1].who != "assistant" and atoms[i - 1].kind != "call":
                 continue
-            state = _digest(scope, chain[i - 1])
-            if found := await self._index.take(state) or self._index.leads_to(state):
-                return found
+            state = digest(within, begun[i - 1])
+            if rollout := await self._index.take(state) or self._index.leads_to(state):
+                return rollout
         return None
 
-    def _quoted(self, scope: str, atoms: list[Atom]) -> str | None:
+    def _quoted(self, within: str, atoms: list[Atom]) -> str | None:
         """By what an edited or summarised history still holds of one rollout only, the oldest first."""
-        return next(filter(None, map(self._index.leads_to, islice(_quotes(scope, atoms), QUOTATIONS))), None)
-
-    async def giver(self, scope: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
-        """The rollout in which a response was given, and the upstream that gave it; None for one that is not known."""
-        said_by = _digest(scope, b"response", _bytes(response_id))
-        rollout_id = rollout.rollout_id if rollout.named else self._index.leads_to(said_by)
-        return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
+        return next(filter(None, map(self._index.leads_to, islice(quotations(within, atoms), QUOTATIONS))), None)
 
 
 class Remembering:
     """A recorder of one call of an unnamed rollout, which remembers its conversation as well."""
 
-    def __init__(self, recorder: Recorder, scope: str, start: CallStart) -> None:
+    def __init__(self, recorder: Recorder, caller: str, start: CallStart) -> None:
         self._recorder = recorder
-        self._scope = scope
+        self._caller = caller
         self._start = start
 
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
-        await self._recorder.start(start, [*also, *asked(self._scope, start)])
+        await self._recorder.start(start, [*also, *asked(self._caller, start)])
 
     def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> Awaitable[None]:
-        try:
-            answer = list(answered(self._scope, self._start, end))
-        except Exception:  # whatever the upstream may have answered, it is recorded
-            log.exception("call %s: its conversation is not remembered", end.call_id)
-            answer = list[Statement]()
-        return self._recorder.end(end, [*also, *answer])
+        return self._recorder.end(end, [*also, *answered(self._caller, self._start, end)])
 
 
-def asked(scope: str, start: CallStart) -> list[Statement]:
+def asked(caller: str, start: CallStart) -> list[Statement]:
     """What to remember of a call that begins."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
-    said = _said_in(scope, start.rollout)
-    return [(CONVERSATION_TIP, row | {"digest": _asked(said, request_atoms(start.request))})]
+    within = _within(caller, start.rollout)
+    return [(CONVERSATION_TIP, row | {"digest": _asked(within, request_atoms(start.request))})]
 
 
-def answered(scope: str, start: CallStart, end: CallEnd) -> Iterator[Statement]:
+def answered(caller: str, start: CallStart, end: CallEnd) -> list[Statement]:
     """What to remember of a call that was answered; nothing of one that failed."""
     if end.status != "ok" or not isinstance(end.response, dict):
-        return
+        return []
+    try:
+        return list(_answered(caller, start, end, end.response))
+    except Exception:  # whatever the upstream may have answered, it is recorded
+        log.exception("call %s: its conversation is not remembered", end.call_id)
+        return []
+
+
+def _answered(caller: str, start: CallStart, end: CallEnd, response: Json) -> Iterator[Statement]:
     at = start.started_at + end.latency_ms / 1000
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
-    atoms, said = request_atoms(start.request), _said_in(scope, start.rollout)
-    for answer in answers(end.response):
-        state = {"digest": _digest(said, *_chain([*atoms, *answer])[-1:])}
+    atoms, within = request_atoms(start.request), _within(caller, start.rollout)
+    for answer in answer_atoms(response):
+        state = {"digest": digest(within, *beginnings([*atoms, *answer])[-1:])}
         yield CONVERSATION_TIP, row | state
         yield CONVERSATION_POINT, row | state
-        for origin in _new_origins(said, atoms, answer):
+        for origin in origins(within, atoms, answer):
             yield CONVERSATION_ORIGIN, row | {"digest": origin}
-    for name in (end.response.get("id"), _kept(end.response)):
+    for name in (response.get("id"), _kept(response)):
         if isinstance(name, str):
-            yield CONVERSATION_POINT, row | {"digest": _digest(scope, b"response", _bytes(name))}
+            yield CONVERSATION_POINT, row | {"digest": digest(caller, "response", name)}
 
 
-def _said_in(scope: str, name: RolloutName) -> str:
-    """Where a conversation was: in tasks that are named, and in evaluations, the same may be said."""
-    return f"{scope}\n{name.task_id or ''}\n{name.mode}"
+def _within(caller: str, name: RolloutName) -> str:
+    """Whose conversation it is, and of what: in other tasks, and in evaluations, the same may be said."""
+    return f"{caller}\n{name.task_id or ''}\n{name.mode}"
 
 
 def _kept(body: Json) -> Any:
     """The id of a conversation that the server keeps for Responses: of a request or an answer."""
-    found = body.get("conversation")
-    return found.get("id") if isinstance(found, dict) else found
+    conversation = body.get("conversation")
+    return conversation.get("id") if isinstance(conversation, dict) else conversation
 
 
-def _asked(scope: str, atoms: list[Atom]) -> bytes:
-    return _digest(scope, b"asked", *_chain(atoms)[-1:])
+def _asked(within: str, atoms: list[Atom]) -> bytes:
+    return digest(within, "asked", *beginnings(atoms)[-1:])

@@ -16,9 +16,8 @@ from ..access.limits import Limiter
 from ..apis.dialects import DIALECTS, Dialect
 from ..apis.inject import Injection
 from ..config.root import Config
-from ..conversation.continuation import scope_of
-from ..conversation.exact import Continuity
-from ..conversation.unnamed import Conversations, Remembering
+from ..conversation.exact import ExactTokens
+from ..conversation.unnamed import Remembering, UnnamedRollouts, caller_id
 from ..errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from ..json_text import as_utf8, encode, loads, with_model
 from ..otel.telemetry import Telemetry
@@ -60,8 +59,8 @@ class Relay:
         policy: PolicyRouter,
         keys: Keys,
         on_end: Callable[[CallEnd, bool], None] | None = None,
-        continuity: Continuity | None = None,
-        conversations: Conversations | None = None,
+        continuity: ExactTokens | None = None,
+        conversations: UnnamedRollouts | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
         """`on_end` hears of every call that has ended, and whether it was recorded."""
@@ -143,7 +142,7 @@ class Relay:
         recorder: Recorder | None,
     ) -> None:
         """A model call; without a recorder nothing of it is kept."""
-        body, scope, is_retry = _parse_object(request.body), scope_of(headers), _is_retry(headers)
+        body, scope, is_retry = _parse_object(request.body), caller_id(headers), _is_retry(headers)
         conversations = self._conversations if recorder is not None and not rollout.named else None
         if conversations is not None:
             found = await conversations.find(scope, body, rollout, is_retry=is_retry)
@@ -251,7 +250,7 @@ class Relay:
         if self._conversations is None or not request.path.startswith(_RESPONSES):
             return None
         response_id = request.path.removeprefix(_RESPONSES).partition("/")[0]
-        rollout_id, name = await self._conversations.giver(scope_of(headers), rollout, response_id) or (None, None)
+        rollout_id, name = await self._conversations.giver(caller_id(headers), rollout, response_id) or (None, None)
         if rollout_id is None or name not in self._named:
             return None
         return rollout._replace(rollout_id=rollout_id), Route(self._named[name], None, None)

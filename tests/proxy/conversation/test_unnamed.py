@@ -20,7 +20,7 @@ from aiohttp import web
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.conversation.unnamed import Conversations, answered, asked
+from lightning_proxy.proxy.conversation.unnamed import UnnamedRollouts, answered, asked
 from lightning_proxy.proxy.store.database import Database, opened
 from lightning_proxy.proxy.store.retention import Keeper
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
@@ -118,17 +118,17 @@ class Remembered:
     """Conversations in a store, told of calls without any other record of them."""
 
     def __init__(self, database: Database) -> None:
-        self.database, self.conversations, self.calls = database, Conversations(Store(database)), 0
+        self.database, self.conversations, self.calls = database, UnnamedRollouts(Store(database)), 0
 
-    async def find(self, scope: str, request: dict[str, Any], *, is_retry: bool = False) -> str | None:
-        return await self.conversations.find(scope, request, RolloutName(""), is_retry=is_retry)
+    async def find(self, caller: str, request: dict[str, Any], *, is_retry: bool = False) -> str | None:
+        return await self.conversations.find(caller, request, RolloutName(""), is_retry=is_retry)
 
-    async def asked(self, scope: str, rollout_id: str, request: dict[str, Any]) -> None:
-        await self._write(asked(scope, self._start(rollout_id, request)))
+    async def asked(self, caller: str, rollout_id: str, request: dict[str, Any]) -> None:
+        await self._write(asked(caller, self._start(rollout_id, request)))
 
-    async def answered(self, scope: str, rollout_id: str, request: dict[str, Any], response: Any) -> None:
+    async def answered(self, caller: str, rollout_id: str, request: dict[str, Any], response: Any) -> None:
         start = self._start(rollout_id, request)
-        await self._write(answered(scope, start, CallEnd(start.call_id, rollout_id, "ok", response, 200)))
+        await self._write(answered(caller, start, CallEnd(start.call_id, rollout_id, "ok", response, 200)))
 
     def _start(self, rollout_id: str, request: dict[str, Any]) -> CallStart:
         self.calls += 1

@@ -1,0 +1,118 @@
+"""Digests by which a conversation is found again: of its beginnings, and of what an answer said. Pure.
+
+Each is of one caller: nothing is shared between API keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from ..json_text import dumps
+from .atoms import Atom
+
+# Bytes below which something tells nothing of where it comes from: "ok" is said in many rollouts.
+TELLING, TELLING_ORDER, TELLING_ID = 24, 12, 20
+# Of a long text that the model says, as many fragments are remembered from either end.
+FRAGMENTS = 4
+# How much of a long text's ends is searched for fragments.
+QUOTING_CHARACTERS = 20_000
+# Where texts are cut into fragments, so that one is found again in whatever it is wrapped in: a transcript, JSON, XML.
+_CUTS = re.compile(r'[\n\r\t"<>{}\[\]|:.!?;。！？]+')
+_TRIMMED = " ,'*_#()-\\"
+
+
+def digest(caller: str, *parts: bytes | str) -> bytes:
+    """A digest of the parts, the caller's own."""
+    hashed = blake2b(_bytes(caller), digest_size=16)
+    for part in parts:
+        raw = _bytes(part) if isinstance(part, str) else part
+        hashed.update(len(raw).to_bytes(8, "little"))
+        hashed.update(raw)
+    return hashed.digest()
+
+
+def beginnings(atoms: Iterable[Atom]) -> list[bytes]:
+    """A digest for every beginning of the conversation. Of calls and results the id counts, if it is one of a kind."""
+    state, digests = b"", []
+    for kind, who, what in atoms:
+        is_one_of_a_kind = len(who) >= TELLING_ID
+        shown = what if kind == "text" else dumps(_parsed(what)) if kind == "call" and not is_one_of_a_kind else ""
+        state = digest("", state, kind, who, shown)
+        digests.append(state)
+    return digests
+
+
+def origins(caller: str, asked: Iterable[Atom], answer: Iterable[Atom]) -> set[bytes]:
+    """What tells that something came from this answer: ids, and what the model said that nobody had told it."""
+    told, digests = [what for _, _, what in asked], set()
+
+    def add(name: str, text: str, telling: int) -> None:
+        """Not what is short, nor what is repeated: the question, say, or a page that others may read too."""
+        if len(raw := _bytes(text)) >= telling and not any(text in what for what in told):
+            digests.add(digest(caller, name, raw))
+
+    for kind, who, what in answer:
+        if kind == "call" and who:
+            digests.add(digest(caller, "id", who))
+        orders = list(_strings(_parsed(what))) if kind == "call" else []
+        for order in orders:
+            add("order", order, TELLING_ORDER)
+        for text in [who, *orders] if kind == "call" else [what]:
+            for fragment in _ends(list(_fragments(text))):
+                add("said", fragment, TELLING)
+    return digests
+
+
+def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
+    """What may tell where something in a request came from, its own rollout's first.
+
+    A prompt tells nothing: what one rollout found may be in the prompt of all that follow.
+    """
+    for kind, who, what in atoms:
+        if who == "system":
+            continue
+        if kind != "text":
+            if who:
+                yield digest(caller, "id", who)
+            continue
+        if who == "user":  # it may be what a tool call told a sub-agent to do
+            yield digest(caller, "order", what)
+        whole = len(what) <= 2 * QUOTING_CHARACTERS
+        for fragment in _fragments(what if whole else f"{what[:QUOTING_CHARACTERS]}\n{what[-QUOTING_CHARACTERS:]}"):
+            if len(raw := _bytes(fragment)) >= TELLING:
+                yield digest(caller, "said", raw)
+
+
+def _ends(fragments: list[str]) -> list[str]:
+    return fragments if len(fragments) <= 2 * FRAGMENTS else [*fragments[:FRAGMENTS], *fragments[-FRAGMENTS:]]
+
+
+def _fragments(text: str) -> Iterator[str]:
+    """Also of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
+    lines = text.replace("\\n", "\n").replace("', '", "\n")
+    return (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in the arguments of a tool call."""
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="replace")
