@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .. import memory
 from ..access.auth import Keys
 from ..config.root import Config
-from ..conversation.exact import ExactTokens
+from ..conversation.exact import ExactTokens, RecentTurns
 from ..conversation.unnamed import UnnamedRollouts
 from ..gateway.relay import Relay
 from ..otel.telemetry import open_telemetry
@@ -82,7 +82,7 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             redactor = Redactor(config.recording.redact, config.keys())
             kept = RedactingRecorder(recorder, redactor, metrics.redacted.inc) if redactor else recorder
             exact = config.policy.token_continuity == "exact"
-            continuity = ExactTokens(upstreams, store, metrics.continued) if exact else None
+            continuity = ExactTokens(upstreams, RecentTurns(store), metrics.continued) if exact else None
             conversations = UnnamedRollouts(store)
             telemetry = open_telemetry(config.telemetry, redactor)
             on_end = metrics.call_ended

@@ -1,4 +1,4 @@
-"""Token continuity: a call that goes on with an earlier one goes to vLLM as that call's exact tokens and what is new.
+"""Exact tokens: a call that goes on with an earlier one is sent as that call's tokens and what is new.
 
 Two routes of vLLM: `/v1/chat/completions/render` says which tokens messages become, and the ordinary
 `/v1/chat/completions` takes a prompt as tokens in `kv_transfer_params.prompt_token_ids`, skipping its own rendering.
@@ -48,25 +48,14 @@ IGNORED = (
 
 
 class ExactTokens:
-    """Remembers the recent turns of each rollout that has several; what it does not remember, the store does."""
+    """Sends calls of the policy as exact tokens where that is possible."""
 
-    def __init__(
-        self,
-        upstreams: Upstreams,
-        store: Store,
-        count: Callable[[Outcome], None],
-        *,
-        recent: int = 8,
-        rollouts: int = 20_000,
-        tokens: int = 2**24,
-    ) -> None:
-        self._upstreams = upstreams
-        self._store = store
-        self._count = count
-        self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
-        self._tokens = 0
-        self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
-        self._renderer = Renderer(upstreams)
+    def __init__(self, upstreams: Upstreams, turns: RecentTurns, count: Callable[[Outcome], None]) -> None:
+        """`count` is told how each call went."""
+        self.upstreams = upstreams
+        self.turns = turns
+        self.count = count
+        self.renderer = Renderer(upstreams)
         self._warned = False
 
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json) -> ExactCall | None:
@@ -74,21 +63,90 @@ class ExactTokens:
         if start.policy_version is None or upstream.kind != "vllm":
             return None
         if start.endpoint != ENDPOINT:
-            self._count("unsupported")
+            self.count("unsupported")
             return None
         return ExactCall(self, upstream, start, sent)
 
     def forget(self, rollout_id: str) -> None:
         """The rollout was deleted."""
-        for turn in self._turns.pop(rollout_id, ()):
-            self._tokens -= _size(turn)
+        self.turns.forget(rollout_id)
 
-    # For ExactCall ---------------------------------------------------------------------------------------------
+    def warn_ignored(self, upstream: UpstreamConfig) -> None:
+        """Once in the life of the proxy: every call would say it."""
+        if not self._warned:
+            self._warned = True
+            log.warning(IGNORED, upstream.name)
 
-    async def open(self, upstream: UpstreamConfig, request: Request) -> Answer:
-        return await self._upstreams.open(upstream, request)
 
-    async def earlier_turn(self, start: CallStart) -> Turn:
+class ExactCall:
+    """One call: `open` sends it, exactly if that is possible; `ended` is told how it went."""
+
+    def __init__(self, exact: ExactTokens, upstream: UpstreamConfig, start: CallStart, sent: Json) -> None:
+        self._exact = exact
+        self._upstream = upstream
+        self._start = start
+        self._sent = sent
+        self._prompt: tuple[int, ...] = ()
+        self._whole: list[int] = []
+        self._outcome: Outcome | None = None
+
+    async def open(self, request: Request) -> Answer:
+        """The upstream's answer to `sent`, as `Upstreams.open` gives it; a second try goes as text."""
+        open_upstream = self._exact.upstreams.open
+        if self._outcome is not None:
+            return await open_upstream(self._upstream, request)
+        try:
+            prompt, whole = await self._exact_prompt(request)
+            answer = await open_upstream(self._upstream, _with_prompt(request, prompt))
+            if answer.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
+                answer.release()
+                raise AsText("refused")
+            self._outcome, self._prompt, self._whole = "exact", tuple(prompt), whole
+            return answer
+        except AsText as reason:
+            self._outcome = reason.outcome
+        if self._outcome != "first":
+            log.info("call %s goes as text: %s", self._start.call_id, self._outcome)
+        return await open_upstream(self._upstream, request)
+
+    def ended(self, end: CallEnd) -> None:
+        """The call's record is committed."""
+        if self._outcome is None or end.fallback is not None:  # it never got as far as the upstream, or not only there
+            return
+        if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
+            self._outcome = "ignored"
+            self._exact.warn_ignored(self._upstream)
+        self._exact.count(self._outcome)
+        if end.status == "ok":
+            self._exact.turns.add(self._start, end, self._whole)
+
+    async def _exact_prompt(self, request: Request) -> tuple[list[int], list[int]]:
+        """The exact tokens of the request, and those that it is rendered as; raises AsText."""
+        if not is_supported(self._start.request):
+            raise AsText("unsupported")
+        turn = await self._exact.turns.earlier(self._start)
+        renderer, upstream, sent = self._exact.renderer, self._upstream, self._sent
+        whole = await renderer.tokens(upstream, request, request.body)
+        end = await renderer.closing(upstream, request, sent)
+        prompt = undrifted_prompt(turn, whole, end)
+        if prompt is None:
+            told = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
+            history = await renderer.tokens(upstream, request, encode(told))
+            prompt = exact_prompt(turn, history, whole, end)
+        return prompt, whole
+
+
+class RecentTurns:
+    """The recent turns of each rollout that has several; what is not in memory, the store has."""
+
+    def __init__(self, store: Store, *, recent: int = 8, rollouts: int = 20_000, tokens: int = 2**24) -> None:
+        """At most `recent` turns of a rollout, `rollouts` rollouts and `tokens` tokens are kept in memory."""
+        self._store = store
+        self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
+        self._tokens = 0
+        self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
+
+    async def earlier(self, start: CallStart) -> Turn:
         """The turn that a supported call goes on with, kept as the newest: others may branch off. Raises AsText."""
         known = await self.known(start)
         if not is_last(known, start.request):  # another worker answered the ones since, or all of them
@@ -108,30 +166,15 @@ class ExactTokens:
                 self._remember(rollout_id, stored)
         return self._turns.get(rollout_id, [])
 
-    def ended(self, start: CallStart, end: CallEnd, outcome: Outcome, rendered: Sequence[int]) -> None:
-        self._count(outcome)
-        if end.status == "ok" and start.rollout.rollout_id in self._turns:
-            found = turns(start.request, end.response, end.prompt_token_ids, end.choices, rendered)
-            self._remember(start.rollout.rollout_id, found)
+    def add(self, start: CallStart, end: CallEnd, rendered: Sequence[int]) -> None:
+        """A call of a rollout that is in memory was answered. `rendered`: see Turn; empty if it is the prompt."""
+        if start.rollout.rollout_id in self._turns:
+            answered = turns(start.request, end.response, end.prompt_token_ids, end.choices, rendered)
+            self._remember(start.rollout.rollout_id, answered)
 
-    async def prompt(
-        self, upstream: UpstreamConfig, request: Request, sent: Json, turn: Turn
-    ) -> tuple[list[int], list[int]]:
-        """The exact tokens of a request that goes on with the turn, and those that it is rendered as; raises AsText."""
-        whole = await self._renderer.tokens(upstream, request, request.body)
-        end = await self._renderer.closing(upstream, request, sent)
-        prompt = undrifted_prompt(turn, whole, end)
-        if prompt is None:
-            told = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
-            history = await self._renderer.tokens(upstream, request, encode(told))
-            prompt = exact_prompt(turn, history, whole, end)
-        return prompt, whole
-
-    def warn_ignored(self, upstream: UpstreamConfig) -> None:
-        """Once in the life of the proxy: every call would say it."""
-        if not self._warned:
-            self._warned = True
-            log.warning(IGNORED, upstream.name)
+    def forget(self, rollout_id: str) -> None:
+        for turn in self._turns.pop(rollout_id, ()):
+            self._tokens -= _size(turn)
 
     async def _stored(self, rollout_id: str) -> list[Turn]:
         try:
@@ -151,52 +194,6 @@ class ExactTokens:
             self._tokens -= _size(known.pop(0))
         while len(self._turns) > self._max_rollouts or (self._tokens > self._max_tokens and len(self._turns) > 1):
             self.forget(next(iter(self._turns)))
-
-
-class ExactCall:
-    """One call: `open` sends it, exactly if that is possible; `ended` is told how it went."""
-
-    def __init__(self, continuity: ExactTokens, upstream: UpstreamConfig, start: CallStart, sent: Json) -> None:
-        self._continuity = continuity
-        self._upstream = upstream
-        self._start = start
-        self._sent = sent
-        self._prompt: tuple[int, ...] = ()
-        self._whole: list[int] = []
-        self._outcome: Outcome | None = None
-
-    async def open(self, request: Request) -> Answer:
-        """The upstream's answer to `sent`, as `Upstreams.open` gives it; a second try goes as text."""
-        if self._outcome is not None:
-            return await self._continuity.open(self._upstream, request)
-        try:
-            prompt, whole = await self._exact_prompt(request)
-            answer = await self._continuity.open(self._upstream, _with_prompt(request, prompt))
-            if answer.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
-                answer.release()
-                raise AsText("refused")
-            self._outcome, self._prompt, self._whole = "exact", tuple(prompt), whole
-            return answer
-        except AsText as reason:
-            self._outcome = reason.outcome
-        if self._outcome != "first":
-            log.info("call %s goes as text: %s", self._start.call_id, self._outcome)
-        return await self._continuity.open(self._upstream, request)
-
-    def ended(self, end: CallEnd) -> None:
-        """The call's record is committed."""
-        if self._outcome is None or end.fallback is not None:  # it never got as far as the upstream, or not only there
-            return
-        if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
-            self._outcome = "ignored"
-            self._continuity.warn_ignored(self._upstream)
-        self._continuity.ended(self._start, end, self._outcome, self._whole)
-
-    async def _exact_prompt(self, request: Request) -> tuple[list[int], list[int]]:
-        if not is_supported(self._start.request):
-            raise AsText("unsupported")
-        turn = await self._continuity.earlier_turn(self._start)
-        return await self._continuity.prompt(self._upstream, request, self._sent, turn)
 
 
 def _size(turn: Turn) -> int:

@@ -21,11 +21,12 @@ from ..types import Choice
 
 Json = dict[str, Any]
 
-# first: there is nothing to go on with. All after it are sent as text:
-# edited: the history is not what was asked and answered before; changed: its tools, or other things that a template
-# reads, are new; template: it renders earlier turns differently later, or what it puts after an answer is not plain;
-# unsupported: vLLM takes no tokens with such a request; refused: it answered an error; ignored: it took other tokens;
-# unavailable: it has no render route.
+# first: there is nothing to go on with. All that follow are sent as text, because
+# edited: the history is not what was asked and answered before;
+# changed: its tools, or other things that a template reads, are new;
+# template: it renders earlier turns differently later, or what it puts after an answer is not plain;
+# unsupported: vLLM takes no tokens with such a request;
+# refused: vLLM answered an error; ignored: it took other tokens; unavailable: it has no render route.
 Outcome = Literal["exact", "first", "edited", "changed", "template", "unsupported", "refused", "ignored", "unavailable"]
 
 # What a request may change from turn to turn without another prompt for the same messages.
@@ -56,9 +57,12 @@ class AsText(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An answered call. `ids`: its prompt and, the last `sampled` of them, its answer, the end of turn included if it
-    was sampled; `rendered`: its messages with the generation prompt, which are the prompt unless that was made here;
-    `shape`: what of its request a template reads besides the messages."""
+    """An answered call, as messages and as tokens.
+
+    `ids`: its prompt, then its answer, which is the last `sampled` of them, with the end of turn if that was sampled.
+    `rendered`: its messages with the generation prompt, as vLLM renders them: the prompt, unless that was made here.
+    `shape`: what of its request a template reads besides the messages.
+    """
 
     messages: list[Any]
     shape: Json
@@ -81,7 +85,7 @@ class Turn:
 def turns(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
 ) -> Iterator[Turn]:
-    """One for each answer of a call whose tokens are known. `rendered`: see Turn, if it is not the prompt."""
+    """One turn for each answer of a call whose tokens are known. `rendered`: see Turn; empty if it is the prompt."""
     messages = request.get("messages")
     by_index = {choice.index: choice for choice in choices}
     for answered in dicts(response.get("choices")) if isinstance(response, dict) else ():
