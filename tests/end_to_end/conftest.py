@@ -49,14 +49,13 @@ def running_system(publish: str, model: Path, directory: Path) -> Iterator[Syste
 
 
 def other_upstreams(vllm_port: int) -> list[dict[str, Any]]:
-    """The same vLLM as other providers' models; where `eval` serves power sampling of it."""
-    power_url = f"http://127.0.0.1:{free_port()}/v1"
-    return [
-        {"name": "power", "kind": "openai", "base_url": power_url, "models": ["power:4"]},
-        *(        {
+    """The same vLLM as other providers' models, and where `eval` serves power sampling of it."""
+    through_litellm = [
+        {
             "name": provider, "kind": "litellm", "base_url": f"http://127.0.0.1:{vllm_port}{path}",
             "api_key": "unused", "model_map": {provider: f"{provider}/{NAME}"},
         }
         for provider, path in (("hosted_vllm", "/v1"), ("anthropic", ""))
-        ),
     ]  # fmt: skip
+    power_url = f"http://127.0.0.1:{free_port()}/v1"
+    return [*through_litellm, {"name": "power", "kind": "openai", "base_url": power_url, "models": ["power:4"]}]
