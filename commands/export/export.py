@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -17,7 +17,8 @@ from rich.progress import Progress
 
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
-from ...proxy.control import views
+from ...proxy.control.transitions import transitions
+from ...proxy.control.views import call_view
 from ...proxy.errors import ConfigError, LightningError, NotFound
 from ...proxy.store.database import Database
 from ...proxy.store.store import Store
@@ -151,7 +152,7 @@ def _transitions(
     """`rewards`, the newest of each name and call, are in the rollout's first row."""
     newest = {(r.call_id, r.name): r for r in rewards}.values()
     by_id = {call.call_id: call for call in calls}
-    for transition in views.transitions(rollout, calls, events):
+    for transition in transitions(rollout, calls, events):
         call = by_id[transition.call_id] if transition.call_id is not None else None
         sampled = call if transition.kind == "llm" else None
         yield {
@@ -161,7 +162,7 @@ def _transitions(
             "status": rollout.status,
             "rollout_reward": rollout.reward,
             "policy_version": call.policy_version if call else None,
-            **{name: _without_ids(value) for name, value in views.transition_view(transition).items()},
+            **{name: _without_ids(value) for name, value in asdict(transition).items()},
             "prompt_token_ids": sampled.prompt_token_ids if sampled else (),
             "response_token_ids": sampled.response_token_ids if sampled else (),
             "logprobs": sampled.logprobs if sampled else (),
@@ -188,7 +189,7 @@ def _without_ids(value: Any) -> Any:
 
 
 def _conversations(rollout: Rollout, calls: list[ModelCall]) -> Iterator[dict[str, Any]]:
-    for call in longest([views.call_view(call) for call in calls]):
+    for call in longest([call_view(call) for call in calls]):
         tools = {"tools": call["request"]["tools"]} if call["request"].get("tools") else {}
         names = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "reward": rollout.reward}
         yield {"messages": whole(call), **tools, **names}

@@ -1,4 +1,4 @@
-"""What the control API answers, as its OpenAPI document says it. Contract, section 3. `views.py` builds the bodies."""
+"""What the control API answers, as its OpenAPI document says it. Contract, section 3. `views.py` makes the bodies."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ class ErrorDetail(BaseModel):
 
 
 class Error(BaseModel):
-    """As OpenAI's: 400 not valid, 401 or 403 no right to it, 404 not there, 409 not now, 413 too large, 422 wrong
-    types, 503 the store cannot be reached."""
+    """An error in OpenAI's shape.
+
+    400: not valid. 401, 403: no right to it. 404: not there. 409: not now. 413: too large. 422: wrong types. 503: the
+    store cannot be reached.
+    """
 
     error: ErrorDetail
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,11 +10,11 @@ from fastapi import APIRouter, Request
 from ..errors import Conflict
 from ..policy.swap import Swap
 from ..types import PolicyVersion
-from . import views
 from .answers import ERRORS, Policy, Steps, Versions, answers
 from .bodies import PromoteBody
 from .parts import Parts
 from .requests import Limit, parts
+from .views import version_view
 
 router = APIRouter(prefix="/policy", tags=["policy"], responses=ERRORS)
 
@@ -23,7 +24,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
     """The live version, how it is served, the last training step, and the collapse that publication is stopped for."""
     p = parts(request)
     await p.keys.require_agent(request.headers)
-    live, last = await p.store.versions.live(), await p.store.steps.last()
+    live, last, collapse = await p.store.versions.live(), await p.store.steps.last(), await p.store.steps.collapse()
     return {
         "alias": p.config.policy.alias,
         "live_version": live.version,
@@ -32,8 +33,8 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "publish": p.publish,
         "live_at": live.live_at,
         "steps": last.step if last else 0,
-        "last_step": views.step_view(last) if last else None,
-        "collapse": views.collapse_view(await p.store.steps.collapse()),
+        "last_step": asdict(last) if last else None,
+        "collapse": asdict(collapse) if collapse else None,
     }
 
 
@@ -43,7 +44,7 @@ async def get_versions(request: Request) -> dict[str, Any]:
     p = parts(request)
     await p.keys.require_agent(request.headers)
     live = (await p.store.versions.live()).version
-    return {"data": [views.version_view(version, live) for version in await p.store.versions.all()]}
+    return {"data": [version_view(version, live) for version in await p.store.versions.all()]}
 
 
 @router.get("/steps", response_model=None, responses=answers(Steps))
@@ -51,7 +52,7 @@ async def get_steps(request: Request, limit: Limit = 40) -> dict[str, Any]:
     """The last training steps, newest first, with all that they report (docs/metrics.md)."""
     p = parts(request)
     await p.keys.require_agent(request.headers)
-    return {"data": [views.step_view(step) for step in await p.store.steps.newest(limit)]}
+    return {"data": [asdict(step) for step in await p.store.steps.newest(limit)]}
 
 
 @router.post("/promote", response_model=None, responses=answers(PolicyVersion))
@@ -59,7 +60,7 @@ async def promote(request: Request, body: PromoteBody) -> dict[str, Any]:
     """Make a version live; the trainer goes on from it."""
     p = parts(request)
     p.keys.require_admin(request.headers)
-    return views.version_view(await _swap(p).promote(body.version), body.version)
+    return version_view(await _swap(p).promote(body.version), body.version)
 
 
 @router.post("/rollback", response_model=None, responses=answers(PolicyVersion))
@@ -68,7 +69,7 @@ async def rollback(request: Request) -> dict[str, Any]:
     p = parts(request)
     p.keys.require_admin(request.headers)
     live = await _swap(p).rollback()
-    return views.version_view(live, live.version)
+    return version_view(live, live.version)
 
 
 def _swap(p: Parts) -> Swap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -11,10 +12,11 @@ from ..errors import InvalidRequest
 from ..gateway.naming import DataPath, name_rollout
 from ..store.keys import hash_key, new_key
 from ..types import Event, Rollout, RolloutName, check_id
-from . import views
 from .answers import ERRORS, Opened, RolloutDetail, RolloutPage, Told, Transitions, answers
 from .bodies import Cursor, EndBody, EventBody, EventList, Id, PathId, RolloutsBody
 from .requests import Limit, json_response, own_key, parts, parts_for, redacted_text
+from .transitions import transitions
+from .views import rollout_detail
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], responses=ERRORS)
 
@@ -56,7 +58,7 @@ async def list_rollouts(
     filters = {name: value for name, value in wanted.items() if value is not None}
     page, following = await p.store.rollouts.page(filters, limit, int(cursor) if cursor else None)
     return {
-        "data": [views.rollout_view(rollout) for rollout in page],
+        "data": [asdict(rollout) for rollout in page],
         "next_cursor": None if following is None else str(following),
     }
 
@@ -67,7 +69,7 @@ async def get_rollout(request: Request, rollout_id: PathId) -> Response:
     p = await parts_for(request, rollout_id)
     rollout = await p.store.rollouts.get(rollout_id)
     calls, rewards = await p.store.calls.of(rollout_id), await p.store.rewards.of(rollout_id)
-    return json_response(views.rollout_detail(rollout, calls, rewards, await p.store.events.of(rollout_id)))
+    return json_response(rollout_detail(rollout, calls, rewards, await p.store.events.of(rollout_id)))
 
 
 @router.get("/{rollout_id}/transitions", response_model=None, responses=answers(Transitions))
@@ -75,8 +77,8 @@ async def get_transitions(request: Request, rollout_id: PathId) -> Response:
     """The rollout as transitions of a Markov decision process."""
     p = await parts_for(request, rollout_id)
     rollout, calls = await p.store.rollouts.get(rollout_id), await p.store.calls.of(rollout_id)
-    transitions = views.transitions(rollout, calls, await p.store.events.of(rollout_id))
-    return json_response({"data": [views.transition_view(transition) for transition in transitions]})
+    made = transitions(rollout, calls, await p.store.events.of(rollout_id))
+    return json_response({"data": [asdict(transition) for transition in made]})
 
 
 @router.post("/{rollout_id}/events", response_model=None, responses=answers(Told | list[Told]))
@@ -104,7 +106,7 @@ async def post_events(
 async def end_rollout(request: Request, rollout_id: PathId, body: EndBody) -> dict[str, Any]:
     """End a rollout without a reward."""
     p = await parts_for(request, rollout_id)
-    return views.rollout_view(await p.store.rollouts.end(rollout_id, body.status, redacted_text(p, body.reason)))
+    return asdict(await p.store.rollouts.end(rollout_id, body.status, redacted_text(p, body.reason)))
 
 
 @router.delete("/{rollout_id}", status_code=204)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from ...proxy.config.trainer import TrainerConfig
-from ...proxy.control.views import message_of
+from ...proxy.control.transitions import message_of
 from ...proxy.errors import LightningError
 from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Reward

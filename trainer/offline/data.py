@@ -182,7 +182,7 @@ async def _import_call(recorder: Recorder, name: RolloutName, row: dict[str, Any
 
 
 def _answer(message: Any, finish: str | None) -> Any:
-    """What `views.message_of` made the message of."""
+    """What `transitions.message_of` made the message of."""
     if isinstance(message, dict) and (message.get("object") == "response" or message.get("type") == "message"):
         return message
     what = "text" if isinstance(message, str) else "message"

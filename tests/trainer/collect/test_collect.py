@@ -19,7 +19,7 @@ from aiohttp import web
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.proxy.control.views import message_of
+from lightning_proxy.proxy.control.transitions import message_of
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store

@@ -28,7 +28,7 @@ from lightning_proxy.proxy.apis.tools import tool_calls
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.proxy.control.views import message_of
+from lightning_proxy.proxy.control.transitions import message_of
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import opened

@@ -1,0 +1,71 @@
+"""A rollout as the transitions of a Markov decision process. Contract, section 3. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from ..apis.tools import dicts
+from ..types import Event, ModelCall, Rollout, ToolCall, Transition
+
+# What of a request the model is shown, in any of the recorded APIs.
+_SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")
+
+
+def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[Event] = ()) -> list[Transition]:
+    """One transition for each call, and one for each tool call whose result came back.
+
+    A state is what the model was shown, an action its whole answer. The last call's transition carries the rollout's
+    reward. A request that the client sent again counts once: as the last of its calls. An action that the agent told of
+    is a tool transition without a call; its state is the one that the same agent told of last.
+    """
+    answered = [call for call in calls if call.is_decision]
+    following = {call.call_id: after for call, after in pairwise(answered)}
+    made: list[Transition] = []
+    states: dict[str | None, Any] = {}
+    steps: list[Event | ModelCall] = [*events, *answered]
+    for step in sorted(steps, key=lambda step: (step.seq, isinstance(step, ModelCall))):
+        if isinstance(step, ModelCall):
+            made += _call_transitions(len(made), step, following.get(step.call_id), rollout)
+        elif step.kind == "state":
+            states[step.agent] = step.value
+        elif step.kind == "action":
+            made.append(_action_transition(len(made), step, states.get(step.agent)))
+    if made and rollout.status != "running":
+        made[-1] = replace(made[-1], done=True)
+    return made
+
+
+def _call_transitions(t: int, call: ModelCall, after: ModelCall | None, rollout: Rollout) -> list[Transition]:
+    reward = (call.reward or 0.0) + (0.0 if after else rollout.reward or 0.0)
+    action = {"message": message_of(call), "token_ids": call.response_token_ids, "finish_reason": call.finish_reason}
+    following = _state(after) if after else None
+    own = Transition(t, "llm", call.agent, call.call_id, _state(call), action, reward, following, False)
+    with_results = [tool for tool in call.tool_calls if tool.result is not None]
+    return [own, *(_tool_transition(t + 1 + i, call, tool) for i, tool in enumerate(with_results))]
+
+
+def _action_transition(t: int, event: Event, state: Any) -> Transition:
+    action = {"id": None, "name": event.name, "arguments": event.arguments}
+    observation = {"result": event.result, "is_error": event.is_error}
+    return Transition(t, "tool", event.agent, None, state, action, 0.0, observation, False)
+
+
+def message_of(call: ModelCall) -> Any:
+    """The answer: the first choice's message (chat), its text (completions), or the whole response of another API."""
+    response = call.response if isinstance(call.response, dict) else {}
+    first = next(iter(dicts(response.get("choices"))), {})
+    return first.get("message", first.get("text", call.response))
+
+
+def _state(call: ModelCall) -> dict[str, Any]:
+    shown = {key: call.request[key] for key in _SHOWN if key in call.request}
+    return shown | {"prompt_token_ids": call.prompt_token_ids}
+
+
+def _tool_transition(t: int, call: ModelCall, tool: ToolCall) -> Transition:
+    action = {"id": tool.id, "name": tool.name, "arguments": tool.arguments}
+    observation = {"result": tool.result, "is_error": tool.is_error}
+    return Transition(t, "tool", call.agent, call.call_id, message_of(call), action, 0.0, observation, False)
