@@ -11,7 +11,7 @@ Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 async def test_status_counts_rollouts_and_those_that_wait(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.ledger() as ledger:
+    async with running(tmp_path) as system, system.store() as store:
         assert await system.call("GET", "/status") == (200, {"rollouts": {}, "waiting": 0, "dropped": {}})
         await system.chat("r1", X_Task_Id="t1")
         await system.chat("r2", X_Task_Id="t1")
@@ -25,7 +25,7 @@ async def test_status_counts_rollouts_and_those_that_wait(running: Running, tmp_
                 "dropped": {},
             },
         )
-        await ledger.drop({"too long": ["r1"]})
+        await store.steps.drop({"too long": ["r1"]})
         _, status = await system.call("GET", "/status")
         assert (status["waiting"], status["dropped"]) == (0, {"too long": 1})
 
