@@ -55,7 +55,7 @@ def parse_models(text: str) -> list[Model]:
     names = [name.strip() for name in text.split(",")]
     names = ["0" if name == "base" else name for name in names]
     if "" in names or len(set(names)) < len(names):
-        raise ConfigError(f"--models: separate different names by commas, got {text!r}")
+        raise ConfigError(f"--models: names separated by commas, each once, got {text!r}")
     for name in names:
         try:
             power_of(name)
