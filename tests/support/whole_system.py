@@ -163,9 +163,9 @@ class System:
         return self.play("held_out", "--mode", "eval", "--repeat", "2")
 
     def waiting(self) -> list[Any]:
-        """Rollouts that the trainer has not come to yet."""
+        """Rollouts that have ended and that the trainer has not come to yet."""
         found = self.get("/rollouts?limit=1000&mode=train")["data"]
-        return [r for r in found if r["step"] is None and r["dropped"] is None]
+        return [r for r in found if r["status"] != "running" and r["step"] is None and r["dropped"] is None]
 
     def live(self) -> dict[str, Any]:
         """The version that answers new rollouts."""
