@@ -67,6 +67,15 @@ def test_the_index_links_every_page() -> None:
     assert {page.name for page in DOCS} - {"README.md"} - linked == set()
 
 
+@pytest.mark.parametrize(("way", "most"), [("call", 18), ("step", 20)])
+def test_the_ways_of_a_call_and_of_a_step_are_short_and_lead_through_files_that_exist(way: str, most: int) -> None:
+    document = (ROOT / "docs" / "architecture.md").read_text()
+    section = document.partition(f"## The way of a {way}\n")[2].partition("\n## ")[0]
+    files = re.findall(r"^\| \d+ \| `([^`]+)` \|", section, re.MULTILINE)
+    assert 5 < len(files) <= most
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
 def test_the_readme_and_agents_md_are_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) < 60
