@@ -1,4 +1,4 @@
-"""The benchmark's figures as the README's Markdown: `python report.py FILE`, with what `proxy.py --json FILE` wrote."""
+"""The benchmark's figures as Markdown for docs/speed.md: `python report.py FILE`, written by `proxy.py --json FILE`."""
 
 from __future__ import annotations
 
