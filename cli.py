@@ -127,9 +127,10 @@ def train(
     """Run the trainer alone."""
     from typing import cast, get_args
 
-    from .commands.train import Method, Offline
+    from .commands.train import Offline
     from .commands.train import train as run
     from .proxy.errors import ConfigError
+    from .trainer.types import Method
 
     if method not in get_args(Method):
         raise ConfigError(f"--method is rl or sft, got {method!r}")

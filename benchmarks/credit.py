@@ -21,8 +21,8 @@ from scripted_judge import judged
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.credit import baselines as advantage
-from lightning_proxy.trainer.credit.rewards import RolloutRewards
-from lightning_proxy.trainer.credit.strategies import Sibling, group_advantages
+from lightning_proxy.trainer.credit.strategies import group_advantages
+from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
 SEEDS = range(5)
 SIBLINGS = 8

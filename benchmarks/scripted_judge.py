@@ -13,10 +13,9 @@ from dataclasses import replace
 
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.types import ModelCall, Reward
-from lightning_proxy.trainer.collect.siblings import reward_weights
-from lightning_proxy.trainer.credit.rewards import weighted_rewards
-from lightning_proxy.trainer.credit.strategies import Sibling
-from lightning_proxy.trainer.judge.judge import JUDGE, UNDECIDED, question, read_score, transcript
+from lightning_proxy.trainer.credit.rewards import JUDGE, reward_weights, weighted_rewards
+from lightning_proxy.trainer.judge.judge import UNDECIDED, question, read_score, transcript
+from lightning_proxy.trainer.types import Sibling
 
 GOOD, NEITHER, BAD = "10", "5", "0"
 WRONG = 64  # of 256

@@ -9,17 +9,14 @@ import os
 import signal
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
+from ..trainer.types import Method
 from .vllm import require_model
 
 LAUNCHER_POLL_S = 1.0
-# rl: LightningRL, as `trainer` says; sft: supervised fine-tuning on the best rollouts, as `trainer.sft` says.
-Method = Literal["rl", "sft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
     from transformers.utils.logging import disable_progress_bar
 
     from ..trainer.distributed.ranks import leads
-    from ..trainer.loop import follow
+    from ..trainer.main import follow
 
     disable_progress_bar()  # of every file that is written, between the lines of the steps
     if leads():
@@ -65,10 +62,7 @@ async def _train(config: Config, once: bool, offline: Offline | None, method: Me
     from datasets import disable_progress_bars
     from rich.console import Console
 
-    from ..trainer.loop import TrainingLoop
-    from ..trainer.loop import train as run
-    from ..trainer.offline.offline import OfflineRun, train_offline
-    from ..trainer.sft.sft import SftRun
+    from ..trainer import main
     from .system.steps import teller
 
     disable_progress_bars()
@@ -78,14 +72,10 @@ async def _train(config: Config, once: bool, offline: Offline | None, method: Me
     watch = asyncio.create_task(_stop_without_launcher(stop)) if "RANK" in os.environ else None
     show = teller(Console(stderr=True, highlight=False))
     if offline is None:
-        await run(config, stop, once=once, show=show, runs=SftRun if method == "sft" else TrainingLoop)
+        await main.train(config, stop, once=once, show=show, method=method)
     else:
-        runs = (
-            partial(SftRun, publisher=None, show=show)
-            if method == "sft"
-            else partial(OfflineRun, epochs=offline.epochs)
-        )
-        await train_offline(config, stop, offline.data, offline.directory, runs)
+        epochs = offline.epochs
+        await main.train_offline(config, stop, offline.data, offline.directory, epochs=epochs, method=method, show=show)
     if watch is not None:
         watch.cancel()
 

@@ -29,12 +29,13 @@ LEVELS = {
         {"main"},
         {"loop"},
         {"publish"},
+        {"verify"},
         {"step"},
         {"collect", "files"},
         {"collapse", "report"},
         {"rows"},
         {"credit"},
-        {"types"},
+        {"types", "waiting"},
     ],
 }
 # Rooms that are plugged in where the program is put together, by the files that may do so.

@@ -1,20 +1,72 @@
-"""What the trainer works on: samples (training rows) and what a step reports. Plain data, no torch."""
+"""What the trainer works on: rewards of a rollout, siblings, samples, batches. Plain data, no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..proxy.config.policy import DEFAULT_ADAPTER
+from ..proxy.types import ModelCall
+
+# rl: LightningRL, as `trainer` says. sft: supervised fine-tuning on the best rollouts, as `trainer.sft` says.
+Method = Literal["rl", "sft"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRewards:
+    """The weighted rewards of a rollout. Call rewards are keyed by call id.
+
+    `final` was posted for the rollout as a whole (None: nothing was), `calls` for single calls. `air` is what automatic
+    intermediate rewarding adds to calls; it never replaces a posted reward.
+    """
+
+    final: float | None
+    calls: Mapping[str, float] = field(default_factory=dict)
+    air: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def posted(self) -> float | None:
+        """The rollout's own reward, or else the sum of its calls' rewards; None without any."""
+        if self.final is not None:
+            return self.final
+        return math.fsum(self.calls.values()) if self.calls else None
+
+    @property
+    def total(self) -> float:
+        """The return of the rollout as a whole."""
+        return (self.posted or 0.0) + math.fsum(self.air.values())
+
+    def of(self, call_ids: Set[str]) -> RolloutRewards:
+        """The rollout's own reward, and the rewards of these calls only."""
+        calls, air = ({c: value for c, value in all_.items() if c in call_ids} for all_ in (self.calls, self.air))
+        return RolloutRewards(self.final, calls, air)
+
+    def of_call(self, call_id: str) -> float:
+        return self.calls.get(call_id, 0.0) + self.air.get(call_id, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """A rollout as it is compared with others: its calls, in order, and its rewards."""
+
+    calls: Sequence[ModelCall]
+    rewards: RolloutRewards
+
+    def only(self, places: Sequence[int]) -> Sibling:
+        """The sibling with only the calls at `places`, and only their rewards."""
+        calls = [self.calls[i] for i in places]
+        return Sibling(calls, self.rewards.of({call.call_id for call in calls}))
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One training row of one rollout; every list has the length of `token_ids`.
+    """One training row of one rollout. Every list is as long as `token_ids`.
 
-    `mask[i]` is 1 where the policy sampled `token_ids[i]`, 0 for context; there `logprobs` and `advantages` are 0.0.
+    `mask[i]` is 1 where the policy sampled `token_ids[i]` and 0 for context; there `logprobs` and `advantages` are 0.0.
     `temperatures[i]` is the sampling temperature of the call that token i belongs to (1.0 for context).
-    `adapter`: whose gradient the row is; it sampled every answer in it.
+    `adapter` sampled every answer in the row, and is the one that the row trains.
     """
 
     rollout_id: str
@@ -41,12 +93,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step trains on: the samples, and how they came about (counts for the metrics).
+    """The samples of one step, and the counts that go into the step's metrics.
 
-    `compared`: the rollouts whose rewards were looked at, those of groups that teach nothing included; the loss is
-    averaged over them, so that a step with little to learn from is a small step. 0: the rollouts of the samples.
-    `compared_by_adapter`: those of them in which the adapter's agents took part, where adapters are told apart.
-    `tasks`: mean, spread and number of the rewards by task.
+    `compared` is the number of rollouts whose rewards were compared, those that taught nothing included. The loss is
+    averaged over them, so a step with little to learn from is a small step. 0 stands for the rollouts of the samples.
+    `compared_by_adapter` counts those in which the adapter's agents took part, where agents have adapters of their own.
+    `tasks` has the mean, spread and number of rewards by task.
     """
 
     step: int

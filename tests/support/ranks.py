@@ -18,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.trainer.distributed.ranks import Ranks
+from lightning_proxy.trainer.step.processes import Processes
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 
@@ -40,12 +42,14 @@ def make_model(directory: Path) -> None:
     )
 
 
-def trainer(directory: Path, adapters: Sequence[str] = (), **settings: Any) -> LightningTrainer:
+def trainer(
+    directory: Path, adapters: Sequence[str] = (), processes: Processes | None = None, **settings: Any
+) -> LightningTrainer:
     given = {"learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", "max_tokens_per_batch": 30}
     config = TrainerConfig.model_validate({**given, **settings})
     own = {name: [name] for name in adapters}
     policy = PolicyConfig(model=str(directory / "model"), directory=directory / "policy", adapters=own)
-    return LightningTrainer(config, policy)
+    return LightningTrainer(config, policy, processes)
 
 
 def batch(step: int, tasks: int = 3, siblings: int = 5) -> Batch:
@@ -105,10 +109,11 @@ def main(what: str, directory: Path) -> None:
     out = directory / what
     out.mkdir(exist_ok=True)
     adapters = OWN if what.startswith("adapters") else ()
-    learner = trainer(directory, adapters, seed=rank)  # what differs at first must not stay so
+    ranks = Ranks()
+    learner = trainer(directory, adapters, ranks, seed=rank)  # what differs at first must not stay so
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     if rank:
-        learner.ranks.follow(learner)
+        ranks.follow(learner)
         layer = learner.policy_model.base_model.layers[0].mlp.up_proj.base_layer
         sharded = isinstance(layer.weight, DTensor) and layer.weight.to_local().numel() < layer.weight.numel()
         found = {"adapter": learner.adapter(), "all": learner.adapters.all_weights(), "rank": rank, "sharded": sharded}
@@ -119,7 +124,7 @@ def main(what: str, directory: Path) -> None:
             learner.step(batch(1))
             (out / "stepped").touch()
     torch.save(lead(learner, out), out / "rank-0.pt")
-    learner.ranks.end()
+    ranks.end()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def _train(tracker: str, directory: Path, steps: list[int]) -> list[tuple[int, f
     learner, losses = trainer(directory, report_to=[tracker]), []
     for step in steps:
         metrics = learner.step(batch(step))
-        learner.report(metrics)
+        learner.trackers.report(metrics)
         losses.append((step, metrics["loss"]))
-    learner.close()
+    learner.trackers.close()
     return losses

@@ -1,4 +1,4 @@
-"""Watches a run for collapse, and remembers in the store that publication is stopped, and why."""
+"""Watches a training run for collapse. The store remembers that publication is stopped, and why."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from .signs import Measured, Scored, Sign, kept, reward_sign, step_signs
 
 log = logging.getLogger(__name__)
 
-LINE = 32  # so many steps are looked back
-FIRST = 3  # so many steps say what entropy and reward were like in the beginning
-NEWEST = 1024  # rollouts
-SETTLED = 0.9  # share
+LINE = 32  # the number of steps to look back
+FIRST = 3  # the number of steps that tell entropy and reward at the beginning
+NEWEST = 1024  # the number of rollouts to look at
+SETTLED = 0.9  # the share of rollouts that were rewarded within the time to wait for
 
 
 class Monitor:
-    """Of one training loop. All that it knows is in the store, so a restart changes nothing."""
+    """The monitor of one training loop. All that it knows is in the store, so a restart changes nothing."""
 
     def __init__(self, config: TrainerConfig, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._config = config
         self._watched = config.collapse
-        if config.importance_level == "sequence":  # of a sequence's ratios so many are clipped (arXiv 2507.18071)
+        if config.importance_level == "sequence":  # where many ratios are clipped as a rule (arXiv 2507.18071)
             self._watched = config.collapse.model_copy(update={"max_clip_share": None})
         self._store = store
         self._clock = clock
         self._looked_at: object = None
-        self._look_again = math.inf  # when more rollouts count, without any new reward
+        self._look_again = math.inf  # when more rollouts will count, even without a new reward
         self._told: Collapse | None = None
 
     async def keep(self) -> set[int]:
-        """Versions that may be gone back to from the live one: their files must stay."""
+        """The versions that a rollback may go to from the live one. Their files must stay."""
         if self._config.collapse.action == "off":
             return set()
         live = (await self._store.versions.live()).version
         return kept(_versions(live, await self._line(live)))
 
     async def of_step(self, base: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """What the metrics of a step that began with version `base` are to say besides, before it is committed.
+        """Metrics to add to a step that began with version `base`, before it is committed.
 
-        `warnings`: what was seen, by sign. `collapse`: it must not be published.
+        `warnings` says what was seen, by sign. With `collapse`, the step must not be published.
         """
         live = await self._store.versions.live()
         if self._config.collapse.action == "off" or metrics["skipped"] or live.version != base:
@@ -63,7 +63,7 @@ class Monitor:
         return warnings | await self._stopped(signs, live, _versions(base, line))
 
     async def look(self) -> Collapse | None:
-        """The collapse that publication is stopped for; looks at the rewards that came since the last look."""
+        """The collapse for which publication is stopped, or None. Looks at the rewards since the last look."""
         live, last = await self._store.versions.live(), await self._store.steps.last()
         if self._config.collapse.action == "off" or last is None:
             return None
@@ -74,7 +74,7 @@ class Monitor:
         return found
 
     async def _look_at_rewards(self, live: PolicyVersion, last: Step) -> Collapse | None:
-        """Where a policy has collapsed so far that all rewards are equal, there are no steps to tell by."""
+        """A collapse seen in rewards alone: if all rewards are equal, there are no steps to tell by."""
         looked_at = (await self._store.rewards.newest(), live.version, live.live_at)
         if looked_at == self._looked_at and self._clock() < self._look_again:
             return None
@@ -94,7 +94,7 @@ class Monitor:
         return Collapse(**stopped["collapse"]) if stopped else None
 
     async def _stopped(self, signs: Sequence[Sign], live: PolicyVersion, line: Sequence[int]) -> dict[str, Any]:
-        """`collapse`, if one of the signs is enough to stop for."""
+        """The metric `collapse`, if one of the signs is enough to stop for; else nothing."""
         sign = next((sign for sign in signs if sign.collapsed), None)
         if sign is None or self._config.collapse.action == "warn":
             return {}
@@ -104,7 +104,7 @@ class Monitor:
     async def _last_before(self, version: int, line: Sequence[int]) -> int:
         """The newest version of the line before this one that can be served, or else the oldest since.
 
-        Not the base model, which always can be, unless it was the one before, or nothing else can.
+        The base model can always be served. It counts only if it was the one before, or if nothing else can be served.
         """
         before = [v for v in line if v < version]
         if before == [0]:
@@ -115,14 +115,14 @@ class Monitor:
         return 0
 
     async def _line(self, version: int) -> list[Step]:
-        """The steps that led to a version, newest first: back to a collapse, or to a version made live by hand."""
+        """The steps that led to a version, newest first, back to a collapse or to a version made live by hand."""
         return list(_led_to(version, await self._store.steps.newest(LINE)))
 
     async def _scored(self, since: int) -> list[Scored]:
-        """The newest rollouts of versions from `since` on, with their posted rewards as they are weighted.
+        """The newest rollouts of versions from `since` on, with their weighted posted rewards.
 
-        A judge scores only what is trained on, so its scores would set versions apart.
-        Only those that most others needed no longer for than they are old: failures may be quicker than successes.
+        Judge scores do not count: only what is trained on has them, which would set versions apart. Rollouts count once
+        they are older than most rollouts took, because failures may be quicker than successes.
         """
         found = await self._store.waiting.rewarded_since(since, NEWEST)
         took = sorted(_took(rollout, rewards) for rollout, rewards in found) or [0.0]
@@ -145,17 +145,17 @@ class Monitor:
 
 
 def _took(rollout: Rollout, rewards: Sequence[Reward]) -> float:
-    """Seconds until it had ended and was rewarded."""
+    """The seconds until a rollout had ended and was rewarded."""
     ends = [rollout.ended_at, *(reward.created_at for reward in rewards)]
     return max((at for at in ends if at is not None), default=rollout.created_at) - rollout.created_at
 
 
 def _led_to(version: int, steps: Sequence[Step]) -> Iterator[Step]:
-    """Of the steps, newest first."""
+    """Those of `steps`, newest first, that led to a version."""
     for step in steps:
         if "collapse" in step.metrics:
             return
-        # It changed nothing, or is not published yet: its trainer was killed.
+        # The step changed nothing, or its trainer was killed before it was published.
         if step.metrics.get("skipped") or (step.version is None and step.base == version):
             continue
         if step.version != version:
@@ -165,5 +165,5 @@ def _led_to(version: int, steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def _versions(version: int, line: Sequence[Step]) -> list[int]:
-    """The version, and those that led to it, newest first."""
+    """A version and those that led to it, newest first."""
     return [version, *(step.base for step in line)]

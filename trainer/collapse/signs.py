@@ -1,4 +1,4 @@
-"""Signs that a policy collapses: rewards of its versions that fall, metrics of training steps out of bounds. Pure."""
+"""Signs that a policy collapses: falling rewards, or metrics of training steps out of bounds. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from ...proxy.config.trainer import CollapseConfig
 from ...proxy.types import CollapseSign
 
-# So many of the newest versions are compared with those before: the reward falls at once, or little by little.
+# The newest 1, 2, 4 and 8 versions are compared with those before: a reward falls at once, or little by little.
 SPLITS = (1, 2, 4, 8)
-# Fewer rollouts (or tasks) than these on each side say nothing.
+# The fewest rollouts (or tasks) on each side of a comparison.
 MIN_COMPARED = 8
-FAR = 30.0  # sigmas; more are as good as certain, and their tail is no float
+FAR = 30.0  # more sigmas count as this: they are as good as certain, and their tail is too small for a float
 
 WORDS: Mapping[str, str] = {
     "clip_share": "the share of clipped tokens",
@@ -24,13 +24,13 @@ WORDS: Mapping[str, str] = {
     "kl_base": "the KL divergence from the base model",
 }
 
-# How they grow with the way that the policy went since it sampled; a small way's KL divergence is quadratic in it.
+# The power of staleness by which each grows. The KL divergence of a small change is quadratic in the change.
 POWER_OF_STALENESS: Mapping[str, int] = {"clip_share": 1, "kl": 2, "kl_base": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """`what` was seen, in words with numbers, from policy version `since` on. `collapsed`: enough to stop for."""
+    """A sign of collapse from policy version `since` on; `what` says it in words. `collapsed`: enough to stop for."""
 
     name: CollapseSign
     what: str
@@ -40,7 +40,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A rollout's reward. `version`: the policy version that it began with; task None: it has none."""
+    """A rollout's reward, its task (None: it has none), and the policy version that it began with."""
 
     version: int
     task_id: str | None
@@ -49,7 +49,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The metrics of a training step, which are of `version`: the policy version that the step began with."""
+    """The metrics of a training step, and the policy version that it began with, which they measure."""
 
     version: int
     metrics: Mapping[str, Any]
@@ -57,9 +57,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """How far the mean reward fell from `before` to `after`; so many rollouts or tasks were `compared` on each side.
+    """How far the mean reward fell, from `before` to `after`, with `compared` rollouts or tasks on each side.
 
-    `lowest`: the least that was compared. Rewards may be shifted and scaled as one likes.
+    `lowest` is the lowest reward among them. Shifting or scaling all rewards changes nothing.
     """
 
     sigmas: float
@@ -70,7 +70,7 @@ class Drop:
 
     @property
     def share(self) -> float:
-        """How much is lost of what the mean was above the lowest reward: 1.0 is all of it."""
+        """The share that was lost of the mean's height above the lowest reward."""
         height = self.before - self.lowest
         return (self.before - self.after) / height if height > 0 else 0.0
 
@@ -79,9 +79,9 @@ Stratum = tuple[Sequence[float], Sequence[float]]  # rewards before and after, o
 
 
 def kept(line: Sequence[int]) -> set[int]:
-    """Which of a line of versions, newest first, may be gone back to: 1, 2 to 3, 4 to 7 and 8 to 15 versions back.
+    """The versions of a line, newest first, to keep for a rollback: 1, 2 to 3, 4 to 7, and 8 to 15 versions back.
 
-    What is 8 back was 4 back, 2 back and 1 back before, and was chosen each time.
+    A version that is 8 back was 4, 2 and 1 back before, and was chosen each time.
     """
     return {next((version for version in line[n:] if version % n == 1 % n), 0) for n in SPLITS}
 
@@ -90,7 +90,7 @@ def kept(line: Sequence[int]) -> set[int]:
 
 
 def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
-    """The greatest drop of the reward along a line of versions, newest first; `scored` are in order of opening."""
+    """The greatest drop of the reward along a line of versions, newest first. `scored` is in order of opening."""
     drops: list[tuple[Drop, int]] = []
     for newest in (n for n in SPLITS if n < len(line)):
         after, before = set(line[:newest]), set(line[newest:])
@@ -112,12 +112,12 @@ def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseC
 
 
 def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
-    """Compare within each task where it was worked on before and after, and the means of all other tasks.
+    """Compare rewards before and after: within each task that has both, and by the means of all other tasks.
 
-    Stratified permutation test (Mantel 1963, J. Am. Stat. Assoc. 58:690): were the policy the same, which rewards of a
-    task come first would be chance. No variance is estimated from one side alone: rewards all equal on each are no
-    trouble. Both sides of a stratum are made equally large (by the newest before, and some from all that is after),
-    which makes the test symmetric: rare rewards raise no alarm.
+    This is a stratified permutation test (Mantel 1963, J. Am. Stat. Assoc. 58:690): if the policy were the same, the
+    order of a task's rewards would be chance. No variance is estimated from one side alone, so each side's rewards may
+    be all equal. Both sides of a stratum are made equally large (the newest from before, a spread from after). That
+    makes the test symmetric, and rare rewards raise no alarm.
     """
     fallen = spread = first = second = 0.0
     compared, lowest = 0, math.inf
@@ -134,13 +134,13 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
 
 
 def of_several(sigmas: float, tests: int) -> float:
-    """What the greatest of several results is worth (Bonferroni), as sigmas again."""
+    """The sigmas of the greatest of several results, corrected for their number (Bonferroni)."""
     tail = math.erfc(min(sigmas, FAR) / math.sqrt(2)) / 2
     return -NormalDist().inv_cdf(min(tests * tail, 0.5))
 
 
 def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> Iterator[Stratum]:
-    """One of each shared task, with its rollouts; those without a task are one; of all other tasks one, of means."""
+    """A stratum for each task on both sides (rollouts without a task are one), and one of the other tasks' means."""
     old, new = _by_task(before), _by_task(after)
     shared = old.keys() & new.keys()
     for task in shared:
@@ -164,7 +164,7 @@ def _by_task(scored: Sequence[Scored]) -> dict[str | None, list[float]]:
 
 
 def step_signs(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], config: CollapseConfig) -> list[Sign]:
-    """What is out of bounds in the newest of `steps` (newest first). `first`: the metrics of the run's first steps."""
+    """What is out of bounds in the newest of `steps` (newest first); `first` are metrics of the run's first steps."""
     limits = {"clip_share": config.max_clip_share, "kl": config.max_kl, "kl_base": config.max_kl_base}
     signs = [_too_high(name, limit, steps, config) for name, limit in limits.items() if limit is not None]
     signs.append(_entropy_sign(steps, first, config))
@@ -172,7 +172,7 @@ def step_signs(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], co
 
 
 def _too_high(name: Any, limit: float, steps: Sequence[Measured], config: CollapseConfig) -> Sign | None:
-    """Rollouts of older versions are farther from the policy: their limit is that of as many versions' way."""
+    """A metric over its limit. The limit grows with staleness: older versions are farther from the policy."""
 
     def allowed(metrics: Mapping[str, Any]) -> float:
         return float(limit * max(1.0, metrics.get("staleness_mean", 0.0)) ** POWER_OF_STALENESS[name])
@@ -185,9 +185,9 @@ def _too_high(name: Any, limit: float, steps: Sequence[Measured], config: Collap
 
 
 def _entropy_sign(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], config: CollapseConfig) -> Sign | None:
-    """A policy that learns pays with entropy; one whose reward did not rise has paid for nothing (arXiv 2505.22617).
+    """Low entropy without a higher reward. A policy that learns pays for rewards with entropy (arXiv 2505.22617).
 
-    Only rewards of rollouts that were sampled since the entropy is low can tell.
+    Only rollouts that were sampled since the entropy is low can tell.
     """
     entropies = [metrics["entropy"] for metrics in first if "entropy" in metrics]
     if not entropies:
@@ -215,13 +215,13 @@ def _sign(name: CollapseSign, what: str, streak: Sequence[Measured], config: Col
 
 
 def _has_risen(first: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], sigmas: float) -> bool:
-    """Whether the mean reward is higher than in the first steps, by more than so many standard errors."""
+    """Whether the mean reward is higher than in the first steps by more than `sigmas` standard errors."""
     (old, old_error), (new, new_error) = _mean_and_error(first), _mean_and_error(now)
     return new - old > sigmas * math.hypot(old_error, new_error)
 
 
 def _mean_and_error(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Of all rewards of these steps: mean and standard error."""
+    """The mean and its standard error over all rewards of these steps."""
     of = [(m["rollouts"], m["reward_mean"], m["reward_std"]) for m in steps if m.get("rollouts")]
     count = sum(n for n, _, _ in of)
     if not count:

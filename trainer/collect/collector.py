@@ -1,4 +1,4 @@
-"""From the store's ended rollouts to the batch of a step: which groups are ready, and what is dropped and why."""
+"""Collects the batch of a step: finds groups that are ready, drops what cannot be trained on, claims the rest."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
@@ -16,29 +17,30 @@ from ...proxy.errors import NotFound
 from ...proxy.store.store import Store
 from ...proxy.store.waiting import Group
 from ...proxy.types import ModelCall, Rollout
-from ..credit.agents import Agents, RollCall
+from ..credit.agents import RollCall, TrainedAgents
 from ..credit.baselines import ACROSS_TASKS
-from ..credit.strategies import Sibling, group_advantages
+from ..credit.strategies import group_advantages
 from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
 from ..rows.samples import RolloutSamples, rollout_samples
-from ..types import Batch, Sample
-from .siblings import Siblings
+from ..types import Batch, Sample, Sibling
+from .siblings import AskJudge, Siblings
 
 log = logging.getLogger(__name__)
 
-Order = Callable[[Group], Any]  # a key to sort groups by: the first ones are taken first
+Order = Callable[[Group], Any]  # a sort key: the first groups are taken first
+STALE = "stale: sampled by too old a policy version"
 
 
 @dataclass(slots=True)
 class _Take:
-    """What a step takes from the store while version `live` is: samples, rollouts to mark, counts to report."""
+    """What a step takes from the store: samples, rollouts to mark, counts to report. `live` is the live version."""
 
     live: int
     samples: list[Sample] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     dropped: dict[str, list[str]] = field(default_factory=dict)
-    compared: Counter[str] = field(default_factory=Counter)  # rollouts, by adapter
+    compared: Counter[str] = field(default_factory=Counter)  # rollouts by adapter
     seen: Seen = field(default_factory=Seen)
     earlier: dict[str, Sibling] = field(default_factory=dict)
 
@@ -57,14 +59,14 @@ class _Take:
 
     @property
     def why_nothing(self) -> str:
-        """Why it takes nothing, for a line of the log."""
+        """Why nothing was taken, for a line of the log."""
         reasons = ", ".join(f"{reason} ({len(ids)})" for reason, ids in self.dropped.items() if ids)
         rewards = [reward for of_task in self.seen.rewards.values() for reward in of_task]
         mean = f" of mean reward {fmean(rewards):.3g}" if rewards else ""
         return f"nothing to learn from {self.counts['rollouts_dropped']} rollouts{mean}: {reasons}"
 
     def metrics(self) -> dict[str, float]:
-        """Of what it takes; `seen` has more, of what it looked at."""
+        """Metrics of what is trained on; `seen` has those of all that was looked at."""
         return {
             "groups_trained": float(len({rollout.task_id for rollout in self.rollouts})),
             "rollouts_trained": float(len(self.rollouts)),
@@ -73,8 +75,7 @@ class _Take:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
+class _Member(NamedTuple):
     """A rollout that a step may train on."""
 
     rollout: Rollout
@@ -91,43 +92,44 @@ class Collector:
         order: Order | None = None,
         policy: PolicyConfig | None = None,
         vocabulary: int | None = None,
+        judge: AskJudge | None = None,
     ) -> None:
-        """`policy`: which agents have adapters of their own; by default none. `vocabulary`: the model's tokens."""
+        """`policy` says which agents have adapters of their own; `vocabulary` is the number of the model's tokens."""
         policy = policy or PolicyConfig()
         self._config = config
         self._failed = config.failed_reward is not None
         self._adapter_of = policy.adapter_of
         self._vocabulary = vocabulary
         self._store = store
-        self._siblings = Siblings(config, store)
-        self._agents = Agents(config.agents)
+        self._siblings = Siblings(config, store, judge)
+        self._agents = TrainedAgents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
-        self._order = order or _longest_waiting
+        self._order = order or (lambda group: group.oldest)
         self._seen = Seen()
 
     async def next_batch(self, live: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
 
-        A step takes `tasks_per_step` groups; fewer once one of them has waited for `group_timeout_s`, or if `fewer`.
-        `since` (Unix time): only groups that have waited since then, or longer. JudgeError, and nothing claimed, if the
-        judge gives no answer.
+        A step takes `tasks_per_step` groups, or fewer once one of them has waited for `group_timeout_s`, or with
+        `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises JudgeError,
+        with nothing claimed, if the judge does not answer.
         """
         while groups := await self._next_groups(fewer, since):
             take = _Take(live)
-            for members in await self._compared(take, groups, live):
+            for members in await self._compared(take, groups):
                 await self._take_group(take, members)
             self._seen.add(take.seen)
             if take.rollouts:
-                return await self._claim(take, live)
+                return await self._claim(take)
             await self._store.steps.drop(take.dropped)
             log.warning("no step: %s", take.why_nothing)
         return None
 
-    async def _claim(self, take: _Take, live: int) -> Batch:
+    async def _claim(self, take: _Take) -> Batch:
         seen, self._seen = self._seen, Seen()
         return Batch(
-            step=await self._store.steps.claim(take.rollout_ids, live, take.dropped),
+            step=await self._store.steps.claim(take.rollout_ids, take.live, take.dropped),
             samples=tuple(take.samples),
             rollout_ids=take.rollout_ids,
             metrics={**seen.metrics(), **take.metrics()},
@@ -137,7 +139,7 @@ class Collector:
         )
 
     async def _next_groups(self, fewer: bool, since: float | None) -> list[Group]:
-        """Groups for a step, the longest waiting first; empty while there are too few."""
+        """The groups of the next step, in order; empty while there are too few."""
         now, wanted = time.time(), self._config.tasks_per_step
         found = [group for group in await self._found() if since is None or group.oldest <= since]
         ready = [group for group in found if self._is_ready(group, now)]
@@ -146,12 +148,12 @@ class Collector:
         return [group for i, group in enumerate(ready) if sum(sizes[:i]) < wanted] if enough else []
 
     async def waiting(self) -> tuple[int, float | None]:
-        """How many complete rollouts no step has taken yet, and since when (Unix time) the first of them waits."""
+        """How many complete rollouts wait for a step, and since when (Unix time) the first of them does."""
         found = await self._found()
         return sum(group.completed for group in found), min((group.oldest for group in found), default=None)
 
     async def _found(self) -> list[Group]:
-        """All groups with something to train on, in order."""
+        """All groups that have a rollout to train on, in order."""
         if names := [name for name in self._config.reward_weights if name != "reward"]:
             await self._store.waiting.rewarded_as(names)
         found = await self._store.waiting.groups(self._failed)
@@ -160,86 +162,81 @@ class Collector:
         return sorted(found, key=self._order)
 
     def _groups_in(self, group: Group) -> int:
-        """A group is one; of rollouts without a task so many as a group usually has count as one."""
+        """1 for the group of a task; rollouts without a task count as one group for each `group_size` of them."""
         return 1 if group.task_id is not None else max(1, group.completed // self._config.group_size)
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         """The rows of rollouts that were trained on before, without advantages."""
         found: list[Sample] = []
         for rollout in rollouts:
-            try:
-                calls = await self._store.calls.of(rollout.rollout_id)
-            except NotFound:  # deleted meanwhile
-                continue
-            calls = self._trained(calls)
-            found += self._rows(calls, [0.0] * len(calls), rollout).samples
+            with suppress(NotFound):  # deleted meanwhile
+                calls = self._trained(await self._store.calls.of(rollout.rollout_id))
+                found += self._rows(calls, [0.0] * len(calls), rollout).samples
         return found
 
     def _is_ready(self, group: Group, now: float) -> bool:
-        """All siblings have ended, or the first of them has waited long enough."""
+        """Whether all siblings have ended, or the first of them has waited long enough."""
         return group.ended >= self._config.group_size or self._waited(group, now)
 
     def _waited(self, group: Group, now: float) -> bool:
         return now - group.oldest >= self._config.group_timeout_s
 
-    async def _compared(self, take: _Take, groups: Sequence[Group], live: int) -> list[list[_Member]]:
-        """What is compared with each other: the siblings of each task, or all of the step."""
+    async def _compared(self, take: _Take, groups: Sequence[Group]) -> list[list[_Member]]:
+        """Lists of rollouts that are compared with each other: the siblings of each task, or all of the step."""
         lone, found = [], []
         for group in groups:
             take.counts["groups"] += 1
             if group.task_id is not None:
                 take.counts["groups_incomplete"] += group.ended < self._config.group_size
-                found.append(await self._members(take, await self._store.waiting.of_task(group.task_id), live))
+                found.append(await self._members(take, await self._store.waiting.of_task(group.task_id)))
             else:
                 limit = self._config.group_size * self._config.tasks_per_step
-                lone = await self._members(take, await self._store.waiting.lone_rollouts(limit, self._failed), live)
+                lone = await self._members(take, await self._store.waiting.lone_rollouts(limit, self._failed))
         if self._config.baseline in ACROSS_TASKS:
             return [[*(member for members in found for member in members), *lone]]
         return [*found, *([member] for member in lone)]
 
-    async def _members(self, take: _Take, siblings: Sequence[Rollout], live: int) -> list[_Member]:
-        """Those of `siblings` that can be trained on."""
-        counted = ("completed",) if self._config.failed_reward is None else ("completed", "failed")
+    async def _members(self, take: _Take, siblings: Sequence[Rollout]) -> list[_Member]:
+        """Those of `siblings` that can be trained on. The others are dropped, with the reason."""
+        counted = ("completed", "failed") if self._failed else ("completed",)
         take.drop("failed or discarded", (r for r in siblings if r.status not in ("running", *counted)))
         members = [_Member(r, s) for r in siblings if r.status in counted and (s := await self._siblings.read(r))]
+        self._roll_call.look(m.sibling.calls for m in members)
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
         if not rewarded:
-            take.drop("trainer.reward_weights names none of its rewards", await self._have_others(members))
-        self._roll_call.look(m.sibling.calls for m in members)
-        others = [m for m in rewarded if m.sibling.calls and not self._trained(m.sibling.calls)]
-        take.drop("trainer.agents names none of its agents", (m.rollout for m in others))
-        rewarded = [m for m in rewarded if m not in others]
-        foreign = [m for m in rewarded if m.sibling.calls and all(c.policy_version is None for c in m.sibling.calls)]
-        take.drop("answered by other models than the policy", (m.rollout for m in foreign))
-        rewarded = [m for m in rewarded if m not in foreign]
-        stale = [m for m in rewarded if self._is_stale(m.sibling.calls, live)]
-        take.counts["rollouts_stale"] += len(stale)
-        take.drop("stale: sampled by too old a policy version", (m.rollout for m in stale))
-        fresh = [
-            _Member(m.rollout, sibling)
-            for m in rewarded
-            if m not in stale and (sibling := await self._siblings.judged(m.rollout, m.sibling))
-        ]
-        take.counts["rollouts_failed"] += sum(m.rollout.status == "failed" for m in fresh)
-        for m in fresh:
-            take.seen.reward(m.rollout.task_id, m.sibling.rewards.posted)
-            took_part = {self._adapter_of(call.agent) for call in self._trained(m.sibling.calls)}
-            take.compared.update(took_part or {DEFAULT_ADAPTER})
-        return fresh
+            take.drop("trainer.reward_weights names none of its rewards", await self._with_other_rewards(members))
+        found = []
+        for rollout, sibling in rewarded:
+            if reason := self._unfit(sibling.calls, take.live):
+                take.counts["rollouts_stale"] += reason == STALE
+                take.drop(reason, [rollout])
+            elif judged := await self._siblings.judged(rollout, sibling):
+                found.append(_Member(rollout, judged))
+                take.counts["rollouts_failed"] += rollout.status == "failed"
+                take.seen.reward(rollout.task_id, judged.rewards.posted)
+                took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
+                take.compared.update(took_part or {DEFAULT_ADAPTER})
+        return found
 
-    async def _have_others(self, members: Sequence[_Member]) -> list[Rollout]:
-        """Those with rewards of whatever name: they are offered because some name counted once, and does no more."""
+    async def _with_other_rewards(self, members: Sequence[_Member]) -> list[Rollout]:
+        """Rollouts with rewards of any name. They are offered because a name counted once that no longer does."""
         return [m.rollout for m in members if await self._store.rewards.of(m.rollout.rollout_id)]
 
-    def _is_stale(self, calls: Sequence[ModelCall], live: int) -> bool:
-        return live - _oldest_version(self._trained(calls), live) > self._config.max_staleness
+    def _unfit(self, calls: Sequence[ModelCall], live: int) -> str | None:
+        """Why a rollout with these calls is not trained on; None if it is."""
+        trained = self._trained(calls)
+        if calls and not trained:
+            return "trainer.agents names none of its agents"
+        if calls and all(call.policy_version is None for call in calls):
+            return "answered by other models than the policy"
+        return STALE if live - _oldest_version(trained, live) > self._config.max_staleness else None
 
     def _trained(self, calls: Sequence[ModelCall]) -> list[ModelCall]:
-        """Those of agents that are trained; what the others said is context in these calls' prompts."""
+        """The calls of trained agents. What the others said is context in the prompts of these calls."""
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
     async def _take_group(self, take: _Take, members: Sequence[_Member]) -> None:
-        """Compare `members` with each other, or one that is alone with those before it, and take them."""
+        """Compare `members` with each other, or a lone one with earlier rollouts, and take what teaches something."""
         before: list[Sibling] = []
         if len(members) == 1 and self._config.lone_rollouts == "running":
             before = await self._siblings.earlier(members[0].rollout, take.earlier)
@@ -268,7 +265,7 @@ class Collector:
         take.staleness.append(max(0, take.live - _oldest_version([call for call, _ in taught], take.live)))
 
     def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
-        """Each adapter's apart: what another one said is context in the prompts of its calls."""
+        """The rows of a rollout, those of each adapter apart: another adapter's answers are context in its prompts."""
         task_id, limit = rollout.task_id or rollout.rollout_id, self._config.max_sample_tokens
         samples: list[Sample] = []
         counts: Counter[str] = Counter()
@@ -287,10 +284,6 @@ class Collector:
         return RolloutSamples(tuple(samples), counts)
 
 
-def _longest_waiting(group: Group) -> float:
-    return group.oldest
-
-
 def _why_no_rows(counts: Counter[str]) -> str:
     """Why a rollout with advantages has nothing to train on."""
     if counts["rows_too_long"]:
@@ -300,7 +293,7 @@ def _why_no_rows(counts: Counter[str]) -> str:
     return "several answers a call: whose is the reward?" if counts["calls_ambiguous"] else "no trainable calls"
 
 
-def _why_nothing(group: Sequence[Sibling], agents: Agents) -> str:
+def _why_nothing(group: Sequence[Sibling], agents: TrainedAgents) -> str:
     """Why there is nothing to learn from a group without advantages."""
     if len(group) < 2:
         return "no siblings"

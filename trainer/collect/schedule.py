@@ -18,16 +18,17 @@ from ...proxy.config.trainer import ScheduleConfig
 from ...proxy.store.store import Store
 from .collector import Collector
 
-LOOK_S = 1.0  # the machine's load is measured over at least so long
-AGO_S = 3600.0  # a call that was not ended for so long is not under way any more: its proxy was killed
+LOOK_S = 1.0  # the load is measured over at least this time
+AGO_S = 3600.0  # a call that has no end after this time is not under way: its proxy was killed
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`waiting` complete rollouts that no step has taken yet, the longest since `oldest`. All times are Unix time.
+    """What a schedule decides by. All times are Unix time.
 
-    `round`: when the round began that is under way. `busy_at`: when an agent's call was last seen under way; None:
-    never. `load`: the share of the processors that other programs use; None: not known yet.
+    `waiting` complete rollouts have not been taken by a step, the first of them since `oldest`. The current round began
+    at `round`. An agent's call was last seen under way at `busy_at` (None: never). Other programs use the share `load`
+    of the processors (None: not known yet).
     """
 
     now: float
@@ -38,7 +39,7 @@ class Facts:
     load: float | None = None
 
     def waited_at(self, moment: float | None) -> bool:
-        """Whether anything has waited since before `moment`."""
+        """Whether a rollout has waited since `moment` or longer."""
         return moment is not None and self.oldest is not None and self.oldest <= moment
 
 
@@ -47,14 +48,14 @@ def continuous(config: ScheduleConfig, facts: Facts) -> str | None:
 
 
 def rollouts(config: ScheduleConfig, facts: Facts) -> str | None:
-    """A round begins when enough rollouts wait, and ends when all that waited then are trained on."""
+    """Train in rounds: one begins when enough rollouts wait, and ends when all of these are trained on."""
     if facts.waiting >= config.every_rollouts or facts.waited_at(facts.round):
         return None
     return f"{config.every_rollouts} complete rollouts, {facts.waiting} so far"
 
 
 def times(config: ScheduleConfig, facts: Facts) -> str | None:
-    """A round begins at each time, and ends when all that waited then are trained on: also after a restart."""
+    """Train in rounds: one begins at each time, and ends when all rollouts that waited then are trained on."""
     if facts.waited_at(last_time(config.at, facts.now)):
         return None
     following = datetime.fromtimestamp(next_time(config.at, facts.now))
@@ -62,7 +63,7 @@ def times(config: ScheduleConfig, facts: Facts) -> str | None:
 
 
 def idle(config: ScheduleConfig, facts: Facts) -> str | None:
-    """Nobody has called for a while, and other programs leave the processors alone: looked at before every step."""
+    """Train while no agent calls and other programs leave the processors alone. Checked before every step."""
     quiet = None if facts.busy_at is None else facts.now - facts.busy_at
     if quiet is not None and quiet < config.idle_s:
         return f"{config.idle_s:g} s without a call, {max(quiet, 0):.0f} so far"
@@ -78,7 +79,7 @@ POLICIES: Mapping[str, Callable[[ScheduleConfig, Facts], str | None]] = MappingP
 
 
 class Schedule:
-    """Reads what its policy wants to know, and remembers the round that is under way."""
+    """Decides by `trainer.schedule` when a step may begin, and remembers the current round."""
 
     def __init__(self, config: ScheduleConfig, collector: Collector, store: Store) -> None:
         self._config = config
@@ -90,16 +91,16 @@ class Schedule:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether a round leaves nothing behind: its last step may be a small one."""
+        """Whether training is in rounds. A round takes everything, so its last step may be small."""
         return self._config.when in ("rollouts", "times")
 
     @property
     def round(self) -> float | None:
-        """What has waited since then, or longer, is in the round that is under way; None: there is no round."""
+        """When the current round began: it takes what has waited since then or longer. None: there is no round."""
         return self._round
 
     async def waits_for(self) -> str | None:
-        """What the next step waits for; None: it may begin now."""
+        """What the next step waits for; None if it may begin now."""
         facts = await self._facts()
         waits = POLICIES[self._config.when](self._config, facts)
         self._round = None if waits is not None else self._round_of(facts)
@@ -120,7 +121,7 @@ class Schedule:
         return Facts(now, waiting, oldest, self._round)
 
     async def _last_busy(self, now: float) -> float | None:
-        """What was seen under way at an earlier look counts, too: the newest call need not be the last to end."""
+        """When a call was last under way. Earlier looks count too: the newest call need not be the last to end."""
         if await self._store.calls.under_way(now - AGO_S):
             self._busy_at = now
         newest = await self._store.calls.newest()
@@ -128,14 +129,14 @@ class Schedule:
 
 
 class OthersLoad:
-    """The share of the machine's processors (0 to 1) that programs other than this one used since the last look."""
+    """Measures the share of the processors (0 to 1) that other programs used since the last look."""
 
     def __init__(self) -> None:
         self._at, self._before = time.monotonic(), _processor_seconds()
         self._load: float | None = None
 
     def look(self) -> float | None:
-        """None before the first `LOOK_S` seconds are over."""
+        """The share; None in the first `LOOK_S` seconds."""
         at = time.monotonic()
         if at - self._at >= LOOK_S:
             busy, own = now = _processor_seconds()
@@ -146,7 +147,7 @@ class OthersLoad:
 
 
 def _processor_seconds() -> tuple[float, float]:
-    """Of all programs, and of this one."""
+    """The processor time of all programs, and of this one."""
     everybody, own = psutil.cpu_times(), psutil.Process().cpu_times()
     waiting = everybody.idle + getattr(everybody, "iowait", 0.0)
     return sum(everybody) - getattr(everybody, "guest", 0.0) - waiting, own.user + own.system

@@ -1,53 +1,56 @@
-"""Rollouts as they are compared: read from the store with their calls and all that they were rewarded with."""
+"""Reads rollouts from the store as siblings: with their calls and all their rewards."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from ...proxy.config.trainer import MIN_EARLIER, TrainerConfig
 from ...proxy.errors import NotFound
 from ...proxy.store.store import Store
-from ...proxy.types import Reward, Rollout
+from ...proxy.types import ModelCall, Reward, Rollout
 from ..credit.air import air_rewards
-from ..credit.rewards import RolloutRewards, weighted_rewards
-from ..credit.strategies import Sibling
-from ..judge.judge import JUDGE, Judge
+from ..credit.rewards import reward_weights, weighted_rewards
+from ..types import RolloutRewards, Sibling
+
+# Takes a rollout's calls and rewards, and returns scores of the calls that have none yet. Raises JudgeError.
+AskJudge = Callable[[Sequence[ModelCall], Sequence[Reward]], Awaitable[list[Reward]]]
 
 
 class Siblings:
     """Reads rollouts, and the earlier ones that a rollout without siblings is compared with."""
 
-    def __init__(self, config: TrainerConfig, store: Store) -> None:
+    def __init__(self, config: TrainerConfig, store: Store, judge: AskJudge | None) -> None:
         self._config = config
         self._store = store
+        self._judge = judge
         self._failed_count = config.failed_reward is not None
-        self._judge = Judge(config, store) if config.judged else None
         self._weights = reward_weights(config)
 
     async def read(self, rollout: Rollout) -> Sibling | None:
-        """The rollout with what was posted for it, what a judge said before, and automatic intermediate rewards.
+        """The rollout with its stored rewards (a judge's earlier scores included) and automatic ones.
 
-        None if it was deleted meanwhile.
+        None if the rollout was deleted meanwhile.
         """
         with suppress(NotFound):
             return await self._scored(rollout, await self._store.rewards.of(rollout.rollout_id))
         return None
 
     async def judged(self, rollout: Rollout, sibling: Sibling) -> Sibling | None:
-        """The same, with the judge's scores of all its calls; raises JudgeError if there is no answer."""
+        """The same with the judge's scores of all its calls. Raises JudgeError if the judge does not answer."""
         if self._judge is None:
             return sibling
         with suppress(NotFound):
             rewards = await self._store.rewards.of(rollout.rollout_id)
-            return await self._scored(rollout, rewards + await self._judge.missing(sibling.calls, rewards))
+            return await self._scored(rollout, rewards + await self._judge(sibling.calls, rewards))
         return None
 
     async def earlier(self, rollout: Rollout, known: dict[str, Sibling]) -> list[Sibling]:
-        """The running baseline: rewarded rollouts opened before this one, of its task if enough are, else of all.
+        """The running baseline: rewarded rollouts opened before this one, of its task if there are enough, else of all.
 
-        At most `running_window`, none if there are fewer than MIN_EARLIER. Nothing is kept but the store itself, so a
-        restart changes nothing. `known`: rollouts that were read for this step already, to which these are added.
+        At most `running_window` of them; none if there are fewer than MIN_EARLIER. Only the store is asked, so a
+        restart changes nothing. `known` has the rollouts read for this step so far; those read here are added to it.
         """
         for task_id in dict.fromkeys((rollout.task_id, None)):
             found = await self._store.waiting.earlier(
@@ -68,13 +71,8 @@ class Siblings:
         return Sibling(calls, replace(rewards, air=air_rewards(calls, self._config.air)))
 
     def _failed(self, rollout: Rollout, rewards: RolloutRewards) -> RolloutRewards:
-        """What a failed rollout counts for, unless it was rewarded as a whole before."""
+        """Give a failed rollout its configured reward, unless one was posted for it as a whole."""
         penalty = self._config.failed_reward
         if rollout.status != "failed" or penalty is None or rewards.final is not None:
             return rewards
         return replace(rewards, final=penalty)
-
-
-def reward_weights(config: TrainerConfig) -> dict[str, float]:
-    """What the rewards of each name count, a judge's scores included."""
-    return {**config.reward_weights, **({JUDGE: config.judge.weight} if config.judged else {})}

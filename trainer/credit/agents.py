@@ -1,4 +1,4 @@
-"""Which agents of a rollout are trained: `trainer.agents`, and what is said where it names an agent that nobody met."""
+"""Which agents of a rollout are trained (`trainer.agents`), and a warning for names that no call ever had."""
 
 from __future__ import annotations
 
@@ -15,39 +15,38 @@ SHOWN = 10
 NO_NAME = "no name (calls without X-Agent-Name)"
 
 
-class Agents:
-    """The agents that are trained, by name; None: all of them, as one."""
+class TrainedAgents:
+    """The agents that are trained, by name. None: all of them, as one."""
 
     def __init__(self, configured: Sequence[str] | None) -> None:
         self._trained = (OTHERS,) if configured is None else tuple(configured)
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Those that are trained by their own names."""
+        """The agents that are trained by their own names."""
         return tuple(name for name in self._trained if name != OTHERS)
 
     def role(self, agent: str | None) -> str | None:
-        """What a call of this agent counts as: the agent's own name, `*`, or None where it is not trained."""
+        """What an agent's call counts as: the agent's own name, `*`, or None if it is not trained."""
         if agent in self._trained:
             return agent
         return OTHERS if OTHERS in self._trained else None
 
 
 class RollCall:
-    """Warns, once each, of agents that are named and that no rollout knows: a typo would train nothing.
+    """Warns once of each configured agent that no rollout knows: a typo would train nothing.
 
-    Keeps the names that were seen among the calls of rollouts, and those that were missed. `others`: agents that other
-    options name, by option.
+    `others` are agents that other options name, by option.
     """
 
-    def __init__(self, agents: Agents, others: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
+    def __init__(self, agents: TrainedAgents, others: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
         self._agents = agents
         self._others = others
         self._seen: set[str] = set()
         self._missed: set[tuple[str, str]] = set()
 
     def look(self, rollouts: Iterable[Sequence[ModelCall]]) -> None:
-        """Warn of agents that were never seen while calls of agents that an option does not name were."""
+        """Note the agents of these calls. Warn of configured agents still missing while unnamed agents were seen."""
         self._seen |= {call.agent or NO_NAME for calls in rollouts for call in calls}
         if any(self._agents.role(name) is None for name in self._seen):
             self._miss("trainer.agents", self._agents.named, ", so nothing of it is trained")
@@ -59,10 +58,9 @@ class RollCall:
         missing = {name for name in named if name not in self._seen}
         if {(option, name) for name in missing} - self._missed:
             self._missed |= {(option, name) for name in missing}
-            agents = _listed(self._seen)
             log.warning(
                 "%s: no call of %s so far%s; the agents of the rollouts are: %s",
-                option, _listed(missing), what_of_it, agents,
+                option, _listed(missing), what_of_it, _listed(self._seen),
             )  # fmt: skip
 
 

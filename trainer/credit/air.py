@@ -1,6 +1,6 @@
-"""Automatic intermediate rewarding (AIR): rewards of calls for what the proxy saw happen. Pure.
+"""Automatic intermediate rewarding (AIR): rewards calls for what the proxy saw happen. Pure.
 
-Agent Lightning (arXiv 2508.03680), section 3.3, mines such rewards from what a system reports of itself anyway.
+Agent Lightning (arXiv 2508.03680), section 3.3, takes such rewards from what a system reports about itself anyway.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...proxy.types import ModelCall, ToolCall
 
 Json = dict[str, Any]
 
-# How results begin that LangGraph, the OpenAI Agents SDK, CrewAI, AG2 and Agent Framework make of an exception, and
-# exceptions themselves.
+# Tool results begin like this if LangGraph, the OpenAI Agents SDK, CrewAI, AG2 or Agent Framework made them of an
+# exception, or if they are an exception's own text.
 _ERROR = re.compile(
     r"\s*(\w*(error|exception):|error (executing|invoking|calling) |an error occurred|i encountered an error"
     r"|traceback \(most recent call last\):)",
@@ -32,9 +32,9 @@ FLAGS = ("is_error", "isError")
 
 
 def air_rewards(calls: Sequence[ModelCall], config: AirConfig) -> dict[str, float]:
-    """What each call of a rollout (in order) gets for what it did: the weight of each thing, as often as it happened.
+    """The automatic reward of each call of a rollout (in order): the weight of each event, as often as it happened.
 
-    Calls to which nothing happened are left out; so is everything if `config` is not enabled.
+    Calls without events are left out; all calls are if `config` is not enabled.
     """
     if not config.enabled:
         return {}
@@ -48,7 +48,7 @@ def air_rewards(calls: Sequence[ModelCall], config: AirConfig) -> dict[str, floa
 
 
 def _events(call: ModelCall, seen: set[tuple[str, str]]) -> Iterator[str]:
-    """Names of weights; `seen`: the tool calls (name, arguments) of the rollout so far, to which these are added."""
+    """The call's events, by their names in `trainer.air`. Its tool calls (name, arguments) are added to `seen`."""
     if call.finish_reason == "length":
         yield "truncated"
     schemas = tool_schemas(call.request)
@@ -67,7 +67,7 @@ def _events(call: ModelCall, seen: set[tuple[str, str]]) -> Iterator[str]:
 def failed(tool: ToolCall) -> bool:
     """Whether the agent sent the result back as an error.
 
-    Chat completions and Responses have no flag for it: there it is what frameworks say, or a JSON object does.
+    Chat completions and Responses have no flag for it. There the text decides: a framework's words, or a JSON object.
     """
     if tool.is_error:
         return True
@@ -78,7 +78,7 @@ def failed(tool: ToolCall) -> bool:
 
 
 def tool_schemas(request: Json) -> dict[str, Any]:
-    """JSON schema of each tool that a request offers, in the shape of any recorded API; None for free-form input."""
+    """The JSON schema of each tool that a request offers, for any recorded API; None for free-form input."""
     found: dict[str, Any] = {}
     for tool in dicts(request.get("tools")):
         function = tool.get("function")
@@ -92,7 +92,7 @@ def tool_schemas(request: Json) -> dict[str, Any]:
 def arguments_match(tool: ToolCall, schemas: Mapping[str, Any]) -> bool:
     """Whether the arguments are a JSON object that the tool's schema allows.
 
-    A schema that is itself wrong, or refers to another document, is not the model's fault: all objects match.
+    If the schema is itself wrong, or refers to another document, every object matches: it is not the model's fault.
     """
     schema = schemas.get(tool.name, {})
     if schema is None:
@@ -103,14 +103,14 @@ def arguments_match(tool: ToolCall, schemas: Mapping[str, Any]) -> bool:
     try:
         validator = validator_for(schema)
         validator.check_schema(schema)
-        # Without a registry of its own jsonschema would fetch what a schema refers to.
+        # With a registry of its own, jsonschema does not fetch what a schema refers to.
         return bool(validator(schema, registry=REGISTRY).is_valid(arguments))
     except (SchemaError, Unresolvable, RecursionError, TypeError, ValueError, OverflowError):
         return True
 
 
 def _parsed(arguments: str) -> Json | None:
-    """None if that is no JSON object; no arguments at all are an empty one."""
+    """The arguments as a JSON object; None if they are no object. No arguments at all are an empty one."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from statistics import fmean, pvariance, stdev
 from types import MappingProxyType
 
-from ...proxy.errors import ConfigError
-
 STD_EPSILON = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What the returns of one rollout's calls are compared with: advantage = (return - shift) / scale."""
+    """A baseline for the returns of one rollout's calls: advantage = (return - shift) / scale."""
 
     shift: float
     scale: float = 1.0
@@ -30,20 +28,20 @@ def grpo(returns: Sequence[float]) -> list[Baseline]:
 
 
 def dr_grpo(returns: Sequence[float]) -> list[Baseline]:
-    """r - mean, without the division that favours easy and hard tasks (Dr. GRPO, arXiv 2503.20783)."""
+    """r - mean. GRPO's division favours very easy and very hard tasks (Dr. GRPO, arXiv 2503.20783)."""
     return [Baseline(fmean(returns))] * len(returns)
 
 
 def rloo(returns: Sequence[float]) -> list[Baseline]:
-    """r - mean of the other siblings (REINFORCE leave-one-out, arXiv 2402.14740)."""
+    """r - the mean of the other siblings (REINFORCE leave-one-out, arXiv 2402.14740)."""
     total = math.fsum(returns)
     return [Baseline((total - r) / (len(returns) - 1)) for r in returns]
 
 
 def reinforce_pp(returns: Sequence[float]) -> list[Baseline]:
-    """(r - mean) / sqrt(variance + 1e-8) of the whole step, whatever the tasks (REINFORCE++, arXiv 2501.03262).
+    """(r - mean) / sqrt(variance + 1e-8) over the whole step, across tasks (REINFORCE++, arXiv 2501.03262).
 
-    The paper's variance is that of tokens; here every rollout counts once, as it does in the loss.
+    The paper takes the variance over tokens; here every rollout counts once, as in the loss.
     """
     return [Baseline(fmean(returns), math.sqrt(pvariance(returns) + 1e-8))] * len(returns)
 
@@ -51,17 +49,12 @@ def reinforce_pp(returns: Sequence[float]) -> list[Baseline]:
 BASELINES: Mapping[str, Callable[[Sequence[float]], list[Baseline]]] = MappingProxyType(
     {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce_pp": reinforce_pp}
 )
-# These compare all rollouts of a step, not those of a task.
+# Baselines that compare all rollouts of a step, not only those of one task.
 ACROSS_TASKS = frozenset({"reinforce_pp"})
 
 
 def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | None:
-    """One baseline per sibling, from the siblings' rollout returns.
-
-    None where the group teaches nothing: fewer than two siblings, or all returns equal. The caller counts those.
-    """
-    if name not in BASELINES:
-        raise ConfigError(f"trainer.baseline: unknown baseline {name!r}, known are {', '.join(BASELINES)}")
+    """One baseline per sibling; None if the group teaches nothing (fewer than two siblings, or all returns equal)."""
     if len(returns) < 2 or math.isclose(max(returns), min(returns), rel_tol=1e-9, abs_tol=1e-9):
         return None
     return BASELINES[name](returns)

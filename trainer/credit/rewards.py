@@ -1,51 +1,25 @@
-"""What a rollout was rewarded with: named rewards by their weights, and what automatic rewarding adds. Pure."""
+"""The rewards of a rollout as the trainer counts them: named rewards, times their weights. Pure."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.types import Reward
+from ..types import RolloutRewards
 
-# A larger reward counts as this: sums and squares of rewards stay finite.
+JUDGE = "judge"  # the name of a judge's rewards
+# A larger reward counts as this, so that sums and squares of rewards stay finite.
 LARGEST = 1e30
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutRewards:
-    """`final`: posted for the rollout as a whole, None if nothing was; `calls`: posted for single calls, by call id.
-
-    `air`: what automatic intermediate rewarding adds to calls, by call id; never in place of what was posted.
-    """
-
-    final: float | None
-    calls: Mapping[str, float] = field(default_factory=dict)
-    air: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def posted(self) -> float | None:
-        """The rollout's own reward, or else the sum of its calls'; None without any."""
-        if self.final is not None:
-            return self.final
-        return math.fsum(self.calls.values()) if self.calls else None
-
-    @property
-    def total(self) -> float:
-        """The return of the rollout as a whole."""
-        return (self.posted or 0.0) + math.fsum(self.air.values())
-
-    def of(self, call_ids: Set[str]) -> RolloutRewards:
-        """The rollout's own reward, and those of some of its calls."""
-        calls, air = ({c: value for c, value in all_.items() if c in call_ids} for all_ in (self.calls, self.air))
-        return RolloutRewards(self.final, calls, air)
-
-    def of_call(self, call_id: str) -> float:
-        return self.calls.get(call_id, 0.0) + self.air.get(call_id, 0.0)
+def reward_weights(config: TrainerConfig) -> dict[str, float]:
+    """The weight of each reward name, the judge's included."""
+    return {**config.reward_weights, **({JUDGE: config.judge.weight} if config.judged else {})}
 
 
 def weighted_rewards(rewards: Sequence[Reward], weights: Mapping[str, float]) -> RolloutRewards:
-    """Of each call, and of the rollout, the weighted sum of the newest reward of each name; oldest reward first.
+    """The weighted sum of the newest reward of each name, for each call and for the rollout. Oldest reward first.
 
     Names without a weight do not count.
     """

@@ -1,47 +1,31 @@
-"""Credit over calls: from the rewards of a group's rollouts to the advantage of each call. One function per strategy.
+"""Credit over calls: from the rewards of a group's rollouts to an advantage for each call. Pure.
 
-Every strategy takes a group (rollouts that are compared with each other) and returns one list per rollout, with one
-advantage per call. 0.0: there is nothing to learn from that call; a group of zeros teaches nothing. Where
-`trainer.agents` names agents, each agent's calls are compared with the same agent's alone. Pure.
+A strategy is one function. It takes a group (rollouts that are compared with each other) and returns one list per
+rollout, with one advantage per call. An advantage of 0.0 teaches nothing, and so does a group of zeros. Where
+`trainer.agents` names agents, the calls of an agent are compared with calls of the same agent only.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from ...proxy.config.trainer import TrainerConfig
-from ...proxy.errors import ConfigError
 from ...proxy.types import ModelCall
-from .agents import Agents
+from ..types import RolloutRewards, Sibling
+from .agents import TrainedAgents
 from .baselines import Baseline, group_baselines
-from .rewards import RolloutRewards
 
-# What of a request the model is shown, where there are no token ids to say it.
+# The parts of a request that the model is shown, for calls without token ids.
 SHOWN = ("system", "instructions", "messages", "prompt", "input", "tools")
-
-
-@dataclass(frozen=True, slots=True)
-class Sibling:
-    """A rollout among those that it is compared with: its calls, in order, and its rewards."""
-
-    calls: Sequence[ModelCall]
-    rewards: RolloutRewards
-
-    def only(self, places: Sequence[int]) -> Sibling:
-        """As if the calls at `places` were all there are: the rewards of the others do not count."""
-        calls = [self.calls[i] for i in places]
-        return Sibling(calls, self.rewards.of({call.call_id for call in calls}))
-
 
 Advantages = list[list[float]]
 Credit = Callable[[Sequence[Sibling], TrainerConfig], Advantages]
 
 
 def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
-    """Every call has the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3)."""
+    """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3)."""
     totals = [sibling.rewards.total for sibling in group]
     return [
         [advantage] * len(sibling.calls)
@@ -50,12 +34,12 @@ def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
 
 
 def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
-    """Every call has the advantage of the rewards from it on, compared with the siblings' at the same step.
+    """Compare the rewards from each call on with those of the siblings at the same step.
 
-    The k-th decision of an agent is compared with the siblings' k-th of that agent: a baseline that depends on the
-    time and on no action leaves the gradient's expectation as it is, with less variance than one for the whole rollout
-    (Greensmith, Bartlett & Baxter 2004; Peters & Schaal 2008, section 3.1). A rollout that is alone at a step is
-    compared as it was at the last step that it shared.
+    The k-th decision of an agent is compared with the siblings' k-th decisions of that agent. Such a baseline depends
+    on time and not on any action, so it leaves the gradient's expectation as it is, and its variance is lower than with
+    one baseline for the whole rollout (Greensmith, Bartlett & Baxter 2004; Peters & Schaal 2008, section 3.1). A
+    rollout that outlasts its siblings keeps the baseline of the last step that it shared.
     """
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     found = [[0.0] * len(sibling.calls) for sibling in group]
@@ -71,8 +55,8 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
 def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
     """A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
 
-    A(step) compares the discounted returns of calls of an agent that had the same state (prompt), wherever in the group
-    they are; it is 0 for a state that only one call had.
+    A(step) compares the discounted returns of an agent's calls that had the same state (prompt), anywhere in the group.
+    It is 0 for a state that only one call had.
     """
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     same: dict[Hashable, list[tuple[int, int]]] = {}
@@ -89,7 +73,7 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
 
 
 STRATEGIES: Mapping[str, Credit] = MappingProxyType(
-    # The judge's scores are rewards of calls (judge.py); the rest is as with any rewards of calls.
+    # A judge's scores are rewards of calls, and are treated like any other.
     {"uniform": uniform, "discounted": discounted, "anchor": anchor, "judge": discounted}
 )
 
@@ -97,10 +81,10 @@ STRATEGIES: Mapping[str, Credit] = MappingProxyType(
 def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
     """One advantage per call, and None for calls of agents that are not trained.
 
-    An agent that `trainer.agents` names is compared with itself: rollouts in which it decided nothing say nothing of
-    it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
+    An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
+    about it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
     """
-    agents = Agents(config.agents)
+    agents = TrainedAgents(config.agents)
     found: list[list[float | None]] = [[None] * len(sibling.calls) for sibling in group]
     for role in sorted({role for s in group for call in s.calls if (role := agents.role(call.agent))}):
         own = [[j for j, call in enumerate(s.calls) if agents.role(call.agent) == role] for s in group]
@@ -113,9 +97,9 @@ def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> list[li
 def _of_agent(
     group: Sequence[Sibling], own: Sequence[Sequence[int]], config: TrainerConfig, *, alone: bool
 ) -> Advantages:
-    """The advantages of an agent's calls, which are at the positions `own` of each sibling.
+    """The advantages of an agent's calls, which are at positions `own` of each sibling.
 
-    `alone`: only siblings in which it decided something are compared.
+    With `alone`, only siblings in which the agent decided something are compared.
     """
     there = [i for i, s in enumerate(group) if not alone or any(s.calls[j].is_decision for j in own[i])]
     shown = [own[i] if config.agent_credit == "own" else range(len(group[i].calls)) for i in there]
@@ -127,11 +111,11 @@ def _of_agent(
 
 
 def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
-    """By `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for those not named)."""
+    """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named)."""
     if isinstance(config.credit, str):
-        return credit_strategy(config.credit)(group, config)
+        return STRATEGIES[config.credit](group, config)
     names: set[str] = {*config.credit.values(), "uniform"}
-    found = {name: credit_strategy(name)(group, config) for name in names}
+    found = {name: STRATEGIES[name](group, config) for name in names}
     return [
         [found[strategy_of(call.agent, config.credit)][i][j] for j, call in enumerate(sibling.calls)]
         for i, sibling in enumerate(group)
@@ -145,18 +129,10 @@ def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
     return credit.get(agent or "*", credit.get("*", "uniform"))
 
 
-def credit_strategy(name: str) -> Credit:
-    """The strategy called `name`; raises ConfigError naming the known ones."""
-    try:
-        return STRATEGIES[name]
-    except KeyError:
-        raise ConfigError(f"trainer.credit: unknown strategy {name!r}, known are {', '.join(STRATEGIES)}") from None
-
-
 def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, discount: float) -> list[float]:
-    """R_t = r_t + discount x R_{t+1} for each call; the last one's reward includes the rollout's own.
+    """R_t = r_t + discount x R_{t+1} for each call. The last call's reward includes the rollout's own.
 
-    Calls without an answer, or that were sent again, take no time.
+    Calls that have no answer, or were sent again, are not discounted.
     """
     ahead, factor = rewards.final or 0.0, 1.0
     returns: list[float] = []
@@ -168,7 +144,7 @@ def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, disc
 
 
 def state_of(call: ModelCall) -> Hashable:
-    """What the model was shown: its token ids, else the request's messages and tools."""
+    """What the model was shown: the prompt's token ids, or else the request's messages and tools."""
     shown = {key: call.request[key] for key in SHOWN if key in call.request}
     return call.prompt_token_ids or json.dumps(shown, sort_keys=True)
 
@@ -182,7 +158,7 @@ def _compared(baseline: str, values: Sequence[float]) -> list[float]:
 
 
 def _step_advantages(name: str, returns: Sequence[Sequence[float]]) -> Advantages:
-    """Advantages of each sibling's returns, one a step, among the siblings' at the same step."""
+    """The advantage of each sibling's return at each step, compared with its siblings at the same step."""
     baselines: dict[int, Baseline] = {}
     found: Advantages = [[] for _ in returns]
     for step in range(max(map(len, returns), default=0)):

@@ -1,7 +1,7 @@
-"""The frozen base model spread over the ranks by FSDP2: every rank keeps a part of each layer, and borrows the rest.
+"""Spreads the frozen base model over the ranks with FSDP2: every rank keeps a part of each layer.
 
-What is trained, the adapter, is small and stays whole on every rank, and so do embeddings and head. FSDP2 then has no
-gradient to reduce and no optimizer state to shard: it only gathers a layer's weights while they are needed.
+The adapter is small and stays whole on every rank, and so do embeddings and head. So FSDP2 has no gradient to reduce
+and no optimizer state to shard: it only gathers a layer's weights while they are needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...proxy.errors import ConfigError
 
 
 def asked_for() -> bool:
-    """Whether the launcher's configuration wants the base model sharded."""
+    """Whether the launcher's configuration asks for a sharded base model."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
@@ -44,7 +44,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def gathered(weight: Tensor) -> Tensor:
-    """The weight itself; a sharded one is gathered, which every rank has to take part in."""
+    """The whole of a sharded weight, which every rank has to take part in; any other weight as it is."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
@@ -57,7 +57,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def check(plugin: FullyShardedDataParallelPlugin) -> None:
-    """ConfigError for what the launcher's configuration asks for and is not done."""
+    """Raise ConfigError if the launcher's configuration asks for something that is not supported."""
     problems = {
         "fsdp_version: only 2 is supported": plugin.fsdp_version != 2,
         "fsdp_offload_params: must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),

@@ -1,7 +1,8 @@
-"""Directories that appear whole or not at all."""
+"""Checkpoint directories: they appear whole or not at all, and old ones are removed."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,13 +12,15 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ...proxy.errors import NotSaved
+from ...proxy.store.store import Store
 
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty directory to fill; it takes the place of `target` when the block ends without an error.
+    """Yield an empty directory to fill. It takes the place of `target` when the block ends without an error.
 
-    Everything is on disk before the rename, so a directory under its final name is complete, also after a power cut.
+    Everything is on disk before the rename, so a directory under its final name is complete, even after a power cut.
+    Raises NotSaved if the disk is full or cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary, replaced = (target.with_name(f".{target.name}.{suffix}") for suffix in ("tmp", "old"))
@@ -35,16 +38,26 @@ def whole_directory(target: Path) -> Iterator[Path]:
         _sync(target.parent)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)  # what is half written only takes space
-        if _is_of_the_disk(error):
+        if _is_disk_error(error):
             raise NotSaved(f"{target} cannot be written: {error}") from error
         raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _is_of_the_disk(error: Exception) -> bool:
-    """Whether a file could not be written; PyTorch and safetensors have errors of their own for it."""
-    torchs = ("inline_container", "PytorchStreamWriter")
-    return isinstance(error, OSError | SafetensorError) or any(name in str(error) for name in torchs)
+async def prune_checkpoints(store: Store, keep: int) -> None:
+    """Keep the newest checkpoints, and those of policy versions that have files: training may go on from these."""
+    steps = [s for s in await store.steps.all() if s.checkpoint is not None]
+    servable = {v.version for v in await store.versions.all() if v.path is not None}
+    for step in steps[:-keep]:
+        if step.version not in servable:
+            await asyncio.to_thread(shutil.rmtree, str(step.checkpoint), ignore_errors=True)
+            await store.steps.forget_checkpoint(step.step)
+
+
+def _is_disk_error(error: Exception) -> bool:
+    """Whether a file could not be written. PyTorch and safetensors have errors of their own for it."""
+    in_torch = ("inline_container", "PytorchStreamWriter")
+    return isinstance(error, OSError | SafetensorError) or any(name in str(error) for name in in_torch)
 
 
 def _sync(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The configuration that a checkpoint was written with: what changed since, and what must not. No secrets are in it."""
+"""The configuration that is saved with a checkpoint: tells what changed since, and refuses what must not change.
+
+It holds no secrets.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
+from ...proxy.config.policy import PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 
 FILE = "config.json"
 WEIGHTS = "weights of policy.model"
 ADAPTERS = "policy.adapters, their names"
-# What the weights and the optimizer state in a checkpoint belong to.
+# The weights and optimizer state in a checkpoint fit these values only.
 FIXED = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets", ADAPTERS, WEIGHTS)
-LOOKED_AT = 256  # values of each tensor
+FINGERPRINTED = 256  # values of each tensor
 
 Saved = dict[str, Any]
 
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
-    """Every key of `trainer`, flat, and which model and adapters they are about."""
+    """Every key of `trainer` with its dotted name, and the model and adapters that it was used with."""
     keys = _flat("trainer", trainer.model_dump(mode="json"))
     adapters = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
     return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
@@ -37,9 +40,9 @@ def write(directory: Path, config: Saved) -> None:
 
 
 def changes(directory: Path, config: Saved) -> list[str]:
-    """`key old → new` of each key that differs from what is in a checkpoint; none for one without a configuration.
+    """`key old → new` for each key that changed since a checkpoint; none if it has no saved configuration.
 
-    ConfigError if the checkpoint cannot be gone on with under `config`: of another rank, other adapters, or another
+    Raises ConfigError if the checkpoint cannot be used with `config`: it has another rank, other adapters, or another
     base model.
     """
     path = directory / FILE
@@ -48,7 +51,7 @@ def changes(directory: Path, config: Saved) -> list[str]:
     try:
         before: Saved = json.loads(path.read_text())
     except ValueError:
-        raise ConfigError(f"{path} is damaged: restore it, or delete it to go on without comparing") from None
+        raise ConfigError(f"{path} is damaged: restore it, or delete it to go on without this check") from None
     differing = [key for key in config if key in before and before[key] != config[key]]
     if fixed := [key for key in differing if key in FIXED]:
         raise ConfigError(_refusal(directory, fixed, before, config))
@@ -56,14 +59,12 @@ def changes(directory: Path, config: Saved) -> list[str]:
 
 
 def read_state(path: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-    """What is in a checkpoint; ConfigError if that cannot be read, or holds other adapters, or of another shape."""
+    """Read a checkpoint. Raises ConfigError if it is damaged, or its adapters have other names or shapes."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        if "adapter" in state:  # as it was written when there was but one
-            state["adapters"] = {DEFAULT_ADAPTER: state.pop("adapter")}
         found = _shapes(state["adapters"])
         state["step"], state["rng"]
-    except Exception as error:  # what half a file makes of a reader is anybody's guess
+    except Exception as error:  # half a file may make a reader raise anything
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"the checkpoint {path} is damaged ({what}): restore it from a backup, or make an earlier policy version "
@@ -85,11 +86,11 @@ def _shapes(adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Tells models of different weights apart; the same in float32 and bfloat16, and wherever the files lie."""
+    """A digest of the base weights. It is the same in float32 and bfloat16, and wherever the files are."""
     digest = hashlib.sha256()
     for name, weights in model.named_parameters():
         if "lora_" not in name:
-            part = weights.detach().flatten()[:LOOKED_AT].to("cpu", torch.bfloat16)
+            part = weights.detach().flatten()[:FINGERPRINTED].to("cpu", torch.bfloat16)
             digest.update(f"{name.replace('.base_layer.', '.')} {tuple(weights.shape)}".encode())
             digest.update(part.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -100,7 +101,7 @@ def _refusal(directory: Path, fixed: list[str], before: Saved, config: Saved) ->
     if WEIGHTS in fixed:
         what += f" (policy.model {before.get('policy.model')} → {config['policy.model']})"
     return (
-        f"the checkpoint {directory} cannot be gone on with: {what}; set it back, or start anew with another "
+        f"the checkpoint {directory} does not fit the configuration: {what}; set it back, or start anew with another "
         "store.url and policy.directory (offline: another --dir)"
     )
 
@@ -110,7 +111,7 @@ def _change(key: str, before: Saved, config: Saved) -> str:
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Saved:
-    """Nested sections as dotted keys; the values of a dict that is no section stay together."""
+    """Nested sections as dotted keys. A dict that is no section stays one value."""
     found: Saved = {}
     for name, value in values.items():
         is_section = prefix == "trainer" and name in ("air", "judge", "schedule", "collapse", "sft")

@@ -1,7 +1,8 @@
-"""The policy's weights as files that vLLM loads: a LoRA adapter, or the whole model with the adapter merged in."""
+"""Writes the policy's weights for vLLM: as a LoRA adapter, or as the whole model with the adapter merged in."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,30 +11,36 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..distributed.shards import gathered
 from .checkpoint import whole_directory
 
 MARKER = "COMPLETE"
 
 
 def save_adapter(model: PeftModel, directory: Path) -> None:
-    """Write the adapters in PEFT's format; `directory` appears whole, with a marker file, or not at all.
+    """Write the adapters in PEFT's format. `directory` appears whole, with a marker file, or not at all.
 
-    `default` is in it itself, each other adapter in a directory of its name.
+    The adapter `default` is in `directory` itself, each other one in a sub-directory of its name.
     """
     with whole_directory(directory) as temporary:
         model.save_pretrained(str(temporary))
         (temporary / MARKER).touch()
 
 
-def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, directory: Path, *, writes: bool = True) -> None:
-    """Write base + LoRA as an ordinary checkpoint, whole or not at all. The weights in memory stay as they are.
+def save_merged(
+    model: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    whole: Callable[[Tensor], Tensor] = lambda weight: weight,
+    writes: bool = True,
+) -> None:
+    """Write base + LoRA as an ordinary checkpoint, whole or not at all. The weights in memory do not change.
 
-    Where the base is sharded every rank calls this, and one `writes`.
+    If the base is sharded, every process calls this with a `whole` that gathers a weight, and only one `writes`.
     """
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
-    state = merged_state(base, keep=writes)
+    state = _merged_state(base, whole, keep=writes)
     if not writes:
         return
     with whole_directory(directory) as temporary:
@@ -43,10 +50,10 @@ def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, directory:
 
 
 @torch.no_grad()
-def merged_state(base: PreTrainedModel, *, keep: bool = True) -> dict[str, Tensor]:
-    """The state dict that `base` would have without PEFT, the weights under LoRA layers replaced by W + BA·scale.
+def _merged_state(base: PreTrainedModel, whole: Callable[[Tensor], Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """The state dict that `base` would have without PEFT, with W + BA·scale for each weight under a LoRA layer.
 
-    `keep=False`: help the other ranks to gather theirs, and return nothing.
+    With `keep=False` it only helps the other processes to gather theirs, and returns nothing.
     """
     deltas = {
         f"{name}.base_layer.weight": layer.get_delta_weight("default")
@@ -57,10 +64,10 @@ def merged_state(base: PreTrainedModel, *, keep: bool = True) -> dict[str, Tenso
     for name, part in base.state_dict().items():
         if ".lora_" in name:
             continue
-        weight = gathered(part)
+        weight = whole(part)
         if not keep:
             continue
         delta = deltas.get(name)
-        whole = weight if delta is None else (weight.float() + delta.float()).to(weight.dtype)
-        merged[name.replace(".base_layer.", ".")] = whole if part is weight else whole.cpu()
+        changed = weight if delta is None else (weight.float() + delta.float()).to(weight.dtype)
+        merged[name.replace(".base_layer.", ".")] = changed if part is weight else changed.cpu()
     return merged

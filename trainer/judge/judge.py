@@ -1,4 +1,4 @@
-"""An LLM that scores every call of a rollout. Its scores are stored as rewards named `judge`, and asked for once."""
+"""An LLM judge that scores every call of a rollout, once. Its scores are stored as rewards named `judge`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.control.transitions import message_of
-from ...proxy.errors import LightningError
 from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Reward
 from ...proxy.upstreams.litellm.engine import import_litellm
-from ..credit.agents import Agents
+from ..credit.agents import TrainedAgents
+from ..credit.rewards import JUDGE
 from ..credit.strategies import strategy_of
+from ..waiting import JudgeError
 
-JUDGE = "judge"
 MAX_TEXT = 2000  # characters of a message that the judge is shown
 UNDECIDED = 0.5
 INSTRUCTIONS = """\
@@ -25,28 +25,24 @@ Judge how much each step helped the task on. You are asked for one step at a tim
 Answer with one whole number only, from 0 (it did harm) over 5 (neither) to 10 (it was just what was needed)."""
 
 
-class JudgeError(LightningError):
-    """The judge cannot be reached, or refuses. Nothing is lost: what it said is stored, the rest is asked again."""
-
-
 class Unjudgeable(Exception):
-    """The judge will never answer this question: too long for it, or against its provider's rules."""
+    """The judge will never answer this question: it is too long, or against its provider's rules."""
 
 
 class Judge:
-    """Asks the model `trainer.judge.model`, through litellm, about calls that it has not scored yet."""
+    """Asks the model `trainer.judge.model`, through litellm, to score calls that it has not scored yet."""
 
     def __init__(self, config: TrainerConfig, store: Store) -> None:
         self._config = config.judge
-        self._agents = Agents(config.agents)
+        self._agents = TrainedAgents(config.agents)
         self._credit = config.credit
         self._store = store
         self._slots = asyncio.Semaphore(config.judge.concurrency)
 
     async def missing(self, calls: Sequence[ModelCall], rewards: Sequence[Reward]) -> list[Reward]:
-        """Score the calls of a rollout that `rewards` has no score of this model for, store and return that.
+        """Score the calls of a rollout that this model has not scored yet; store and return the scores.
 
-        Raises JudgeError; what was scored until then is stored.
+        Raises JudgeError. The scores until then are stored.
         """
         known = {r.call_id for r in rewards if r.name == JUDGE and r.source == self._config.model}
         steps = [call for call in calls if call.is_decision]
@@ -80,7 +76,7 @@ class Judge:
         return reward
 
     async def _judged(self, question: str) -> tuple[float | None, str]:
-        """The score, and what the judge said; no score where it said none, or cannot judge this at all."""
+        """The score and what the judge said. The score is None if it said none, or cannot judge this."""
         try:
             answer = await self._ask(question)
         except Unjudgeable as error:
@@ -96,7 +92,7 @@ class Judge:
         try:
             answer = await litellm.acompletion(
                 config.model, messages, api_base=config.api_base, timeout=config.timeout_s, num_retries=2,
-                temperature=0, drop_params=True,  # models that reason take no temperature
+                temperature=0, drop_params=True,  # reasoning models take no temperature
             )  # fmt: skip
         except (litellm.ContextWindowExceededError, litellm.ContentPolicyViolationError) as error:
             raise Unjudgeable(str(error)) from None
@@ -106,19 +102,19 @@ class Judge:
 
 
 def transcript(steps: Sequence[ModelCall]) -> str:
-    """Every step as a text: the last thing that the model was shown, and its answer; long ones are cut."""
+    """Every step in words: the last thing that the model was shown, and its answer. Long ones are cut."""
     return "\n\n".join(
         f"Step {i}\nsaw: {_text(_seen(call))}\nanswered: {_text(message_of(call))}" for i, call in enumerate(steps, 1)
     )
 
 
 def question(shown: str, step: int) -> str:
-    """About one step, from 0 on, of a transcript."""
+    """The question about one step of a transcript, counted from 0."""
     return f"{shown}\n\nThe number for step {step + 1}:"
 
 
 def read_score(answer: str) -> float | None:
-    """The first number from 0 to 10 in an answer, as 0 to 1; None without one. A step's own number is none."""
+    """The first number from 0 to 10 in an answer, as 0 to 1; None without one. "Step 3" is no such number."""
     said = re.sub(r"step \d+", "", answer.rpartition("</think>")[2], flags=re.IGNORECASE)
     numbers = (float(found) for found in re.findall(r"\d+(?:\.\d+)?", said))
     return next((number / 10 for number in numbers if number <= 10), None)

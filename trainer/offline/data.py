@@ -1,6 +1,6 @@
-"""What `train --offline` trains on: a store of its own, made once from another store or from an export.
+"""Makes the store that `train --offline` trains on, once, from another store or from an export.
 
-The original is only read. A store that is written to meanwhile is copied as it is at one moment.
+The original is only read. A store that is in use is copied as of one moment.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 SOURCE_FILE = "source.json"
 STORE_FILE = "store.db"
-NEEDED = ("rollout_id", "task_id", "mode", "status", "rollout_reward", "t", "kind", "call_id", "prompt_token_ids",
-          "response_token_ids", "logprobs", "reward", "policy_version")  # fmt: skip
+NEEDED = ("rollout_id", "task_id", "mode", "status", "rewards", "t", "kind", "call_id", "prompt_token_ids",
+          "response_token_ids", "logprobs", "policy_version")  # fmt: skip
 ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """The store to train on in `directory`, made from `source` unless it is there already; says if that has changed.
+    """The store to train on in `directory`, made from `source` if it is not there yet. Warns if `source` has changed.
 
-    ConfigError if `source` cannot be read or is something else than what the store was made from.
+    Raises ConfigError if `source` cannot be read, or is not what the store was made from.
     """
     source, target = source.expanduser().absolute(), directory / STORE_FILE
     config = StoreConfig(url=f"sqlite:///{target}")
@@ -71,9 +71,9 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
 
 
 def check_store(config: Config) -> None:
-    """ConfigError if `policy.directory` holds an offline run, and the store is not the one that this trained on.
+    """Raise ConfigError if `policy.directory` holds an offline run of another store than the configured one.
 
-    Two stores count their steps and versions each by itself: each would take the other's files for its own.
+    Each store counts its steps and versions by itself, so each would take the other's files for its own.
     """
     directory, own = config.policy.directory, config.policy.directory / STORE_FILE
     if (directory / SOURCE_FILE).is_file() and config.store.path.expanduser().resolve() != own.resolve():
@@ -97,7 +97,7 @@ def _check_same(source: Path, note: dict[str, Any], directory: Path) -> None:
 
 
 def _say_if_changed(source: Path, note: dict[str, Any], directory: Path) -> None:
-    """The run goes on with what it began with, as it must to go on exactly; whoever wants more has to know that."""
+    """Warn if there is more data now: to go on exactly, the run goes on with what it began with."""
     what = None
     with suppress(OSError, sqlite3.Error):  # the copy is all that is needed
         what = _change(source, note)
@@ -109,7 +109,7 @@ def _say_if_changed(source: Path, note: dict[str, Any], directory: Path) -> None
 
 
 def _change(source: Path, note: dict[str, Any]) -> str | None:
-    """What happened to the data, as far as a note (which an older one does not) says how it was."""
+    """What happened to the data since the note was written."""
     if "digest" in note and _digest(source) != note["digest"]:
         return "the export was written anew, with other content,"
     if "newest_end" in note and is_sqlite(source):
@@ -127,7 +127,7 @@ def _digest(path: Path) -> str:
 
 
 async def _import(source: Path, config: StoreConfig) -> None:
-    """Rollouts as they were recorded, as far as an export of transitions says."""
+    """Record the rollouts of an export of transitions, as far as it has them."""
     versions: set[int] = set()
     async with opened(config) as database:
         store = Store(database)
@@ -145,21 +145,17 @@ async def _import_rollout(store: Store, recorder: Recorder, rollout_id: str, row
     calls = [row for row in rows if row["kind"] == "llm"]
     for at, row in enumerate(calls):
         await _import_call(recorder, name, row, float(at))
-    if rewards := _rewards(rollout_id, rows[0], calls):
+    if rewards := _rewards(rollout_id, _json(rows[0]["rewards"]) or [], {None, *(row["call_id"] for row in calls)}):
         await store.rewards.post(rewards, None, b"")
     await store.rollouts.end(rollout_id, rows[0]["status"], None)
 
 
-def _rewards(rollout_id: str, first: dict[str, Any], calls: list[dict[str, Any]]) -> list[Reward]:
-    """Those of every name; of an older export, which does not have them, those named `reward`."""
-    if (told := _json(first.get("rewards"))) is None:
-        told = [{"call_id": row["call_id"], "reward": row.get("call_reward")} for row in calls]
-        told += [{"call_id": None, "reward": first["rollout_reward"]}]
-    known = {None, *(row["call_id"] for row in calls)}
+def _rewards(rollout_id: str, exported: list[dict[str, Any]], call_ids: set[str | None]) -> list[Reward]:
+    """The rewards of the rollout (call id None) and of its calls, of every name."""
     return [
-        Reward(rollout_id, r["reward"], r["call_id"], r.get("name", "reward"), r.get("source"), final=False)
-        for r in told
-        if r["reward"] is not None and r["call_id"] in known
+        Reward(rollout_id, r["reward"], r["call_id"], r["name"], r.get("source"), final=False)
+        for r in exported
+        if r["call_id"] in call_ids
     ]
 
 
@@ -182,7 +178,7 @@ async def _import_call(recorder: Recorder, name: RolloutName, row: dict[str, Any
 
 
 def _answer(message: Any, finish: str | None) -> Any:
-    """What `transitions.message_of` made the message of."""
+    """The answer that `transitions.message_of` took the message from."""
     if isinstance(message, dict) and (message.get("object") == "response" or message.get("type") == "message"):
         return message
     what = "text" if isinstance(message, str) else "message"
@@ -190,12 +186,12 @@ def _answer(message: Any, finish: str | None) -> Any:
 
 
 def _json(value: Any) -> Any:
-    """Parquet holds it as text."""
+    """Parquet has JSON columns as text."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    """The rows of an export of transitions; ConfigError with the row's number for one that is none."""
+    """The rows of an export of transitions. Raises ConfigError with the number of a row that is none."""
     found = False
     for number, row in enumerate(_parquet(source) if _is_parquet(source) else _json_lines(source), 1):
         missing = [name for name in NEEDED if name not in row] if isinstance(row, dict) else ["an object"]

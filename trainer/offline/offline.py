@@ -1,4 +1,4 @@
-"""Training on what was recorded before, without a vLLM and without a proxy: `train --offline`."""
+"""`train --offline`: trains on recorded rollouts, without vLLM and without a proxy."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ import asyncio
 import hashlib
 import logging
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ...proxy.config.root import Config
+from ...proxy.config.server import StoreConfig
 from ...proxy.policy.mode import publish_mode
-from ...proxy.store.database import opened
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ...proxy.store.waiting import Group
-from ..collect.collector import Collector
-from ..judge.judge import JudgeError
-from ..loop import TrainingLoop, only_trainer
+from ..collect.siblings import AskJudge
+from ..loop import TrainingLoop
 from ..step.trainer import LightningTrainer
-from .data import prepare
+from ..waiting import JudgeError
 
 log = logging.getLogger(__name__)
 
 NEVER_STALE = 2**31
-EPOCHS_DONE = "epochs_done"  # in the metrics of an epoch's last step
+EPOCHS_DONE = "epochs_done"  # a metric of an epoch's last step
 
 
 class OfflineRun:
-    """Passes over the data, one after the other, each in an order of its own that the seed decides.
+    """Passes over the data, each in an order of its own that the seed decides.
 
-    Where it is in the data, the store says: what a step took, and which passes are done. So it goes on exactly where
-    it was killed.
+    The store knows what each step took and which epochs are done, so a killed run goes on exactly where it was.
     """
 
-    def __init__(self, config: Config, store: Store, trainer: LightningTrainer, epochs: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        trainer: LightningTrainer,
+        epochs: int,
+        judge: AskJudge | None = None,
+    ) -> None:
         self._config = config.trainer
         self._store = store
         self._epochs = epochs
         self._done = 0  # epochs
-        self._collector = Collector(config.trainer, store)
-        self._loop = TrainingLoop(config, store, trainer, None, self._order)
+        self._loop = TrainingLoop(config, store, trainer, None, self._order, judge=judge)
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
@@ -63,7 +65,7 @@ class OfflineRun:
     async def _show(self) -> None:
         last = await self._store.steps.last()
         assert last is not None
-        left, _ = await self._collector.waiting()
+        left, _ = await self._loop.collector.waiting()
         m = last.metrics
         log.info(
             "epoch %d of %d, step %d: reward %.3f ± %.3f over %d rollouts, loss %.4g, %d tokens, %.1f s; %d left",
@@ -72,7 +74,7 @@ class OfflineRun:
         )  # fmt: skip
 
     async def _end_epoch(self) -> bool:
-        """Whether there was anything to learn from in this epoch. Its last step may have been one of SFT."""
+        """Note that an epoch is done. False if nothing in it could be learned from. Its last step may be one of SFT."""
         last = await self._store.steps.last()
         if last is None or not await self._store.steps.took_any():
             log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
@@ -87,49 +89,25 @@ class OfflineRun:
         return True
 
     async def _offer_more(self) -> None:
-        """After the last epoch of an earlier run nothing was offered again; with more `epochs` now, it is."""
+        """Offer the rollouts again if an earlier run ended with its last epoch and `epochs` is higher now."""
         last = await self._store.steps.last()
         if last is not None and last.metrics.get(EPOCHS_DONE) == self._done < self._epochs:
             await self._store.steps.end_epoch(last.step, last.metrics, True)
 
     def _order(self, group: Group) -> bytes:
-        """Groups in an order that looks random, and is the same in every process."""
+        """A sort key that looks random, and is the same in every process."""
         return hashlib.sha256(f"{self._config.seed} {self._done} {group.task_id}".encode()).digest()
 
 
-def offline_config(config: Config, directory: Path) -> Config:
-    """All that a run writes is in `directory`; nothing is too old, and nobody waits for siblings that will not come."""
+def offline_config(config: Config, directory: Path, store: StoreConfig) -> Config:
+    """The configuration of a run that writes into `directory`, takes rollouts of any age, and waits for no siblings."""
     trainer = config.trainer.model_copy(update={"max_staleness": NEVER_STALE, "group_timeout_s": 0.0})
     policy = config.policy.model_copy(update={"directory": directory})
-    return config.model_copy(update={"trainer": trainer, "policy": policy})
-
-
-async def train_offline(
-    config: Config, stop: asyncio.Event, data: Path | None, directory: Path | None, runs: Callable[..., Any]
-) -> None:
-    """Train on `data` (a store or an export; None: the configured store), which is only read.
-
-    `runs`: the method, made as `OfflineRun` is, without its epochs.
-    """
-    directory = (directory or config.policy.directory / "offline").expanduser().absolute()
-    with only_trainer(directory):
-        store_config = await prepare(data or config.store.path, directory)
-        config = offline_config(config, directory).model_copy(update={"store": store_config})
-        trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy)
-        try:
-            async with opened(store_config) as database:
-                last = await runs(config, Store(database), trainer).run(stop)
-            if last is not None:
-                if stop.is_set():  # the trainer's own may be on their way to the next step
-                    await asyncio.to_thread(trainer.load, Path(str(last.checkpoint)))
-                await asyncio.to_thread(save_weights, config, trainer, last.step)
-            trainer.ranks.end()
-        finally:
-            trainer.close()
+    return config.model_copy(update={"trainer": trainer, "policy": policy, "store": store})
 
 
 def save_weights(config: Config, trainer: LightningTrainer, step: int) -> None:
-    """Write the weights for whoever serves them, and say where they are and what can be done with them."""
+    """Write the weights as files, and log where they are and how to serve them."""
     directory = config.policy.directory
     adapter, merged = directory / "adapter", directory / "model"
     trainer.save_weights(adapter, merged=False)

@@ -1,4 +1,4 @@
-"""What a step reports of its rollouts: rewards by task, groups, advantages, staleness, rows. Pure, no torch."""
+"""The metrics of a step's rollouts: rewards by task, groups, advantages, staleness, rows. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 from ..rows.samples import CALL_COUNTS, merge_rate
 from ..types import Sample
 
-# As many tasks' rewards are kept with a step, the newest.
+# A step keeps the rewards of so many tasks, the newest.
 TASKS_KEPT = 100
 
 COUNTS = (
@@ -22,18 +22,18 @@ COUNTS = (
 
 @dataclass(slots=True)
 class Seen:
-    """Rollouts looked at since the step before, and counts of what became of them. Task None: those without one."""
+    """The rewards by task (None: without one) of all rollouts looked at since the step before, and counts."""
 
     rewards: dict[str | None, list[float]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def rollouts(self) -> int:
-        """How many had a reward."""
+        """The number of rollouts with a reward."""
         return sum(map(len, self.rewards.values()))
 
     def reward(self, task_id: str | None, reward: float | None) -> None:
-        """A rollout was looked at."""
+        """Note a rollout that was looked at."""
         if reward is not None:
             self.rewards.setdefault(task_id, []).append(reward)
 
@@ -57,7 +57,7 @@ class Seen:
         }
 
     def tasks(self) -> dict[str, dict[str, float]]:
-        """Mean and spread of the rewards of each task, and how many they are."""
+        """The mean, spread and number of the rewards of each task."""
         found = {
             task_id: {"mean": fmean(rewards), "std": pstdev(rewards), "rollouts": float(len(rewards))}
             for task_id, rewards in self.rewards.items()
@@ -67,7 +67,7 @@ class Seen:
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Rows, and the advantages of the trained tokens, each counted once (as verl reports them)."""
+    """The number of rows, and the advantages of the trained tokens, each token counted once (as in verl)."""
     advantages = [value for sample in samples for value in compress(sample.advantages, sample.mask)] or [0.0]
     return {
         "samples": float(len(samples)),
@@ -78,5 +78,5 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def staleness_metrics(staleness: Sequence[int]) -> dict[str, float]:
-    """Of the rollouts that are trained on, in policy versions."""
+    """The staleness of the rollouts that are trained on, in policy versions."""
     return {"staleness_mean": fmean(staleness or [0]), "staleness_max": float(max(staleness, default=0))}

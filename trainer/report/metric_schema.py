@@ -1,6 +1,6 @@
-"""What a training step reports: every metric's name, unit and meaning. Plain data, no torch.
+"""The metrics of a training step: name, unit and meaning of each. Plain data, no torch.
 
-A new metric is one line here, and the same line in docs/metrics.md (a test compares them, and says what is missing).
+A new metric is one line here, and the same line in docs/metrics.md; a test compares them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`group` is the part of a tracker's charts that it stands in; `unit` "1": a plain number, a share or a ratio."""
+    """A metric. `group` is its part of a tracker's charts; the unit "1" is a plain number or a ratio."""
 
     name: str
     group: str
@@ -116,7 +116,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     ),
 })  # fmt: skip
 
-# What a run of `train --method sft` reports besides those of the above that apply to it.
+# The further metrics of a run of `train --method sft`.
 SFT_METRICS: Mapping[str, Metric] = MappingProxyType(
     _group(
         "sft",

@@ -1,4 +1,4 @@
-"""Micro-batches: which samples of a step are computed together as one prefix tree."""
+"""Cuts a step into micro-batches: samples that are computed together, as one prefix tree."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .prefix_tree import Ints, PrefixTree, build_tree, shared_prefix
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples of one adapter and their tree.
+    """Samples of one adapter, and their tree.
 
-    `tree.paths[r]` is `samples[r]` less its last token, which predicts nothing.
+    `tree.paths[r]` is `samples[r]` without its last token, which predicts nothing.
     """
 
     samples: tuple[Sample, ...]
@@ -29,15 +29,16 @@ class MicroBatch:
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens that the same samples take as a right-padded batch."""
+        """The size of the same samples as a right-padded batch."""
         return len(self.samples) * max(len(sample.token_ids) for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class TreeCost:
-    """What computing a tree costs, in nodes' work in the linear layers; `max_nodes`: more do not fit into one pass.
+    """The cost of computing a tree, in units of a node's work in the linear layers.
 
-    `attention`: the work of a node and one that it sees, of which there are as many as there are ancestors.
+    `attention` is the work for a node and one that it sees: itself and its ancestors. At most `max_nodes` fit into one
+    pass.
     """
 
     attention: float
@@ -47,20 +48,21 @@ class TreeCost:
         return len(tree) + self.attention * float(tree.depths.sum() + len(tree))
 
     def prefix(self, lengths: Ints) -> NDArray[np.float64]:
-        """The same of the first so many nodes of a row."""
+        """The cost of the first so many nodes of a row."""
         return lengths + self.attention * lengths * (lengths + 1) / 2
 
 
-# What a forward and backward pass costs whatever its size, in nodes: prefers fewer where nothing else decides.
+# The fixed cost of a forward and backward pass, in nodes. It prefers fewer passes where nothing else decides.
 _PASS_COST = 1.0
 
 
 def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
-    """Cut `samples`, in the order of their tokens, so that as little as possible is computed twice.
+    """Cut `samples` so that as little as possible is computed twice.
 
-    Samples of two adapters share nothing: each gives the same tokens hidden states of its own. No micro-batch has more
-    than `cost.max_nodes` nodes, unless a single sample has. In the order of their tokens a sample shares most with its
-    neighbours, and a cut costs just what the two samples beside it share: the best cuts are found one by one.
+    In the order of their tokens, samples share most with their neighbours, and a cut costs just what the two samples
+    beside it share; so the best cuts are found one by one. Samples of two adapters share nothing, since each adapter
+    gives the same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a single
+    sample has.
     """
     by_adapter = groupby(sorted(samples, key=lambda s: (s.adapter, s.token_ids)), key=lambda s: s.adapter)
     return [batch for _, ordered in by_adapter for batch in _of_one_adapter(list(ordered), cost)]
@@ -74,10 +76,10 @@ def _of_one_adapter(ordered: Sequence[Sample], cost: TreeCost) -> list[MicroBatc
 
 
 def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
-    """Where groups of rows begin, and the number of rows; row i has its first `shared[i]` nodes from row i - 1."""
+    """The starts of groups of rows, and the number of rows. Row i shares its first `shared[i]` nodes with row i - 1."""
     total = np.concatenate([[0], np.cumsum(lengths - shared)])
     price = cost.prefix(shared) + _PASS_COST
-    spent = np.zeros(len(lengths))  # with a cut before row i, on it and all before it
+    spent = np.zeros(len(lengths))  # the cost of all cuts up to the one before row i
     begins = np.zeros(len(lengths) + 1, np.int64)
     first = 0
     for stop in range(1, len(lengths) + 1):
@@ -93,7 +95,7 @@ def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
 
 
 def halves(batch: MicroBatch) -> Iterator[MicroBatch]:
-    """Two batches of as many samples each, or the batch itself if it has but one sample."""
+    """Two batches of half the samples each; the batch itself if it has a single sample."""
     middle = len(batch.samples) // 2
     yield from (_batch(half) for half in (batch.samples[:middle], batch.samples[middle:]) if half)
 

@@ -1,6 +1,6 @@
-"""Rows of tokens as one tree in which every shared prefix is kept once. numpy only; trainer/step/scoring.py runs it.
+"""Rows of tokens as one tree, in which every shared prefix is there once. numpy only.
 
-Nodes are numbered in preorder, so a subtree is an interval and "is an ancestor of" is two comparisons.
+Nodes are numbered in preorder, so a subtree is an interval, and "is an ancestor of" takes two comparisons.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Ints = NDArray[np.int64]
 class PrefixTree:
     """N unique tokens in preorder.
 
-    `token_ids`, `depths`, `ends`: (N,). The subtree of node i is the interval [i, ends[i]).
-    `paths[r][t]` is the node of token t of row r, rows in the order in which they were given.
+    `token_ids`, `depths` and `ends` are (N,). The subtree of node i is the interval [i, ends[i]).
+    `paths[r][t]` is the node of token t of row r. Rows are in the order in which they were given.
     """
 
     token_ids: Ints
@@ -32,7 +32,7 @@ class PrefixTree:
 
 
 def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
-    """The tree of `rows`. O(tokens): in sorted order a row shares its longest prefix with the row before it."""
+    """The tree of `rows`, in O(tokens): in sorted order a row shares its longest prefix with the row before it."""
     paths: list[Ints] = [np.empty(0, np.int64)] * len(rows)
     tokens: list[Ints] = []
     depths: list[Ints] = []
@@ -52,7 +52,7 @@ def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
 
 
 def padded_tree(tree: PrefixTree, multiple: int) -> PrefixTree:
-    """The same with nodes added that nobody sees, until there are a multiple of `multiple`."""
+    """The tree with nodes added that no other node sees, up to a multiple of `multiple`."""
     extra = np.arange(len(tree), -(-len(tree) // multiple) * multiple)
     zeros = np.zeros(len(extra), np.int64)
     return PrefixTree(
@@ -64,7 +64,7 @@ def padded_tree(tree: PrefixTree, multiple: int) -> PrefixTree:
 
 
 def shared_prefix(a: Ints, b: Ints) -> int:
-    """How many leading tokens `a` and `b` have in common."""
+    """The number of leading tokens that `a` and `b` have in common."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
     return int(differing[0]) if len(differing) else n

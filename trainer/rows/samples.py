@@ -1,11 +1,10 @@
-"""Samples (training rows) from the calls of a rollout: exact token-prefix merging, forks, masks, weights. No torch.
+"""Makes samples (training rows) from the calls of a rollout, by exact token prefixes. No torch.
 
-A call's answer is trained on after exactly the tokens that the model saw when it sampled them. So a call joins a row
-only if its prompt begins with all of that row, and goes on: two answers side by side would be one. Where the agent sent
-an answer back that reads the same but is tokenised differently (drift), the sampled answer keeps its place in its own
-row, and the call opens a new one with its own prompt, the re-tokenised answer included, as context. No answer is
-trained twice, none loses tokens, and no bound is needed on how large a drift may be: the prefix tree computes once what
-rows share, so a fork costs what comes after it.
+An answer is trained on after exactly the tokens that the model saw when it sampled it. So a call joins a row only if
+its prompt begins with all of that row and goes beyond it; without tokens in between, two answers would become one. An
+agent may send an answer back that reads the same but is tokenised differently (drift). Then the sampled answer stays
+in its row, and the call opens a new row, with its own prompt as context. No answer is trained twice, and none loses
+tokens. A fork costs only what comes after it, since the prefix tree computes once what rows share.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ from ...proxy.types import ModelCall
 from ..types import Sample
 from .prefix_tree import Ints, shared_prefix
 
-# Why a call opened a row though its rollout had one: the last answer came back tokenised differently | an earlier part
-# of the history did, or the agent went on from an earlier point | the very same prompt, or less of it, was sent again |
-# nothing came between it and the answer before | it has nothing of an answer in common with any row: another agent, or
-# a new conversation.
+# Why a call opened a row though its rollout had one:
+# - drift: the last answer came back tokenised differently.
+# - edited: an earlier part of the history did, or the agent went on from an earlier point.
+# - repeated: the very same prompt, or a shorter one, was sent again.
+# - adjoining: nothing came between the call and the answer before.
+# - new: it shares no answer with any row. It is another agent's, or a new conversation.
 FORKS = ("forks_drift", "forks_edited", "forks_repeated", "forks_adjoining", "forks_new")
 
-# What vLLM writes for -inf, which JSON cannot say.
+# vLLM writes this for -inf, which JSON does not have.
 NO_PROBABILITY = -9999.0
 
 CALL_COUNTS = (
@@ -45,11 +46,12 @@ CALL_COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class RolloutSamples:
-    """The rows of one rollout, and what became of how many of its calls, by the names in CALL_COUNTS.
+    """The rows of one rollout, and counts of its calls by the names in CALL_COUNTS.
 
-    `calls`: in a row, as its first or (`calls_merged`) after others. Left out: `calls_untrainable`, without usable
-    token ids; `calls_ambiguous`, n > 1, so the reward belongs to no one answer; `calls_not_finite`, with captured
-    log-probabilities that are not finite; `calls_other_tokens`, beyond the vocabulary; `rows_too_long`, over the limit.
+    `calls` are in a row, `calls_merged` of them after another call. All others are left out: `calls_untrainable` have
+    no usable token ids; `calls_ambiguous` have several answers, so the reward belongs to no single one;
+    `calls_not_finite` have captured log-probabilities that are not finite; `calls_other_tokens` have tokens beyond the
+    vocabulary; `rows_too_long` are over the limit.
     """
 
     samples: tuple[Sample, ...]
@@ -60,7 +62,7 @@ class RolloutSamples:
 class _Row:
     """A row under construction; all lists grow together.
 
-    `ids`: the same as `token_ids`. `first_answer`, `last_answer`: where the first and the last answer begin.
+    `ids` is `token_ids` as an array. The first and last answers begin at `first_answer` and `last_answer`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -74,7 +76,7 @@ class _Row:
     last_answer: int = 0
 
     def add(self, call: ModelCall, advantage: float) -> None:
-        """Go on with a call whose prompt begins with this row."""
+        """Append a call whose prompt begins with this row."""
         self._add_context(call.prompt_token_ids[len(self.token_ids) :])
         self.last_answer = len(self.token_ids)
         self.first_answer = self.first_answer or self.last_answer
@@ -123,10 +125,9 @@ def rollout_samples(
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 
-    `vocabulary`: how many tokens the model knows; None: all there are.
-
-    A call continues the longest row that its prompt begins with, token by token, and goes beyond; else it opens a new
-    one. Its answer is trained on there and nowhere else: in the prompts of later calls it is context.
+    A call continues the longest row that its prompt begins with and goes beyond; else it opens a new one. Its answer is
+    trained on there only; in the prompts of later calls it is context. `vocabulary` is the number of tokens that the
+    model knows (None: any).
     """
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
@@ -145,7 +146,7 @@ def rollout_samples(
 
 
 def merge_rate(counts: Mapping[str, int]) -> float:
-    """The share of those calls that joined a row that had one to join: all but each rollout's first."""
+    """The share of calls that joined a row, among those that could: all but the first of each rollout."""
     merged = counts["calls_merged"]
     could = merged + sum(counts[reason] for reason in FORKS)
     return merged / could if could else 1.0
@@ -165,14 +166,14 @@ def _unusable(call: ModelCall, max_tokens: int, vocabulary: int | None) -> str |
 
 
 def _place(rows: Sequence[_Row], prompt: Ints) -> tuple[_Row | None, str | None]:
-    """The row that a call with this prompt continues, or None and why there is none (None: it is the first)."""
+    """The row that a call with this prompt continues, or None with the reason (None for the first call)."""
     if not rows:
         return None, None
     shared = [shared_prefix(row.ids, prompt) for row in rows]
     continued = [row for row, n in zip(rows, shared, strict=True) if n == len(row.ids) < len(prompt)]
     if continued:
         return max(continued, key=lambda row: len(row.ids)), "calls_merged"
-    # Of rows that share as much, the newest is what the agent most likely had in mind.
+    # Among rows that share as much, the agent most likely went on from the newest.
     n, index = max((n, i) for i, n in enumerate(shared))
     return None, _fork(rows[index], n, len(prompt))
 

@@ -1,7 +1,7 @@
-"""`train --method sft`: TRL's SFTTrainer over the best rollouts of the store, on the adapter that RL goes on with.
+"""`train --method sft`: fine-tunes the adapter on the best rollouts of the store, with TRL's SFTTrainer.
 
-A run is one training step of the store, published as one policy version. It claims no rollout. Until it is committed
-its own checkpoints are in `policy.directory`/sft/N, N being the step that it goes on from.
+A run is one training step, published as one policy version. It claims no rollouts. Until it is committed, its own
+checkpoints are in `policy.directory`/sft/N, where N is the step that it goes on from.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from ...proxy.errors import ConfigError, LightningError, StoreUnavailable
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ..files.weights import MARKER
-from ..loop import RETRY_S, Show, TrainingLoop, pause, show_nothing
+from ..loop import Show, TrainingLoop, show_nothing
 from ..offline.offline import EPOCHS_DONE
 from ..publish import Publisher
 from ..step.trainer import LightningTrainer
 from ..types import Batch, Sample
+from ..waiting import pause
 from .traces import TraceReader, Traces
 
 log = logging.getLogger(__name__)
 
-METHOD = "sft"  # in the metrics of its step
+METHOD = "sft"  # the metric `method` of its step
 NOTE = "run.json"
 IGNORED = -100  # the label of a token that is not in the loss
 SAVES = 10  # checkpoints in a run
-# Rows are packed into blocks of so many tokens, or as long as the longest: attention costs the square of a block.
+# Rows are packed into blocks of so many tokens, or as long as the longest row. Attention costs a block's square.
 BLOCK_TOKENS = 1024
 
 
 class SftRun:
-    """One run of supervised fine-tuning: killed or stopped at any moment, the next one goes on from its checkpoint.
+    """One run of supervised fine-tuning. If it is killed or stopped, the next one goes on from its checkpoint.
 
-    `publisher` None: it is not published.
+    With `publisher` None, it is not published.
     """
 
     def __init__(
@@ -71,17 +72,17 @@ class SftRun:
         self._reader = TraceReader(config.trainer, store, tokenizer, trainer.max_tokens, trainer.vocabulary)
         self._runs = config.policy.directory.absolute() / METHOD
 
-    async def run(self, stop: asyncio.Event, *, once: bool = False) -> Step | None:
-        """Fine-tune on what the store has now, commit, publish; returns the last step. NothingToLearn without traces.
+    async def run(self, stop: asyncio.Event) -> Step | None:
+        """Fine-tune on what the store has now, commit, publish; returns the last step.
 
-        `once` changes nothing: a run always ends. A store that cannot be written is waited for.
+        Raises NothingToLearn without traces. If the store cannot be written, waits for it.
         """
         while True:
             try:
                 return await self._run(stop)
             except StoreUnavailable as error:
                 log.error("the trainer waits: %s", error)
-            await pause(stop, RETRY_S)
+            await pause(stop)
             if stop.is_set():
                 return None
 
@@ -107,7 +108,7 @@ class SftRun:
         return await self._store.steps.last()
 
     async def _go_on_from_what_is_live(self) -> None:
-        """LightningError where publication is stopped, since a policy collapsed: nothing may follow it."""
+        """Take over the live weights. Raises LightningError if publication is stopped because of a collapse."""
         if await self._loop.is_stopped():
             collapse = await self._store.steps.collapse()
             raise LightningError(f"publication is stopped: {collapse.story if collapse else 'the policy collapsed'}")
@@ -121,7 +122,7 @@ class SftRun:
             shutil.rmtree(directory, ignore_errors=True)
 
     async def _traces(self, directory: Path) -> Traces:
-        """Those of the run that was begun in `directory`, if that can be gone on with; else what is best now."""
+        """The traces of an unfinished run in `directory`, if it can go on; else the best of now."""
         settings = {"base": self._loop.version, "seed": self._config.seed, **self._config.sft.model_dump(mode="json")}
         if (directory / NOTE).is_file():
             note = json.loads((directory / NOTE).read_text())
@@ -139,7 +140,7 @@ class SftRun:
         return traces
 
     async def _again(self, note: dict[str, Any]) -> Traces | None:
-        """The rows that a run began with; None if they are others now."""
+        """The rows that a run began with; None if they are different now."""
         try:
             traces = await self._reader.read(set(note["rollouts"]))
         except LightningError:
@@ -147,7 +148,7 @@ class SftRun:
         return traces if traces.digest == note["digest"] else None
 
     def _forget_other_runs(self, directory: Path) -> bool:
-        """Remove runs that went on from other steps; whether there were any."""
+        """Remove runs that went on from other steps. Returns whether there were any."""
         others = [path for path in self._runs.glob("*") if path != directory]
         for path in others:
             shutil.rmtree(path, ignore_errors=True)
@@ -157,9 +158,9 @@ class SftRun:
 def fine_tune(
     trainer: LightningTrainer, traces: Traces, directory: Path, stopped: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """Train `trainer`'s adapter on the traces by TRL's SFTTrainer and return metrics; None if it was stopped before.
+    """Train `trainer`'s adapter on the traces; returns metrics, or None if it was stopped before the end.
 
-    Goes on from the newest checkpoint in `directory`. LightningError if the loss or the weights are not finite.
+    Goes on from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
     """
     started = time.perf_counter()
     before = mean_loss(trainer, traces.held_out)
@@ -197,14 +198,14 @@ def mean_loss(trainer: LightningTrainer, samples: Sequence[Sample]) -> float | N
 
 
 def dataset(samples: Sequence[Sample]) -> Dataset:
-    """Rows as SFTTrainer takes them when they are tokenised: of the labels only the answers' tokens count."""
+    """Tokenised rows as SFTTrainer takes them. Only the answers' tokens count in the loss."""
     labels = [[t if m else IGNORED for t, m in zip(s.token_ids, s.mask, strict=True)] for s in samples]
     return Dataset.from_dict({"input_ids": [list(s.token_ids) for s in samples], "labels": labels})
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How many tokens, of whole rows, make a block, and how many blocks an optimizer step."""
+    """The number of tokens in a block of whole rows, and of blocks in an optimizer step."""
 
     block_tokens: int
     blocks: int
@@ -217,7 +218,7 @@ class Packing:
 
 
 class _Watch(TrainerCallback):
-    """Ends the run when it is told to, marks checkpoints that are whole, measures and tells every epoch."""
+    """Ends the run when it is told to, marks whole checkpoints, and logs every epoch."""
 
     def __init__(self, stopped: Callable[[], bool], held_out_loss: Callable[[], float | None]) -> None:
         self._stopped = stopped
@@ -232,7 +233,7 @@ class _Watch(TrainerCallback):
         log.info("%d of %d optimizer steps", state.global_step, state.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if "loss" not in logs:  # TRL's last word, about the run as a whole
+        if "loss" not in logs:  # TRL's summary of the run
             return
         measured = self._held_out_loss()
         held_out = "" if measured is None else f" (held out {measured:.4g})"
@@ -242,7 +243,7 @@ class _Watch(TrainerCallback):
 
 
 def _metrics(config: TrainerConfig, traces: Traces, last: dict[str, float], seconds: float) -> dict[str, float]:
-    """Under the names of `metric_schema`; `last`: what TRL logged of the last epoch."""
+    """Metrics under the names of `metric_schema`; `last` is what TRL logged of the last epoch."""
     epochs = config.sft.epochs
     trained = epochs * sum(sample.trained_tokens for sample in traces.train)
     computed = epochs * sum(len(sample.token_ids) for sample in traces.train)
@@ -271,7 +272,7 @@ def _check_finite(trainer: LightningTrainer, loss: float, directory: Path) -> No
 
 
 def _newest_checkpoint(directory: Path) -> str | None:
-    """Of those that were written to the end."""
+    """The newest checkpoint that was written to the end."""
     whole = [path.parent for path in directory.glob(f"checkpoint-*/{MARKER}")]
     return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
@@ -283,7 +284,7 @@ def _sft_config(trainer: LightningTrainer, directory: Path, packing: Packing) ->
         use_cpu=not cuda,
         bf16=cuda and trainer.policy_model.dtype == torch.bfloat16,
         gradient_checkpointing=cuda,
-        # Rows of a block do not see each other: the model makes its mask from `position_ids`.
+        # Rows of a block do not see each other, since the model makes its mask from `position_ids`.
         packing=True,
         max_length=packing.block_tokens,
         per_device_train_batch_size=1,

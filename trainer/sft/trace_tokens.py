@@ -1,7 +1,7 @@
-"""Calls to learn from by imitation, with the tokens that the policy would see and say. No torch.
+"""Gives recorded calls the tokens to learn from by imitation. No torch.
 
-What the policy sampled has its exact tokens. An answer of another model has none of the policy's: its messages are
-shown by the policy's chat template, once, and the answer is what that adds to the prompt.
+What the policy sampled keeps its exact tokens. An answer of another model has none of the policy's. The policy's chat
+template shows its messages, once, and the answer's tokens are what it adds to the prompt.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Json = dict[str, Any]
 
 
 def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall | None:
-    """The call with tokens to imitate, at temperature 1 and log-probability 0; as it is if it has none to learn from.
+    """The call with tokens to imitate, at temperature 1 and log-probability 0; unchanged if it is of no use.
 
-    None: it would have to be tokenised, and the chat template does not show it, or not so that the answer follows.
+    None if it has to be tokenised, and the chat template does not show its answer after the prompt.
     """
     if call.trainable or call.untrainable_reason == GREEDY:
         return _with_tokens(call, call.prompt_token_ids, call.response_token_ids)
@@ -40,7 +40,7 @@ def _with_tokens(call: ModelCall, prompt: Sequence[int], answer: Sequence[int]) 
 
 
 def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:
-    """Prompt and answer; they are tokenised apart, as the policy would see the one and sample the other."""
+    """The tokens of prompt and answer, tokenised apart, as the policy would see the one and sample the other."""
     try:
         (choice,), messages = call.response["choices"], [_message(m) for m in call.request["messages"]]
         prompt = _shown(tokenizer, call.request, messages, add_generation_prompt=True)
@@ -61,7 +61,7 @@ def _shown(tokenizer: PreTrainedTokenizerBase, request: Json, messages: list[Jso
 
 
 def _message(message: Json) -> Json:
-    """As vLLM hands it to a template: text in one piece, a tool call's arguments as an object."""
+    """A message as vLLM hands it to a template: text in one piece, a tool call's arguments as an object."""
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
@@ -77,7 +77,7 @@ def _tool_call(call: Json) -> Json:
 
 
 def _ended(ids: list[int], end: int | None, *, cut: bool) -> list[int]:
-    """The answer up to the token that ends it; without one where it was `cut` off."""
+    """The answer up to and with the token that ends it; without that token if it was `cut` off."""
     if end is None:
         return ids
     last = len(ids) - 1 - ids[::-1].index(end) if end in ids else len(ids)

@@ -1,7 +1,7 @@
-"""Which rollouts supervised fine-tuning learns from, and their rows: the best of each task, as in RAFT and STaR.
+"""Selects the rollouts that supervised fine-tuning learns from: the best of each task, as in RAFT and STaR.
 
-RAFT (https://arxiv.org/abs/2304.06767) keeps the best answers to each prompt; STaR (https://arxiv.org/abs/2203.14465)
-those that are right; RFT (https://arxiv.org/abs/2308.01825) shows that different ones of a task teach more than copies.
+RAFT (https://arxiv.org/abs/2304.06767) keeps the best answers to each prompt, STaR (https://arxiv.org/abs/2203.14465)
+the right ones. RFT (https://arxiv.org/abs/2308.01825) shows that different answers teach more than copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import LightningError, NotFound
 from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Rollout
-from ..credit.agents import Agents, RollCall
+from ..credit.agents import RollCall, TrainedAgents
 from ..credit.rewards import weighted_rewards
 from ..report.batch_metrics import Seen
 from ..rows.samples import rollout_samples
@@ -26,7 +26,7 @@ from ..types import Sample
 from .trace_tokens import as_trace
 
 PAGE = 500
-# Counts of calls that are left out, and how an error puts it.
+# The counts of calls that are left out, and their words in an error.
 LEFT_OUT = {
     "calls_untrainable": "without tokens to learn from",
     "calls_other_tokens": "of tokens that the model does not have",
@@ -42,19 +42,20 @@ class NothingToLearn(LightningError):
 
 
 class Rewarded(NamedTuple):
-    """A completed rollout and its reward. `task`: its task's id, or its own where it has none."""
+    """A completed rollout and its reward."""
 
     rollout: Rollout
     reward: float
 
     @property
     def task(self) -> str:
+        """The task's id; the rollout's own if it has no task."""
         return self.rollout.task_id or self.rollout.rollout_id
 
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """Rows to learn from, and rows of other tasks to measure on; `metrics`: how they came about."""
+    """Rows to learn from, and rows of other tasks to measure on; `metrics` counts how they came about."""
 
     train: tuple[Sample, ...]
     held_out: tuple[Sample, ...]
@@ -66,13 +67,13 @@ class Traces:
 
     @property
     def digest(self) -> str:
-        """Tells whether two are the same rows."""
+        """A digest that tells whether two have the same rows."""
         rows = [[(s.rollout_id, s.token_ids, s.mask) for s in part] for part in (self.train, self.held_out)]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 class TraceReader:
-    """Reads traces from the store. Claims nothing: what is learned from here can still be trained on by a step."""
+    """Reads traces from the store. It claims nothing, so RL can still train on the same rollouts."""
 
     def __init__(
         self,
@@ -82,20 +83,20 @@ class TraceReader:
         max_tokens: int,
         vocabulary: int | None = None,
     ) -> None:
-        """`max_tokens`: of a row. `vocabulary`: the model's tokens; None: all that there are."""
+        """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
         self._config = config
         self._store = store
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._vocabulary = vocabulary
-        self._agents = Agents(config.agents)
+        self._agents = TrainedAgents(config.agents)
         self._roll_call = RollCall(self._agents)
 
     async def read(self, among: Collection[str] | None = None) -> Traces:
-        """The best rollouts of each task, of all or of those `among`; NothingToLearn if there are none.
+        """The best rollouts of each task, of all or of those `among`. Raises NothingToLearn if there are none.
 
-        Best: rewarded high enough (`sft.min_reward`), the highest first, the newest of equals; at most `sft.top` of a
-        task, no two of them with the same tokens.
+        The best have at least the reward `sft.min_reward`; the highest come first, and the newest among equals. At most
+        `sft.top` of a task are taken, no two of them with the same tokens.
         """
         seen = Seen()
         rewarded = [r for r in await self._rewarded() if among is None or r.rollout.rollout_id in among]
@@ -129,7 +130,7 @@ class TraceReader:
         return reward > 0 if least is None else reward >= least
 
     async def _best(self, rollouts: Sequence[Rewarded], seen: Seen) -> list[tuple[Sample, ...]]:
-        """The rows of the first rollouts of a task, best first, that differ and can be learned from."""
+        """The rows of a task's best rollouts that differ and can be learned from; `rollouts` come best first."""
         found: dict[Any, tuple[Sample, ...]] = {}
         for rollout, _ in rollouts:
             rows = await self._rows(rollout, seen)
@@ -161,7 +162,7 @@ class TraceReader:
         return trace
 
     def _order(self, task: str) -> bytes:
-        """Looks random, and is the same in every process: the first tasks are held out."""
+        """A sort key that looks random, and is the same in every process. The first tasks are held out."""
         return hashlib.sha256(f"{self._config.seed} {task}".encode()).digest()
 
     def _split(self, tasks: Sequence[list[tuple[Sample, ...]]], seen: Seen) -> Traces:

@@ -1,4 +1,4 @@
-"""Several LoRA adapters on one base model: each agent's policy of its own, of which one is active at a time."""
+"""Several LoRA adapters on one base model, one of them active at a time: agents may have policies of their own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PREFIX = "lora_"
 
 
 class Adapters:
-    """The adapters of `model`: its first one, `default`, and one more by each of `names`. All are trainable."""
+    """The adapters of `model`: its first one, `default`, and one for each of `names`. All are trainable."""
 
     def __init__(self, model: PeftModel, names: Iterable[str]) -> None:
         self._model = model
-        # In the order of their names, whatever it is in the configuration: an optimizer's state goes by position.
+        # Sorted, because an optimizer's state goes by position.
         self.names = (DEFAULT_ADAPTER, *sorted(names))
         for name in self.names[1:]:
             _check_name(name, model)
@@ -31,12 +31,12 @@ class Adapters:
             parameter.requires_grad_(True)
 
     def parameters(self, *names: str) -> list[nn.Parameter]:
-        """Those of these adapters, of all by default; whichever is active."""
+        """The parameters of these adapters, by default of all, whichever is active."""
         chosen = names or self.names
         return [p for name, p in self._model.named_parameters() if _adapter_in(name) in chosen]
 
     def activate(self, name: str) -> None:
-        """Let the model answer with this adapter."""
+        """Make the model use this adapter."""
         if self._model.active_adapter != name:
             self._model.set_adapter(name)
 
@@ -50,19 +50,19 @@ class Adapters:
 
     @torch.no_grad()
     def set(self, weights: Mapping[str, Weights]) -> None:
-        """Replace the weights of the adapters that are named."""
+        """Replace the weights of these adapters."""
         for name, own in weights.items():
             set_peft_model_state_dict(self._model, own, adapter_name=name)
 
 
 def _adapter_in(parameter: str) -> str | None:
-    """The adapter of a parameter: the part after lora_A, lora_B or the like; None for the base model's."""
+    """The adapter that a parameter belongs to: the part after lora_A or lora_B. None for the base model's."""
     parts = parameter.split(".")
     return next((after for part, after in pairwise(parts) if part.startswith(_PREFIX)), None)
 
 
 def _check_name(name: str, model: PeftModel) -> None:
-    """PEFT tells an adapter's weights by its name among the parts of theirs, so none of these may have it, too."""
+    """Refuse the name of a part of the model: PEFT finds an adapter's weights by its name among the parts of theirs."""
     parts = {part for parameter, _ in model.named_parameters() for part in parameter.split(".")}
     if name in parts or name in _PREFIX:
         raise ConfigError(f"policy.adapters: {name!r} is also the name of a part of the model; choose another name")

@@ -1,9 +1,9 @@
-"""How a prefix tree's attention is computed without the N² pairs that do not see each other. numpy only.
+"""Plans a prefix tree's attention in blocks, without the pairs of nodes that do not see each other. numpy only.
 
-In preorder the descendants of nodes [a, b), an unbranched run, are one interval [b, end). So what they look back at is
-a plain rectangle, no mask and no copies: keys [a, b), queries [b, end); and among [a, b) itself attention is causal.
-What a query finds in its blocks is put together by their log-sum-exp (`tree_attention.py`). Small branchy parts,
-where calls would cost more than they save, are one square with a mask.
+In preorder the descendants of an unbranched run of nodes [a, b) are one interval [b, end). So their attention to the
+run is a plain rectangle without a mask: keys [a, b), queries [b, end). Within [a, b) attention is causal. A query's
+results from several blocks are merged by their log-sum-exp (`tree_attention.py`). Small parts with many branches are
+one square with a mask, because more kernel calls would cost more than they save.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ..rows.prefix_tree import Ints, PrefixTree
 # Longer runs are cut: within a causal block the kernels save little of what they could.
 RUN = 256
 
-# In pairs of a query and a key, as measured on a CPU: what one more kernel call costs, and the merging of one query.
+# The cost of one more kernel call, and of merging one query, in pairs of a query and a key, as measured on a CPU.
 CALL_COST = 2048
 MERGE_COST = 32
 
 
 class Block(NamedTuple):
-    """Queries of an interval against keys of an interval.
+    """An interval of queries against an interval of keys.
 
-    `all`: every query sees every key. `causal`, `tree`: queries and keys are the same; each sees itself and those
-    before it, or its ancestors.
+    In a block of kind `all` every query sees every key. In the others queries and keys are the same nodes: in `causal`
+    each sees itself and those before it, in `tree` itself and its ancestors.
     """
 
     kind: Literal["all", "causal", "tree"]
@@ -38,14 +38,14 @@ class Block(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """In pairs; a causal block's are all computed."""
+        """In pairs. A causal block counts as a full one, because the kernel computes all its pairs."""
         queries, keys = (stop - start for start, stop in (self.queries, self.keys))
         return CALL_COST + queries * (keys + MERGE_COST)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Whole subtrees side by side, nodes [start, stop), and the cheapest way found to compute them."""
+    """Whole subtrees side by side, nodes [start, stop), with the cheapest blocks found for them."""
 
     start: int
     stop: int
@@ -64,8 +64,8 @@ class _Part:
 
 
 def attention_plan(tree: PrefixTree) -> tuple[Block, ...]:
-    """Blocks that hold each pair of a node and one of its ancestors, or itself, exactly once."""
-    pending: list[_Part] = []  # from the last node to the first; a run's children are on top when it comes
+    """Blocks in which each node meets itself and each of its ancestors exactly once."""
+    pending: list[_Part] = []  # runs come from the last to the first, so a run's children are on top
     for start, stop in reversed(list(pairwise(_run_starts(tree.ends)))):
         end, children = int(tree.ends[start]), list[_Part]()
         while pending and pending[-1].start < end:
@@ -81,7 +81,7 @@ def attention_plan(tree: PrefixTree) -> tuple[Block, ...]:
 
 
 def _put_beside(parts: list[_Part], part: _Part) -> None:
-    """Append `part`, as one square with those before it where that is cheaper."""
+    """Append `part`, or one square of it and the parts before it where that is cheaper."""
     while parts and (square := _Part.square(parts[-1].start, part.stop)).cost < parts[-1].cost + part.cost:
         part = square
         parts.pop()
@@ -89,6 +89,6 @@ def _put_beside(parts: list[_Part], part: _Part) -> None:
 
 
 def _run_starts(ends: Ints) -> list[int]:
-    """Where unbranched runs of at most RUN nodes begin, and N. An only child's subtree ends where its parent's does."""
+    """Starts of unbranched runs of at most RUN nodes, and N. An only child's subtree ends where its parent's ends."""
     starts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(ends)]
     return [cut for start, stop in pairwise(starts) for cut in range(start, stop, RUN)] + [len(ends)]

@@ -1,9 +1,9 @@
-"""The loss by configuration: TRL's term for every token, how much each token weighs, and the inputs that TRL takes.
+"""The configured loss: TRL's term for every token, the weight of each token, and the inputs that TRL takes.
 
-Three things are ours, so that a loss is the same however calls are merged into rows and a step is cut into
-micro-batches. What TRL calls a sequence is one answer: the action of a call, the unit that has one advantage
-(arXiv 2508.03680, section 3); rows are how calls happen to be stored. The weights of tokens are known before the step
-begins, where TRL divides by what a micro-batch holds. The KL to the base model carries the same weights and cap.
+The loss does not depend on how calls are merged into rows and how a step is cut into micro-batches. Three things make
+it so. A sequence in TRL's sense is one answer: the action of a call, the unit that has one advantage (arXiv 2508.03680,
+section 3). The weights of tokens are known before the step begins; TRL divides by what a micro-batch holds. The KL to
+the base model carries the same weights and cap.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..types import Sample
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """`term`: TRL's loss type whose term a token has. `divisor`: what the sum over a rollout's tokens is divided by.
+    """A loss type: the TRL loss type whose term a token has, and the divisor of the sum over a rollout's tokens.
 
-    own: its tokens, so that rollouts weigh the same. mean: what rollouts of this step have on average, so that tokens
-    weigh the same. limit: `trainer.max_sample_tokens`. one: nothing.
+    Divisors: `own` is the number of the rollout's tokens, so that rollouts weigh the same; `mean` is the mean number
+    over the step's rollouts, so that tokens weigh the same; `limit` is `trainer.max_sample_tokens`; `one` is 1.
     """
 
     term: Literal["dapo", "cispo", "sapo", "vespo"]
     divisor: Literal["own", "mean", "limit", "one"]
 
 
-# TRL's grpo, dr_grpo, dapo, bnpo and luspo have one term, and differ in what they divide by.
+# TRL's grpo, dr_grpo, dapo, bnpo and luspo have the same term, and differ in what they divide by.
 LOSSES: Mapping[str, Loss] = MappingProxyType(
     {
         "cispo": Loss("cispo", "own"),
@@ -50,8 +50,11 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
 
 
 def loss_arguments(config: TrainerConfig) -> dict[str, Any]:
-    """The arguments of TRL's GRPOConfig that make its per-token term. `importance_cap` holds for weights that nothing
-    else bounds: sapo's gate and vespo's weighting stay under 1.6 and 1.3 with their default knobs."""
+    """The arguments of TRL's GRPOConfig for the per-token term.
+
+    `importance_cap` bounds weights that nothing else bounds: sapo's gate and vespo's weighting stay under 1.6 and 1.3
+    with their default settings.
+    """
     loss = LOSSES[config.loss_type]
     cispo = loss.term == "cispo"
     return {
@@ -65,26 +68,26 @@ def loss_arguments(config: TrainerConfig) -> dict[str, Any]:
         "vespo_lambda_pos": config.vespo.lambda_pos,
         "vespo_k_neg": config.vespo.k_neg,
         "vespo_lambda_neg": config.vespo.lambda_neg,
-        "beta": 0.0,  # TRL's term has no weight by rollout: `kl_penalty` takes its place
+        "beta": 0.0,  # `kl_penalty` takes the place of TRL's KL term, which has no weights by rollout
     }
 
 
 def weight_limits(config: TrainerConfig) -> tuple[float, float]:
-    """Importance ratios outside of these count as clipped."""
+    """The least and greatest importance ratio that do not count as clipped."""
     if LOSSES[config.loss_type].term == "dapo":
         return 1 - config.clip_low, 1 + config.clip_high
     return 0.0, config.importance_cap
 
 
 def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: int = 0) -> dict[str, float]:
-    """What each trained token of a rollout weighs in the loss of the step that `samples` are; none without tokens.
+    """The weight of each trained token in the loss of the step, by rollout. Rollouts without tokens are left out.
 
-    `compared`: the rollouts that the loss is averaged over, those that teach nothing included (0: only these here).
+    The loss is averaged over `compared` rollouts, those that teach nothing included; 0 stands for those of `samples`.
     """
     tokens: Counter[str] = Counter()
     for sample in samples:
         tokens[sample.rollout_id] += sample.trained_tokens
-    tokens = +tokens  # those that have any
+    tokens = +tokens  # drops rollouts without any
     mean = tokens.total() / max(len(tokens), 1)
     divisors = {"mean": mean, "limit": float(config.max_sample_tokens), "one": 1.0}
     divisor, rollouts = LOSSES[config.loss_type].divisor, compared or len(tokens)
@@ -93,7 +96,7 @@ def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: in
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The A answers of B samples, each a row of its own of length L: their places in tensors of (B, T)."""
+    """Where the A answers of B samples are in tensors of (B, T). Each becomes a row of its own, of length L."""
 
     rows: Tensor  # (A, 1)
     columns: Tensor  # (A, L)
@@ -108,12 +111,12 @@ class Answers:
         return cls(rows, columns.minimum(ends - 1), (columns < ends).float())
 
     def take(self, values: Tensor) -> Tensor:
-        """(B, T) -> (A, L), zero where there is no token."""
+        """(B, T) -> (A, L), with zeros where there is no token."""
         return torch.where(self.mask.bool(), values[self.rows, self.columns], 0.0)
 
 
 def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
-    """[start, end) of each answer: sampled tokens without a break, of one advantage."""
+    """[start, end) of each answer: an unbroken run of sampled tokens with one advantage."""
     end = 0
     for (sampled, _), tokens in groupby(zip(sample.mask, sample.advantages, strict=True)):
         start, end = end, end + len(list(tokens))
@@ -124,9 +127,9 @@ def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
 def loss_inputs(
     samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float], config: TrainerConfig
 ) -> dict[str, Tensor]:
-    """TRL's inputs, (A, L) each, with `token_weights` next to them: (A, L) and 0 where there is no token.
+    """TRL's inputs, and `token_weights`; all are (A, L), with 0 where there is no token.
 
-    A weight goes into the loss with the advantage, in which every term is linear.
+    The weights go into the loss with the advantages, in which every term is linear.
     """
     mask = answers.mask
     of_rows = torch.tensor([weights[sample.rollout_id] for sample in samples], device=mask.device)
@@ -136,7 +139,7 @@ def loss_inputs(
         scale = scale * mask.sum(1, keepdim=True) * len(mask)
     nothing = mask[:, :0]
     return {
-        # Unread: the forward pass is not TRL's (LightningTrainer._get_per_token_logps_and_entropies).
+        # Not read, since the forward pass is not TRL's (LightningTrainer._get_per_token_logps_and_entropies).
         "prompt_ids": nothing,
         "prompt_mask": nothing,
         "completion_ids": mask,
@@ -149,7 +152,7 @@ def loss_inputs(
 
 
 def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
-    """(A, L) log-ratios of tokens -> ratios: the tokens' own, or their answer's geometric mean (GSPO, 2507.18071)."""
+    """(A, L) log-ratios -> ratios: each token's own, or the geometric mean of its answer (GSPO, arXiv 2507.18071)."""
     if level == "sequence":
         log_ratios = ((log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(log_ratios)
     return log_ratios.exp()
@@ -158,8 +161,8 @@ def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
 def kl_penalty(logprobs: Tensor, reference: Tensor, inputs: Mapping[str, Tensor], cap: float) -> Tensor:
     """The KL to the reference, weighted like the loss: sum of weight · min(ratio, cap) · (logp - ref)² / 2.
 
-    Its gradient, ratio · (logp - ref) · ∇logp, is that of ratio · k3, TRL's (`use_bias_correction_kl`; DeepSeek-V3.2,
-    arXiv 2512.02556): the unbiased one of the reverse KL, but for the cap on the weight.
+    Its gradient, ratio · (logp - ref) · ∇logp, is that of TRL's ratio · k3 (`use_bias_correction_kl`; DeepSeek-V3.2,
+    arXiv 2512.02556). Apart from the cap, it is the unbiased gradient of the reverse KL.
     """
     ratios = (logprobs.detach() - inputs["old_per_token_logps"]).exp().clamp(max=cap)
     return (inputs["token_weights"] * ratios * (logprobs - reference) ** 2).sum() / 2

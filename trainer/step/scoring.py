@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under a causal language model, with every shared prefix computed once."""
+"""Log-probabilities of tokens under a causal language model. Every shared prefix is computed once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..rows.prefix_tree import Ints, PrefixTree, padded_tree
 from ..types import Sample
 from .tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention
 
-# Logits are made this many at a time (64 MiB in float32); larger pieces are slower on a CPU, whose caches they miss.
+# So many logits are computed at a time (64 MiB in float32). Larger pieces miss a CPU's caches and are slower.
 _LOGITS_PER_CHUNK = 2**24
 
 
 class Scores(NamedTuple):
-    """(B, T), T the longest row; zero where a token is not scored. Only `logprobs` carries a gradient."""
+    """Scores of tokens, (B, T), with zeros where a token is not scored. Only `logprobs` carries a gradient."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -30,7 +30,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The M tokens to score, all (M,): `tokens` at `rows`, `columns` of (B, T), logits divided by `temperatures`."""
+    """The M tokens to score: `tokens` at `rows` and `columns` of (B, T), with logits divided by `temperatures`."""
 
     rows: Ints
     columns: Ints
@@ -52,14 +52,14 @@ class Targets:
 
 
 def score(model: PreTrainedModel, tree: PrefixTree, samples: Sequence[Sample]) -> Scores:
-    """Score the trained tokens of `samples` by one forward pass; `tree` holds each of them without its last token.
+    """Score the trained tokens of `samples` with one forward pass over `tree`, which has all but their last tokens.
 
-    `model` is the bare causal LM, its LoRA layers included.
+    `model` is the bare causal LM with its LoRA layers.
     """
     hidden = _hidden_states(model, tree)
     targets = Targets.of(samples)
     nodes = np.array([tree.paths[r][c - 1] for r, c in zip(targets.rows, targets.columns, strict=True)])
-    # Siblings that sampled the same token in the same place at the same temperature need one score between them.
+    # Siblings that sampled the same token in the same place at the same temperature share one score.
     keys = np.stack([nodes, targets.tokens, targets.temperatures.view(np.int32)], axis=1)
     _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     chosen, tokens, temperatures, back, rows, columns = (
@@ -75,7 +75,7 @@ def score(model: PreTrainedModel, tree: PrefixTree, samples: Sequence[Sample]) -
 
 
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
-    """Raise ConfigError where a tree cannot stand for its rows: recurrent layers, or a window shorter than a sample."""
+    """Raise ConfigError for models that need separate rows: recurrent layers, or a window shorter than a sample."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds - {"full_attention", "sliding_attention"}:
@@ -86,7 +86,7 @@ def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
 
 
 def attention_cost(config: PreTrainedConfig, linear_parameters: int) -> float:
-    """Attention's share of a node's work, per node that it is compared with, in units of the linear layers' work."""
+    """The work of attending from one node to one other, in units of a node's work in the linear layers."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * text.num_attention_heads * head_dim / linear_parameters
@@ -100,7 +100,7 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
         tree = padded_tree(tree, FLEX_BLOCK)
     output = model.base_model(
         input_ids=torch.from_numpy(tree.token_ids).to(device)[None],
-        # A mask of four dimensions is passed on as it is. This empty one fits nothing, should a model drop `tree_mask`.
+        # A mask of four dimensions is passed on. This empty one fits nothing, should a model drop `tree_mask`.
         attention_mask=torch.empty(1, 1, 0, 0, device=device),
         position_ids=torch.from_numpy(tree.depths).to(device)[None],
         use_cache=False,
@@ -113,8 +113,8 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     """(K, H) hidden states, (K,) next tokens and temperatures -> (K,) log-probabilities and entropies, in float32.
 
-    Each result depends on its own row alone, so the gradient's direction is found on the way: no logits are kept,
-    none are made twice. The head itself gets no gradient; TRL forbids adapters on it.
+    Each result depends on its own row alone, so the forward pass also finds the gradient's direction: no logits are
+    kept or computed twice. The head itself gets no gradient; TRL forbids adapters on it.
     """
 
     @staticmethod
@@ -138,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _score_chunk(
     model: PreTrainedModel, hidden: Tensor, labels: Tensor, temperatures: Tensor, *, directions: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, and d logprob / d hidden (empty unless asked for)."""
+    """Log-probabilities, entropies, and d logprob / d hidden (empty without `directions`)."""
     rows = torch.arange(len(labels), device=labels.device)
     with torch.set_grad_enabled(directions):
         hidden = hidden.detach().requires_grad_(directions)
@@ -156,7 +156,7 @@ def _score_chunk(
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The head's output as the model's own forward makes it: Cohere and Granite scale it, Gemma caps it."""
+    """The head's output as in the model's own forward pass: Cohere and Granite scale it, Gemma caps it."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
     config = model.config.get_text_config()

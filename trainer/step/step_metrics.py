@@ -1,4 +1,4 @@
-"""What a training step reports: sums over micro-batches, turned into a few stable names."""
+"""The numbers of a training step: sums over its micro-batches, reported under the names of `metric_schema`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ..rows.microbatches import MicroBatch
 from .losses import importance_ratios, weight_limits
 from .scoring import Scores
 
-# exp() of anything larger is of no use in a metric and may overflow.
+# exp() of anything larger is useless in a metric and may overflow.
 _MAX_LOG_RATIO = 20.0
 
 
+# The numbers that are sums over micro-batches, and so over processes.
 SUMS = (
     "loss", "entropy_sum", "kl_sum", "kl_base_sum", "ratio_sum", "clipped", "trained_tokens", "computed_tokens",
     "padded_tokens", "micro_batches",
@@ -26,10 +27,11 @@ SUMS = (
 
 @dataclass(slots=True)
 class StepMetrics:
-    """`clip_share`: of tokens whose importance ratio, at `trainer.importance_level`, is outside of the loss's limits
-    on the side that its advantage pulls it to, as TRL counts.
+    """Collects the numbers of one step.
 
-    `kl`: to the policies that sampled the answers. `kl_base`: to the base model, where it is computed.
+    `clipped` counts tokens as TRL does: their importance ratio, at `trainer.importance_level`, is outside of the loss's
+    limits on the side that their advantage pulls them to. `kl` is to the policies that sampled the answers, `kl_base`
+    to the base model, where it is computed.
     """
 
     started: float
@@ -38,7 +40,7 @@ class StepMetrics:
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     skipped: bool = False
-    fault: str | None = None  # why it is skipped
+    fault: str | None = None  # why the step is skipped
     entropy_sum: float = 0.0
     kl_sum: float = 0.0
     kl_base_sum: float = 0.0
@@ -68,7 +70,7 @@ class StepMetrics:
         scores: Scores,
         reference: Tensor | None = None,
     ) -> None:
-        """`inputs`, `scores`, `reference` (log-probabilities under the base model): (A, L), one row an answer."""
+        """Add a micro-batch. `inputs`, `scores`, `reference` (under the base model) are (A, L), one row an answer."""
         mask, logprobs = inputs["completion_mask"].bool(), scores.logprobs.detach()
         log_ratios = logprobs - inputs["old_per_token_logps"]
         log_ratio = log_ratios[mask]
@@ -91,7 +93,7 @@ class StepMetrics:
         self.micro_batches += 1
 
     def sum(self, parts: Sequence[StepMetrics]) -> StepMetrics:
-        """The metrics of all ranks' parts; what is no sum over micro-batches is ours."""
+        """The numbers of all processes; those that are no sums are this process's."""
         if len(parts) == 1:
             return parts[0]
         whole = replace(self)
@@ -102,7 +104,7 @@ class StepMetrics:
         return whole
 
     def result(self) -> dict[str, float]:
-        """Finite or not as they came out, under the names of `metric_schema`; means are over trained tokens."""
+        """The metrics, under the names of `metric_schema`; means are over trained tokens. They may not be finite."""
         n, seconds = max(self.trained_tokens, 1), self.elapsed
         kl_base = {"kl_base": self.kl_base_sum / n} if self.config.kl_coef or self.config.kl_metric else {}
         return {
@@ -129,5 +131,5 @@ class StepMetrics:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """KL(p, q) of tokens sampled from p, from log q/p: never below 0 (http://joschu.net/blog/kl-approx.html)."""
+    """KL(p, q) for tokens sampled from p, given log q/p. It is never below 0 (http://joschu.net/blog/kl-approx.html)."""
     return log_ratio.clamp(max=_MAX_LOG_RATIO).exp() - 1 - log_ratio

@@ -1,9 +1,9 @@
-"""Attention over a prefix tree, as an attention implementation of transformers: a node sees its ancestors and itself.
+"""Attention over a prefix tree, as an attention implementation of transformers. A node sees its ancestors and itself.
 
 On a GPU it is FlexAttention with a block mask. On a CPU it is PyTorch's flash kernel, block by block
-(attention_plan.py), and where that lacks what the model wants (capped scores, values of another width) a plain masked
-softmax.
-Importing this module registers it; `use_tree_attention` switches a model over. Without a tree it is SDPA.
+(attention_plan.py). Where the kernel lacks what the model needs (capped scores, values of another width) it is a plain
+masked softmax. Importing this module registers it; `use_tree_attention` switches a model over. Without a tree it is
+SDPA.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ from .attention_plan import Block, attention_plan
 
 NAME = "prefix_tree"
 
-# FlexAttention works in blocks of so many nodes; trees of whole blocks have few sizes to compile it for.
+# FlexAttention works in blocks of so many nodes. Trees are padded to whole blocks, so it is compiled for few sizes.
 FLEX_BLOCK = 128
 
-# What else a model may want of its attention, and a tree cannot give.
+# Arguments that some models give to their attention, and that are not supported over a tree.
 _UNSUPPORTED = ("s_aux", "position_bias")
 
+# Private, because public attention returns no log-sum-exp on a CPU. pyproject.toml bounds torch to tested versions.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Who sees whom in a tree of N nodes, in the form that each way of computing wants; made when first asked for."""
+    """Which of a tree's N nodes see each other, in the form that each implementation needs. Made when first used."""
 
     tree: PrefixTree
     device: torch.device
 
     @cached_property
     def visible(self) -> Tensor:
-        """(N, N), true from a node to its ancestors and itself."""
+        """(N, N), true where a row's node sees a column's: its ancestors and itself."""
         return self._among(0, len(self.tree))
 
     @cached_property
     def blocks(self) -> list[tuple[Block, Tensor | None]]:
-        """The plan's blocks; those of kind `tree` with their square of `visible`."""
+        """The plan's blocks, those of kind `tree` with their square of `visible`."""
         return [(b, self._among(*b.keys) if b.kind == "tree" else None) for b in attention_plan(self.tree)]
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """For FlexAttention."""
+        """The mask for FlexAttention."""
         ends, n = self._ends, len(self.tree)
         return create_block_mask(ancestor_or_self(ends), B=None, H=None, Q_LEN=n, KV_LEN=n, device=ends.device)
 
@@ -70,7 +71,7 @@ class TreeMask:
 
 
 def ancestor_or_self(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's mask_mod for nodes in preorder: the query is in the key's subtree, [key, ends[key])."""
+    """FlexAttention's mask_mod for nodes in preorder: true if the query is in the key's subtree, [key, ends[key])."""
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends[key])
@@ -79,7 +80,7 @@ def ancestor_or_self(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor],
 
 
 def use_tree_attention(model: PreTrainedModel) -> None:
-    """Let `model` attend as this module does from now on; ordinary rows as before. Raises ConfigError if it cannot."""
+    """Make `model` use this attention; ordinary rows are computed as before. Raises ConfigError if it cannot."""
     if model.config._attn_implementation == NAME:
         return
     model.set_attn_implementation(NAME)
@@ -101,7 +102,7 @@ def tree_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """(1, heads, N, D) queries and (1, key heads, N, D) keys and values of the tree's nodes -> (1, N, heads, D).
 
-    Without dropout: what is trained is the policy that sampled.
+    There is no dropout: the policy is trained as it sampled.
     """
     if tree_mask is None and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -126,22 +127,22 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def _has_flex_attention(device: torch.device) -> bool:
-    """With a backward pass: on a CPU it has none."""
+    """Whether FlexAttention has a backward pass there; on a CPU it has none."""
     return device.type == "cuda"
 
 
 def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast would do to the arguments of an attention that it knows."""
+    """The tensors in one dtype, as autocast would make them for an attention that it knows."""
     kind = tensors[0].device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[0].dtype
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 class _BlockAttention(torch.autograd.Function):
-    """(1, H, N, D) thrice -> (1, H, N, D), with one kernel call a block each way.
+    """(1, H, N, D) three times -> (1, H, N, D), with one kernel call per block forward and one backward.
 
-    A query's blocks are softmaxes over parts of its keys; weighted by the exponentials of their log-sum-exps they are
-    the softmax over all. The kernel's backward pass needs no more than the output and log-sum-exp over all keys to give
+    Each block is a softmax over a part of a query's keys. Weighted by the exponentials of their log-sum-exps, blocks
+    add up to the softmax over all keys. From the output and log-sum-exp over all keys, the kernel's backward pass gives
     a block's share of the gradients, as in ring attention (https://arxiv.org/abs/2310.01889).
     """
 
@@ -150,7 +151,7 @@ class _BlockAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: list[tuple[Block, Tensor | None]],
         scale: float | None,
     ) -> Tensor:  # fmt: skip
-        # Nodes before heads in memory, as the caller wants them next; sums over blocks in float32.
+        # Nodes come before heads in memory, as the caller needs them next. Sums over blocks are in float32.
         out = torch.zeros_like(query.transpose(1, 2), dtype=torch.float32).transpose(1, 2)
         lse = torch.full(query.shape[:-1], -torch.inf)
         for block, visible in blocks:
@@ -181,7 +182,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Put attention over more keys, (1, H, n, D) and its log-sum-exp (1, H, n), into `out` and `lse`."""
+    """Merge attention over more keys, (1, H, n, D) and its log-sum-exp (1, H, n), into `out` and `lse`."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_()[..., None]).addcmul_(part, (part_lse - total).exp_()[..., None])
     lse.copy_(total)
@@ -195,7 +196,7 @@ def _additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _visible_in_rows(mask: Tensor | None, query: Tensor) -> Tensor:
-    """For rows without a tree: what SDPA is given, where None is causal."""
+    """The mask of rows without a tree, as SDPA takes it: None is causal."""
     if mask is not None:
         return mask
     n = query.shape[2]
@@ -205,10 +206,10 @@ def _visible_in_rows(mask: Tensor | None, query: Tensor) -> Tensor:
 def _masked_softmax(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None, softcap: float | None
 ) -> Tensor:
-    """All scores of (B, H, N, D) queries, capped if wanted: for what the block kernel and SDPA cannot do."""
+    """Attention of (B, H, N, D) queries by a full softmax, for what the block kernel and SDPA cannot do."""
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    # Not -inf: padding that sees nothing would turn into NaN.
+    # Not -inf, which would turn padding that sees nothing into NaN.
     weights = scores.float().masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1)
     return weights.to(value.dtype) @ value

@@ -17,7 +17,7 @@ from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallStart, Reward, RolloutName
 from lightning_proxy.trainer.collapse.monitor import Monitor
-from lightning_proxy.trainer.judge.judge import JUDGE
+from lightning_proxy.trainer.credit.rewards import JUDGE
 
 
 class Run:

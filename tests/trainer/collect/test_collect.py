@@ -25,8 +25,9 @@ from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.judge.judge import JudgeError, read_score
+from lightning_proxy.trainer.judge.judge import Judge, read_score
 from lightning_proxy.trainer.types import Batch
+from lightning_proxy.trainer.waiting import JudgeError
 from support.calls import call
 
 APART = "TEST_OF_A_JUDGE"
@@ -77,7 +78,9 @@ class Traffic:
 
     async def batch(self, **changed: Any) -> Batch | None:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
-        collector = Collector(TrainerConfig.model_validate(settings), self.store)
+        config = TrainerConfig.model_validate(settings)
+        judge = Judge(config, self.store).missing if config.judged else None
+        collector = Collector(config, self.store, judge=judge)
         return await collector.next_batch(0, fewer=True)
 
     async def dropped(self, *names: str) -> list[str | None]:

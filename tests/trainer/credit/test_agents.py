@@ -19,10 +19,9 @@ from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.credit.agents import Agents
-from lightning_proxy.trainer.credit.rewards import RolloutRewards
-from lightning_proxy.trainer.credit.strategies import Sibling, group_advantages
-from lightning_proxy.trainer.types import Batch
+from lightning_proxy.trainer.credit.agents import TrainedAgents
+from lightning_proxy.trainer.credit.strategies import group_advantages
+from lightning_proxy.trainer.types import Batch, RolloutRewards, Sibling
 
 
 def sibling(final: float | None, agents: str, rewards: Mapping[int, float] | None = None) -> Sibling:
@@ -52,7 +51,7 @@ def config(**changed: Any) -> TrainerConfig:
     ],
 )
 def test_calls_count_as_what_their_agent_is_called(configured: Any, roles: tuple[str | None, ...]) -> None:
-    agents = Agents(configured)
+    agents = TrainedAgents(configured)
     assert (agents.role("planner"), agents.role("executor"), agents.role(None)) == roles
 
 

@@ -7,19 +7,14 @@ from math import exp, sqrt
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.types import Reward
 from lightning_proxy.trainer.credit.baselines import group_baselines
-from lightning_proxy.trainer.credit.rewards import RolloutRewards, weighted_rewards
-from lightning_proxy.trainer.credit.strategies import (
-    Sibling,
-    credit_strategy,
-    discounted_returns,
-    group_advantages,
-    state_of,
-)
+from lightning_proxy.trainer.credit.rewards import weighted_rewards
+from lightning_proxy.trainer.credit.strategies import discounted_returns, group_advantages, state_of
+from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
 
 
@@ -49,8 +44,8 @@ def test_uniform_sums_the_rewards_of_calls_where_the_rollout_has_none() -> None:
 
 
 def test_an_unknown_strategy_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"'best'.*uniform"):
-        credit_strategy("best")
+    with pytest.raises(ValidationError, match="uniform"):
+        config(credit="best")
 
 
 def test_a_discounted_return_is_the_reward_and_a_part_of_the_next_calls_return() -> None:
@@ -179,8 +174,8 @@ def test_rollouts_that_are_alike_or_alone_have_no_advantages(credit: str) -> Non
 
 
 def test_an_unknown_baseline_is_named() -> None:
-    with pytest.raises(ConfigError, match="'mean'"):
-        group_baselines("mean", [0.0, 1.0])
+    with pytest.raises(ValidationError, match="grpo"):
+        config(baseline="mean")
 
 
 def final_probability(credit: str, seed: int) -> float:

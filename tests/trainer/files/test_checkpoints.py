@@ -21,11 +21,6 @@ from lightning_proxy.trainer.types import Batch, Sample
 from support.small_model import save_small_model
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("base"))
-
-
 def trainer(base: Path, tmp_path: Path, **settings: Any) -> LightningTrainer:
     given = {"report_to": [], "dtype": "float32", "lora_rank": 4, **settings}
     config = TrainerConfig.model_validate(given)

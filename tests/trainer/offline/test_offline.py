@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +35,18 @@ from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import Steps
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.judge.judge import Judge, JudgeError
-from lightning_proxy.trainer.loop import train
+from lightning_proxy.trainer.judge.judge import Judge
+from lightning_proxy.trainer.main import train, train_offline
 from lightning_proxy.trainer.offline.data import check_store, prepare
-from lightning_proxy.trainer.offline.offline import OfflineRun, train_offline
-from lightning_proxy.trainer.sft.sft import SftRun
 from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.waiting import JudgeError
 from support.paths import TESTS
-from support.small_model import VOCABULARY, save_small_model
+from support.small_model import VOCABULARY
 
 KILLED = TESTS / "support" / "killed.py"
 TASKS, SIBLINGS = 6, 4
 EQUAL = "t0"  # the second step of the first epoch drops it
 LIMIT = 500_000  # bytes: a checkpoint has more, the store less
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
@@ -192,15 +185,12 @@ def test_the_weights_are_where_it_says(whole: Run, base: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "moments", [("save:3", "commit:2"), ("step:2", "save:2"), ("epoch:1", "commit:1")], ids="+".join
-)
 def test_a_run_that_was_killed_gives_the_same_losses_and_weights(
-    whole: Run, recorded: Path, base: Path, tmp_path: Path, moments: tuple[str, ...]
+    whole: Run, recorded: Path, base: Path, tmp_path: Path
 ) -> None:
     run = Run(tmp_path / "run", base, **whole.trainer)
     arguments = ("--data", recorded, "--epochs", "2")
-    for moment in moments:
+    for moment in ("save:3", "commit:2", "epoch:1"):  # each counted from the last kill on
         code, text = run.train(*arguments, script=KILLED, KILL_AT=moment)
         assert code == -signal.SIGKILL, text
     code, text = run.train(*arguments)
@@ -299,18 +289,6 @@ async def test_a_call_that_an_export_has_no_tokens_of_is_not_trainable(
     assert first.untrainable_reason == "no token ids or log-probabilities in the export"
 
 
-async def test_an_export_from_before_it_held_rewards_of_every_name_has_those_named_reward(
-    recorded: Path, tmp_path: Path
-) -> None:
-    rows = [json.loads(line) for line in export(recorded, tmp_path / "week.jsonl").read_text().splitlines()]
-    for row in rows:
-        del row["rewards"]
-    (tmp_path / "week.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    async with opened(await prepare(tmp_path / "week.jsonl", tmp_path / "out")) as database:
-        found = [(r.call_id, r.name, r.value) for r in await Store(database).rewards.of("t1-1")]
-    assert found == [("t1-1-0", "reward", 0.25), (None, "reward", 1.0)]
-
-
 @pytest.mark.long
 def test_more_epochs_go_on_where_the_last_one_ended(recorded: Path, base: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", base)
@@ -322,7 +300,7 @@ def test_more_epochs_go_on_where_the_last_one_ended(recorded: Path, base: Path, 
 async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_ends_no_epoch(
     recorded: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     run, stop, loop = Run(tmp_path / "run", base), asyncio.Event(), asyncio.get_running_loop()
     run.trainer["sft"] = {"epochs": 5, "batch_tokens": 10, "learning_rate": 0.02}
     config, whole = Config.model_validate(run.settings()), LightningTrainer.save
@@ -340,12 +318,12 @@ async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_end
 
     with monkeypatch.context() as broken:
         broken.setattr(LightningTrainer, "save", full)
-        await train_offline(config, stop, recorded, run.out, partial(OfflineRun, epochs=1))
+        await train_offline(config, stop, recorded, run.out, epochs=1)
     assert list(run.steps()) == [1] and "epochs_done" not in run.steps()[1]
     assert saved(1)
-    await train_offline(config, stop, recorded, run.out, partial(SftRun, publisher=None))  # in the middle of it
+    await train_offline(config, stop, recorded, run.out, method="sft")  # in the middle of it
     assert list(run.steps()) == [1] and saved(1)
-    await train_offline(config, asyncio.Event(), recorded, run.out, partial(OfflineRun, epochs=1))
+    await train_offline(config, asyncio.Event(), recorded, run.out, epochs=1)
     assert list(run.steps()) == [1, 2, 3] and saved(3)
 
 
@@ -364,10 +342,10 @@ async def test_an_epoch_that_was_stopped_at_its_end_ends_also_after_a_run_of_sft
 
     with pytest.MonkeyPatch.context() as stopping:
         stopping.setattr(Steps, "update_metrics", told)
-        await train_offline(config, stop, recorded, run.out, partial(OfflineRun, epochs=1))
+        await train_offline(config, stop, recorded, run.out, epochs=1)
     assert "epochs_done" not in run.steps()[3]
-    await train_offline(config, asyncio.Event(), recorded, run.out, partial(SftRun, publisher=None))
-    await train_offline(config, asyncio.Event(), recorded, run.out, partial(OfflineRun, epochs=2))
+    await train_offline(config, asyncio.Event(), recorded, run.out, method="sft")
+    await train_offline(config, asyncio.Event(), recorded, run.out, epochs=2)
     assert "nothing in the data can be learned from" not in caplog.text
     assert {step: m["epochs_done"] for step, m in run.steps().items() if "epochs_done" in m} == {4: 1, 7: 2}
 
@@ -382,7 +360,7 @@ async def test_rollouts_without_a_task_that_are_not_trained_on_are_told_of(
                 await _rollout(recorder, Store(database), None, f"r{i}", float(i), random.Random(i))
         await database.checkpoint()
     config = Config.model_validate(Run(tmp_path / "run", base).settings())
-    await train_offline(config, asyncio.Event(), source, out, partial(OfflineRun, epochs=1))
+    await train_offline(config, asyncio.Event(), source, out, epochs=1)
     assert "nothing in the data can be learned from" in caplog.text
     assert "3 rollouts have no task: see trainer.lone_rollouts" in caplog.text
 
@@ -397,11 +375,11 @@ async def test_a_judge_that_is_away_ends_no_epoch(
             raise JudgeError("trainer.judge: no answer")
         return "8"
 
-    monkeypatch.setattr("lightning_proxy.trainer.loop.RETRY_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     monkeypatch.setattr(Judge, "_ask", ask)
     run = Run(tmp_path / "run", base, credit="judge", judge={"model": "scripted"})
     config = Config.model_validate(run.settings())
-    await train_offline(config, asyncio.Event(), recorded, run.out, partial(OfflineRun, epochs=1))
+    await train_offline(config, asyncio.Event(), recorded, run.out, epochs=1)
     assert [m["rollouts_trained"] / SIBLINGS for m in run.steps().values()] == [2, 1, 2]
 
 

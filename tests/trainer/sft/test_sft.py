@@ -39,7 +39,6 @@ from lightning_proxy.trainer.sft.traces import NothingToLearn, TraceReader, Trac
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
 from support.paths import TESTS
-from support.small_model import save_small_model
 
 KILLED = TESTS / "support" / "killed.py"
 PROMPT = (0, 5, 6)
@@ -50,11 +49,6 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %} call {{ c.function.name }} {{ c.function.arguments.a }}{% endfor %} <end>\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +356,8 @@ async def test_rl_goes_on_from_the_fine_tuned_weights_with_every_rollout_of_its_
 
         async def run(kind: Any) -> LightningTrainer:
             trainer = LightningTrainer(config.trainer, config.policy)
-            await kind(config, r.store, trainer, None).run(asyncio.Event(), once=True)
+            once = {"once": True} if kind is TrainingLoop else {}
+            await kind(config, r.store, trainer, None).run(asyncio.Event(), **once)
             return trainer
 
         tuned = (await run(SftRun)).adapter()
@@ -386,7 +381,7 @@ async def test_rl_goes_on_from_the_fine_tuned_weights_with_every_rollout_of_its_
 async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_proxy.trainer.sft.sft.RETRY_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     async with recorded(tmp_path) as r:
         for name in ("a", "b"):  # one of them is held out
             await r.rollout(name, 1.0, (10, 11, 1))
@@ -471,11 +466,10 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, arguments: tuple[str,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moments", [("save:5",), ("save:9", "commit:1")], ids="+".join)
-def test_a_killed_run_ends_as_any_other(base: Path, tmp_path: Path, moments: tuple[str, ...]) -> None:
+def test_a_killed_run_ends_as_any_other(base: Path, tmp_path: Path) -> None:
     whole, run = Run(tmp_path / "whole", base), Run(tmp_path / "run", base)
     assert whole.train("--method", "sft")[0] == 0
-    for moment in moments:
+    for moment in ("save:9", "commit:1"):
         code, text = run.train("--method", "sft", script=KILLED, KILL_AT=moment)
         assert code == -signal.SIGKILL, text
     code, text = run.train("--method", "sft")

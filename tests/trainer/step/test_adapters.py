@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.proxy.config.file import load_config
@@ -26,9 +25,9 @@ from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, Roll
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
 from lightning_proxy.trainer.step.adapters import Weights
-from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
+from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
-from support.small_model import VOCABULARY, save_small_model
+from support.small_model import VOCABULARY
 
 OWN = {"writer": ["writer", "rewriter"], "checker": ["checker"]}
 
@@ -111,11 +110,6 @@ async def test_a_version_without_an_agents_adapter_answers_it_with_the_shared_on
 
 
 # What is trained ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("base"))
 
 
 def trainer(base: Path, where: Path, adapters: Any = OWN, **settings: Any) -> LightningTrainer:
@@ -255,19 +249,6 @@ def test_an_agent_may_change_its_adapter_and_that_is_said(
     trainer(base, tmp_path / "a").save(tmp_path / "1")
     trainer(base, tmp_path / "b", {"writer": ["writer"], "checker": ["checker", "rewriter"]}).load(tmp_path / "1")
     assert 'policy.adapters {"writer": ["writer", "rewriter"]' in caplog.text
-
-
-def test_a_checkpoint_from_before_there_could_be_several_is_gone_on_with(base: Path, tmp_path: Path) -> None:
-    before = trainer(base, tmp_path / "a", {})
-    before.step(batch(1, rows("default", 4, 1)))
-    before.save(tmp_path / "1")
-    state = torch.load(tmp_path / "1" / STATE_FILE, weights_only=True)
-    state["adapter"] = state.pop("adapters")["default"]
-    torch.save(state, tmp_path / "1" / STATE_FILE)
-    (tmp_path / "1" / "config.json").unlink()
-    after = trainer(base, tmp_path / "b", {})
-    assert after.load(tmp_path / "1") == 1
-    assert apart(after.adapter(), before.adapter()) == 0.0
 
 
 @pytest.mark.parametrize("name", ["mlp", "weight", "lora"])

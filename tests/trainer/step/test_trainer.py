@@ -277,8 +277,8 @@ def test_metrics_reach_tensorboard_with_those_of_the_batch(model_directory: Path
     learner = trainer(model_directory, tmp_path, report_to=["tensorboard"])
     for step in (7, 8):
         metrics = learner.step(batch(step))
-        learner.report(metrics)
-    learner.close()
+        learner.trackers.report(metrics)
+    learner.trackers.close()
     (file,) = tmp_path.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
     assert {f"train/{tag}" for tag in by_tag(metrics)} == set(events.Tags()["scalars"])
@@ -305,8 +305,8 @@ def test_a_restarted_trainer_goes_on_in_the_same_tensorboard_run(model_directory
     for steps in ((1, 2), (3,)):
         learner = trainer(model_directory, tmp_path, report_to=["tensorboard"])
         for step in steps:
-            learner.report(learner.step(batch(step)))
-        learner.close()
+            learner.trackers.report(learner.step(batch(step)))
+        learner.trackers.close()
     (directory,) = {file.parent for file in tmp_path.rglob("events.out.tfevents.*")}
     events = EventAccumulator(str(directory)).Reload()
     assert [event.step for event in events.Scalars("train/optimizer/loss")] == [1, 2, 3]
@@ -337,10 +337,10 @@ def test_a_tracker_that_breaks_does_not_end_training(
     begins: list[int] = []
     learner = trainer(model_directory, tmp_path)
     learner.add_callback(Breaks())
-    learner.report(learner.step(batch()))
+    learner.trackers.report(learner.step(batch()))
     assert "step 1 did not reach every tracker: the server is away" in caplog.text
     begins.append(1)
     learner = trainer(model_directory, tmp_path)
     learner.add_callback(Breaks())
     with pytest.raises(ConfigError, match="no key for the server"):
-        learner.begin()
+        learner.trackers.begin()

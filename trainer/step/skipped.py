@@ -1,4 +1,4 @@
-"""Why a step is skipped: what in it is not finite, and which rollouts that came from."""
+"""Says why a step is skipped: what is not finite, and in which rollouts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ NAMED = 5
 
 
 def fault_of_loss(rollout_ids: Sequence[str], parts: Mapping[str, Tensor]) -> str:
-    """The first of `parts` (name -> (A, L), its rows of `rollout_ids`) that is not finite, else the loss itself."""
+    """The first of `parts` that is not finite, or else the loss. A part is (A, L), one row for each rollout id."""
     for name, values in parts.items():
         finite = values.isfinite().all(1).tolist()
         if not all(finite):
-            return f"{name} not finite in {named([r for r, fine in zip(rollout_ids, finite, strict=True) if not fine])}"
-    return f"the loss is not finite over {named(rollout_ids)}"
+            bad = [rollout_id for rollout_id, fine in zip(rollout_ids, finite, strict=True) if not fine]
+            return f"{name} not finite in {some_rollouts(bad)}"
+    return f"the loss is not finite over {some_rollouts(rollout_ids)}"
 
 
-def named(rollout_ids: Sequence[str]) -> str:
+def some_rollouts(rollout_ids: Sequence[str]) -> str:
     """The rollouts in words, a few by name."""
     ids = list(dict.fromkeys(rollout_ids))
     more = f" and {len(ids) - NAMED} more" if len(ids) > NAMED else ""

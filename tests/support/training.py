@@ -1,0 +1,229 @@
+"""A training loop on a small model, with vLLM servers that are played over transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from aiohttp import web
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from lightning_proxy.proxy.policy.swap import Swap
+from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.trainer.judge.judge import Judge
+from lightning_proxy.trainer.loop import TrainingLoop
+from lightning_proxy.trainer.publish import Publisher
+from lightning_proxy.trainer.step.trainer import LightningTrainer
+from support.small_model import VOCABULARY
+
+
+class HonestServer:
+    """vLLM's routes as the publisher uses them, over transformers: answers come from the weights that were loaded."""
+
+    def __init__(self, base: Path) -> None:
+        self.base, self.label, self.paused = base, "default", False
+        self.models: dict[str, Any] = {"base": self.open(str(base))}
+
+    def open(self, path: str) -> Any:
+        if (Path(path) / "adapter_config.json").exists():
+            return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.base), path)
+        return AutoModelForCausalLM.from_pretrained(path)
+
+    def load(self, name: str, path: str) -> None:
+        self.models[name] = self.open(path)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.text() or "{}")
+        match request.path:
+            case "/v1/models":
+                data = [
+                    {"id": n, "parent": None if n == "base" else "base", "root": str(self.base)} for n in self.models
+                ]
+                return web.json_response({"data": data})
+            case "/weight_info":
+                return web.json_response({"weight_version": self.label})
+            case "/is_paused":
+                return web.json_response({"is_paused": self.paused})
+            case "/pause" | "/resume":
+                self.paused = request.path == "/pause"
+            case "/collective_rpc":
+                self.load("base", body["kwargs"]["weights_path"])
+            case "/update_weight_version":
+                self.label = body["new_version"]
+            case "/v1/load_lora_adapter":
+                self.load(body["lora_name"], body["lora_path"])
+            case "/v1/unload_lora_adapter":
+                del self.models[body["lora_name"]]
+            case "/v1/completions" if body["model"] not in self.models:
+                return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
+            case "/v1/completions":
+                return web.json_response({"choices": [self.sample(body)]})
+        return web.json_response({})
+
+    @torch.no_grad()
+    def sample(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids, logprobs = list(body["prompt"]), []
+        for _ in range(body["max_tokens"]):
+            found = self.models[body["model"]](input_ids=torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+            ids.append(int(torch.multinomial(found.exp(), 1)))
+            logprobs.append(float(found[ids[-1]]))
+        return {"token_ids": ids[len(body["prompt"]) :], "logprobs": {"token_logprobs": logprobs}}
+
+
+class DeafServer(HonestServer):
+    """Says yes to new weights and goes on serving the old ones."""
+
+    def load(self, name: str, path: str) -> None:
+        self.models[name] = self.models["base"]
+
+
+class RestartingServer(HonestServer):
+    """Restarted when it is first asked (or always, when it is asked) for one adapter: it knows none then."""
+
+    restarts_at, always, restarts = "policy-v1", False, 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        asked = (await request.json())["model"] if request.path == "/v1/completions" else None
+        if asked == self.restarts_at and (self.always or not self.restarts):
+            self.restarts += 1
+            self.models = {"base": self.models["base"]}
+        return await super().handle(request)
+
+
+class Bench:
+    """A store, a server and a trainer; `loop()` is the trainer's process as it is after a start."""
+
+    def __init__(self, config: Config, database: Database, vllm: Any, servers: list[HonestServer]) -> None:
+        self.config, self.vllm = config, vllm
+        self.server, *self.replicas = servers
+        self.store = Store(database)
+        self.random = random.Random(0)
+
+    def loop(self, runs: Any = TrainingLoop, **trainer: Any) -> Any:
+        config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
+        swap = Swap(self.store, self.vllm, self.mode, config.policy.directory)
+        self.trainer = LightningTrainer(config.trainer, config.policy)
+        publisher = Publisher(config.policy, self.store, swap, self.trainer)
+        judge = {"judge": Judge(config.trainer, self.store).missing} if config.trainer.judged else {}
+        return runs(config, self.store, self.trainer, publisher, **judge)
+
+    @property
+    def mode(self) -> Any:
+        return self.config.policy.publish
+
+    async def rollout(
+        self,
+        task: str,
+        reward: float | None,
+        *,
+        version: int = 0,
+        status: str | None = None,
+        answer: int = 4,
+        agent: str | None = None,
+    ) -> str:
+        """One recorded rollout of one call with `answer` tokens, ended with a reward or a status."""
+        ids = tuple(self.random.randrange(2, VOCABULARY) for _ in range(answer))
+        rollout_id = await self.record(task, Choice(0, ids, (-3.0,) * answer, "stop"), version, agent)
+        if reward is not None:
+            await self.store.rewards.post([Reward(rollout_id, reward)], None, b"")
+        if status is not None:
+            await self.store.rollouts.end(rollout_id, status, None)  # type: ignore[arg-type]
+        return rollout_id
+
+    async def record(self, task: str | None, choice: Choice, version: int, agent: str | None = None) -> str:
+        """A rollout of one call, still running."""
+        rollout_id = f"{task}-{self.random.getrandbits(60)}"
+        async with Recorder(self.store, merged=self.mode == "merged") as recorder:
+            request = {"messages": [{"role": "user", "content": task}]}
+            name = RolloutName(rollout_id, task, agent)
+            await recorder.start(
+                CallStart(rollout_id, name, "chat/completions", "policy", version, request, time.time())
+            )
+            await recorder.end(CallEnd(rollout_id, rollout_id, "ok", {}, 200, (0, 5, 6), (choice,)))
+        return rollout_id
+
+    async def sampled(self, task: str | None, version: int) -> None:
+        """A rollout that the server samples, rewarded by its share of even tokens."""
+        answer = self.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
+        ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
+        rollout_id = await self.record(task, Choice(0, ids, logprobs, "stop"), version)
+        await self.store.rewards.post([Reward(rollout_id, fmean(i % 2 == 0 for i in ids))], None, b"")
+
+    async def groups(self, *tasks: str, agent: str | None = None) -> list[str]:
+        """A whole group of every task, with rewards that differ."""
+        size = self.config.trainer.group_size
+        return [await self.rollout(task, float(i % 2), agent=agent) for task in tasks for i in range(size)]
+
+    async def steps_of(self, rollouts: list[str]) -> set[int | None]:
+        return {(await self.store.rollouts.get(r)).step for r in rollouts}
+
+
+@asynccontextmanager
+async def bench(
+    base: Path,
+    tmp_path: Path,
+    publish: str = "merged",
+    server: type[HonestServer] = HonestServer,
+    replicas: Sequence[type[HonestServer]] = (),
+    busy_timeout_s: float = 5.0,
+    policy: dict[str, Any] | None = None,
+    **trainer: Any,
+) -> AsyncIterator[Bench]:
+    servers, runners = [kind(base) for kind in (server, *replicas)], []
+    for played in servers:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", played.handle)
+        runners.append(web.AppRunner(app))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+    url, *others = (f"http://127.0.0.1:{runner.addresses[0][1]}/v1" for runner in runners)
+    settings = {"group_size": 4, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
+    config = Config(
+        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db", busy_timeout_s=busy_timeout_s),
+        upstreams=[UpstreamConfig(name="policy", base_url=url, replicas=others)],
+        policy=PolicyConfig.model_validate(
+            {"model": str(base), "publish": publish, "directory": tmp_path / "policy", **(policy or {})}
+        ),
+        trainer=TrainerConfig.model_validate({**settings, **trainer}),
+    )
+    database = await Database.open(config.store)
+    try:
+        async with operator_session() as session:
+            yield Bench(config, database, VllmFleet(session, config.upstreams[0].urls), servers)
+    finally:
+        await database.close()
+        for runner in runners:
+            await runner.cleanup()
+
+
+async def sample_varied(b: Bench, version: int) -> None:
+    """Rollouts of four tasks that the server samples, rewarded for tokens that differ from each other."""
+    torch.manual_seed(version)
+    for task in ("t1", "t2", "t3", "t4") * 16:
+        answer = b.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
+        ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
+        rollout_id = await b.record(task, Choice(0, ids, logprobs, "stop"), version)
+        await b.store.rewards.post([Reward(rollout_id, len(set(ids)) / 4)], None, b"")
+
+
+ABSURD = {"group_size": 16, "tasks_per_step": 4, "learning_rate": 10.0}
+
+
+OWN_ADAPTERS = {"adapters": {"writer": ["writer", "rewriter"], "checker": ["checker"]}}

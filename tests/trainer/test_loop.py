@@ -1,0 +1,313 @@
+"""The training loop: what a step takes, what it drops, when it begins, and what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.proxy.types import Choice, Reward, RolloutName
+from lightning_proxy.trainer.judge.judge import Judge
+from lightning_proxy.trainer.report.metric_schema import METRICS
+from lightning_proxy.trainer.types import Batch
+from lightning_proxy.trainer.waiting import JudgeError
+from support.small_model import VOCABULARY
+from support.training import (
+    bench,
+)
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_a_step_makes_verified_weights_live(base: Path, tmp_path: Path, publish: str) -> None:
+    async with bench(base, tmp_path, publish) as b:
+        rollouts = await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.version, live.step, live.publish) == (1, 1, publish)
+        assert await b.steps_of(rollouts) == {1}
+        step = await b.store.steps.last()
+        assert step is not None
+        assert (step.version, step.metrics["reward_mean"], step.metrics["rollouts"]) == (1, 0.5, 8)
+        assert not b.server.paused
+
+
+async def test_a_step_reports_every_metric_of_the_schema_and_no_other(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=0.01, kl_metric=True) as b:
+        await b.rollout("t1", 1.0)
+        await asyncio.sleep(0.02)
+        equal = [await b.rollout("t2", 1.0) for _ in range(4)]
+        await b.groups("t4", "t5")
+        await b.loop().run(asyncio.Event(), once=True)
+        step = await b.store.steps.last()
+        assert step is not None
+        assert set(step.metrics) == {*METRICS, "reward_by_task"}
+        # What was looked at before without a step to make of it counts for this one.
+        assert step.metrics["groups"] == 4 and step.metrics["groups_trained"] == 2
+        assert step.metrics["groups_equal"] == 1 and step.metrics["groups_incomplete"] == 1
+        assert step.metrics["rollouts"] == 13 and step.metrics["rollouts_dropped"] == len(equal) + 1
+        assert step.metrics["reward_mean"] == pytest.approx((1 + 4 + 4) / 13)
+        assert step.metrics["reward_by_task"]["t4"] == {"mean": 0.5, "std": 0.5, "rollouts": 4.0}
+        assert (step.metrics["version"], step.metrics["advantage_positive"]) == (1, 0.5)
+        assert step.metrics["forward_backward_s"] <= step.metrics["step_s"]
+        assert "reward_by_task" not in (await b.store.versions.get(1)).metrics
+
+
+async def test_what_teaches_nothing_is_dropped_with_a_reason(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, max_staleness=0) as b:
+        useful = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
+        failed = await b.rollout("t1", None, status="failed")
+        equal = [await b.rollout("t2", 0.5) for _ in range(4)]
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(useful) == {1}
+        reasons = {r: (await b.store.rollouts.get(r)).dropped for r in [failed, *equal]}
+        assert reasons[failed] == "failed or discarded"
+        assert {reasons[r] for r in equal} == {"all rewards of the group are equal"}
+        stale = [await b.rollout(task, float(i % 2)) for task in ("t3", "t4") for i in range(4)]
+        await b.loop().run(asyncio.Event(), once=True)
+        assert {(await b.store.rollouts.get(r)).dropped for r in stale} == {
+            "stale: sampled by too old a policy version"
+        }
+
+
+async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_nothing(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        equal = [await b.rollout(task, 0.5) for task in ("t1", "t2") for _ in range(4)]
+        useful = await b.groups("t3")  # fewer groups than a step usually takes
+        loop = b.loop()
+        await loop.run(asyncio.Event(), once=True)
+        assert {(await b.store.rollouts.get(r)).dropped for r in equal} == {"all rewards of the group are equal"}
+        assert await b.steps_of(useful) == {1}
+        alone = await b.groups("t4")
+        await loop.resume()
+        assert not await loop.train_once()  # without `once` it waits for more
+        assert await b.steps_of(alone) == {None}
+
+
+async def test_once_waits_for_a_judge_that_is_away(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask(self: Judge, question: str) -> str:
+        if "the step waits" not in caplog.text:
+            raise JudgeError("trainer.judge: no answer")
+        return "8"
+
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
+    monkeypatch.setattr(Judge, "_ask", ask)
+    async with bench(base, tmp_path, credit="judge", judge={"model": "scripted"}) as b:
+        judged = await b.groups("t1")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(judged) == {1}
+
+
+async def test_tokens_of_another_tokenizer_end_no_step(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1")
+        for i in range(4):
+            other = await b.record("t2", Choice(0, (VOCABULARY,) * i + (3,), (-1.0,) * (i + 1), "stop"), 0)
+            await b.store.rewards.post([Reward(other, float(i))], None, b"")
+        await b.loop().run(asyncio.Event(), once=True)
+        step = await b.store.steps.last()
+        assert step is not None
+        assert (step.metrics["calls"], step.metrics["calls_other_tokens"], step.metrics["skipped"]) == (5, 3, 0)
+        assert "not the model's tokens" in str((await b.store.rollouts.get(other)).dropped)
+
+
+async def test_rollouts_over_the_models_context_are_left_out_of_a_step(base: Path, tmp_path: Path) -> None:
+    short = shutil.copytree(base, tmp_path / "short")
+    settings = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 7}))
+    async with bench(short, tmp_path) as b:
+        fits = await b.groups("t1", "t2")
+        longer = await b.rollout("t1", 0.5, answer=5)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(fits) == {1}
+        assert (
+            await b.store.rollouts.get(longer)
+        ).dropped == "longer than trainer.max_sample_tokens or the model's context"
+        step = await b.store.steps.last()
+        assert step is not None and (step.metrics["rows_too_long"], step.metrics["skipped"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("settings", [{"baseline": "reinforce_pp"}, {"lone_rollouts": "running"}])
+async def test_the_reward_rises_with_other_baselines_too(base: Path, tmp_path: Path, settings: dict[str, str]) -> None:
+    """Rewarded: the share of even tokens in an answer. Rollouts are sampled by what is served, as an agent's are."""
+    async with bench(base, tmp_path, group_size=8, tasks_per_step=4, learning_rate=0.02, **settings) as b:
+        loop = b.loop()
+        await loop.resume()
+        for step in range(6):
+            for i in range(32):
+                task = None if "lone_rollouts" in settings else f"t{step}-{i // 8}"
+                await b.sampled(task, (await b.store.versions.live()).version)
+            await loop.train_once()  # unless there is nothing left to learn
+        first, *_, last = [step.metrics["reward_mean"] for step in await b.store.steps.all()]
+        assert first < 0.75 and last > 0.9
+        assert not any("warnings" in step.metrics for step in await b.store.steps.all()), "it did not collapse"
+
+
+async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
+        rollouts = [await b.rollout("t1", r) for r in (0.0, 1.0)]
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts) == {None}
+        await asyncio.sleep(1.1)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts) == {1}
+
+
+async def test_evaluations_and_untold_rollouts_are_never_trained_on(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=0.01) as b:
+        running = await b.rollout("t1", None)
+        await b.store.rollouts.open([(RolloutName("e1", "t2", None, "eval"), "h")], {})
+        await b.store.rewards.post([Reward("e1", 1.0)], None, b"")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of([running, "e1"]) == {None}
+        assert await b.store.steps.last() is None
+
+
+async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        rollouts = await b.groups("t1", "t2")
+        loop = b.loop()
+        whole = b.trainer.step
+
+        def poisoned(batch: Batch) -> dict[str, float]:
+            samples = tuple(replace(s, advantages=tuple(float("nan") for _ in s.advantages)) for s in batch.samples)
+            return whole(replace(batch, samples=samples))
+
+        monkeypatch.setattr(b.trainer, "step", poisoned)
+        await loop.run(asyncio.Event(), once=True)
+        last = await b.store.steps.last()
+        assert last is not None
+        assert (last.metrics["skipped"], last.version) == (1.0, None)
+        assert "advantages not finite in rollouts " in last.metrics["skipped_because"]
+        assert (await b.store.versions.live()).version == 0
+        assert await b.steps_of(rollouts) == {1}
+
+
+async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
+        [await b.rollout("t1", None, status=status) for status in ("completed", "failed")]
+        late = [await b.rollout("t2", None, status="completed") for _ in range(4)]
+        await asyncio.sleep(1.1)
+        new = await b.rollout("t1", 1.0)
+        await b.store.rewards.post([Reward(late[0], 1.0)], None, b"")  # the others' rewards are on their way
+        await b.loop().run(asyncio.Event(), once=True)
+        for waiting in (new, late[0]):
+            assert (await b.store.rollouts.get(waiting)).dropped is None
+
+
+async def test_a_reward_that_asks_for_it_offers_the_whole_group_again(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        rollouts = await b.groups("t1", "t2")
+        equal = [await b.rollout("t3", 0.5) for _ in range(4)]
+        await b.loop().run(asyncio.Event(), once=True)
+        for changed in (rollouts[0], equal[0]):
+            await b.store.rewards.post([Reward(changed, 0.7, retrain=True)], None, b"")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts[:4] + equal) == {2}
+        assert await b.steps_of(rollouts[4:]) == {1}
+
+
+async def test_rewards_of_calls_stand_in_for_the_rollouts_own(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        rollouts = [await b.rollout("t1", None) for _ in range(4)]
+        for i, rollout in enumerate(rollouts):
+            await b.store.rewards.post([Reward(rollout, float(i), call_id=rollout, final=True)], None, b"")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts) == {1}
+        last = await b.store.steps.last()
+        assert last is not None and last.metrics["reward_mean"] == 1.5
+
+
+async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        untold = [await b.rollout("t1", None, status="completed") for _ in range(4)]
+        waiting = await b.rollout("t1", 1.0)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of([*untold, waiting]) == {None}
+        assert (await b.store.rollouts.get(waiting)).dropped is None
+
+
+async def test_a_running_sibling_holds_nobody_up_and_its_late_result_is_kept(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
+        quick = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
+        slow = await b.rollout("t1", None)
+        loop, stop = b.loop(), asyncio.Event()
+        training = asyncio.create_task(loop.run(stop))
+        while await b.steps_of(quick) != {1}:
+            assert not training.done()
+            await asyncio.sleep(0.02)
+        assert (await b.store.rollouts.get(slow)).status == "running"
+        await b.store.rewards.post([Reward(slow, 0.5)], None, b"")
+        while (await b.store.rollouts.get(slow)).dropped is None:
+            assert not training.done()
+            await asyncio.sleep(0.02)
+        stop.set()
+        await training
+        late = await b.store.rollouts.get(slow)
+        assert (late.dropped, late.reward, late.step) == ("no siblings", 0.5, None)
+        last = await b.store.steps.last()
+        assert last is not None and last.step == 1
+
+
+async def test_agents_go_on_while_a_step_is_computed_and_what_they_do_is_the_next_steps(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        first = await b.groups("t1", "t2")
+        loop = b.loop()
+        computing, go_on, whole = threading.Event(), threading.Event(), b.trainer.step
+
+        def held(batch: Batch) -> dict[str, float]:
+            computing.set()
+            assert go_on.wait(30)
+            return whole(batch)
+
+        monkeypatch.setattr(b.trainer, "step", held)
+        training = asyncio.create_task(loop.run(asyncio.Event(), once=True))
+        while not computing.is_set():
+            await asyncio.sleep(0.01)
+        second = await b.groups("t3", "t4")  # recorded and rewarded meanwhile
+        assert not training.done()
+        go_on.set()
+        await training
+        assert await b.steps_of(first) == {1}
+        assert await b.steps_of(second) == {2}
+
+
+async def test_no_step_is_taken_before_its_round_is_due(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    schedule = {"when": "rollouts", "every_rollouts": 12}
+    async with bench(base, tmp_path, schedule=schedule, poll_s=0.01, max_steps=2) as b:
+        early = await b.groups("t1", "t2")  # enough for a step
+        training = asyncio.create_task(b.loop().run(asyncio.Event()))
+        while "the trainer waits for 12 complete rollouts, 8 so far" not in caplog.text:
+            assert not training.done() and await b.steps_of(early) == {None}
+            await asyncio.sleep(0.01)
+        late = await b.groups("t3")
+        await training
+        assert (await b.steps_of(early), await b.steps_of(late)) == ({1}, {2})
+
+
+async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, schedule={"when": "rollouts", "every_rollouts": 9}) as b:
+        await b.rollout("t0", 1.0)  # its siblings are still running, which keeps the round open
+        await b.groups("t1", "t2")
+        loop = b.loop()
+        await loop.resume()
+        assert [await loop._train_when_due(once=False) for _ in range(2)] == [True, False]
+        late = await b.groups("t3")
+        assert not await loop._train_when_due(once=False), "5 of 9 wait"
+        assert await b.steps_of(late) == {None}
+        late += await b.groups("t4")
+        assert await loop._train_when_due(once=False), "enough for another round"
+        assert await b.steps_of(late) == {2}

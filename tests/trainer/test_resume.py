@@ -1,0 +1,177 @@
+"""What a killed or stopped trainer leaves behind, and that the next one goes on from there."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_proxy.proxy.errors import (
+    PublishError,
+    StoreUnavailable,
+    UpstreamUnreachable,
+)
+from lightning_proxy.proxy.policy.vllm import VllmServer
+from lightning_proxy.trainer.types import Batch
+from support.training import (
+    DeafServer,
+    bench,
+)
+
+
+async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_told(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        loop, told = b.loop(), []
+        with monkeypatch.context() as killed:
+            killed.setattr(b.trainer.trackers, "report", None)
+            with pytest.raises(TypeError):
+                await loop.run(asyncio.Event(), once=True)
+        for _ in range(2):
+            loop = b.loop()
+            monkeypatch.setattr(b.trainer.trackers, "report", told.append)
+            await loop.run(asyncio.Event(), once=True)
+        assert [metrics["version"] for metrics in told] == [1]
+
+
+@pytest.mark.parametrize("moment", ["step", "save", "commit", "publish"])
+async def test_after_a_crash_every_rollout_is_trained_once(
+    base: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(Exception):
+        pass
+
+    def crash(*_: Any, **__: Any) -> Any:
+        raise Crash
+
+    async with bench(base, tmp_path) as b:
+        first = await b.groups("t1", "t2")
+        second = await b.groups("t3", "t4")
+        loop = b.loop()
+        await loop.resume()
+        assert await loop.train_once()
+        target, name = {
+            "step": (b.trainer, "step"),
+            "save": (b.trainer, "save"),
+            "commit": (b.store.steps, "trained"),
+            "publish": (VllmServer, "sample"),
+        }[moment]
+        with monkeypatch.context() as broken:
+            broken.setattr(target, name, crash)
+            with pytest.raises(Crash):
+                await loop.train_once()
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(first) == {1}
+        assert await b.steps_of(second) == {2}
+        last, live = await b.store.steps.last(), await b.store.versions.live()
+        assert last is not None
+        assert (last.step, last.version) == (2, live.version)
+        assert b.server.label == f"{live.version}-{int(live.created_at)}"
+        assert {v.status for v in await b.store.versions.all()} <= {"live", "ready", "failed"}
+
+
+async def test_weights_that_were_not_verified_yet_are_verified_after_a_restart(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path, server=DeafServer) as b:
+        await b.groups("t1", "t2")
+        loop = b.loop()
+        with monkeypatch.context() as killed:
+            killed.setattr(VllmServer, "sample", None)  # the trainer dies at its first use
+            with pytest.raises(TypeError):
+                await loop.run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.version, live.verified) == (1, False)
+        with pytest.raises(PublishError, match="does not serve the weights"):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.store.versions.live()).version == 0
+        assert (await b.store.versions.get(1)).status == "failed"
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_a_trainer_that_is_stopped_waits_for_no_vllm_and_the_next_one_finishes(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, publish: str
+) -> None:
+    async def away(*_: Any) -> Any:
+        raise UpstreamUnreachable("away")
+
+    async with bench(base, tmp_path, publish) as b:
+        await b.groups("t1", "t2")
+        stop = asyncio.Event()
+        with monkeypatch.context() as broken:
+            broken.setattr(VllmServer, "sample", away)
+            broken.setattr("lightning_proxy.trainer.waiting.RETRY_S", 3600.0)
+            training = asyncio.create_task(b.loop().run(stop, once=True))
+            while "verifying the published weights waits" not in caplog.text:
+                assert not training.done()
+                await asyncio.sleep(0.01)
+            stop.set()
+            await training
+        assert (await b.store.versions.get(1)).status == ("live" if publish == "merged" else "publishing")
+        assert not (await b.store.versions.get(1)).verified
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.step, live.verified) == (1, True)
+
+
+@pytest.mark.parametrize("moment", ["claim", "trained", "set_live", "update_metrics"])
+async def test_a_store_that_is_locked_for_long_is_waited_for(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.05)
+    async with bench(base, tmp_path, busy_timeout_s=0.1) as b:
+        rollouts = await b.groups("t1", "t2")
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        part = b.store.versions if moment == "set_live" else b.store.steps
+        unlocked = getattr(part, moment)
+
+        async def locked(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setattr(part, moment, unlocked)
+            other.execute("BEGIN IMMEDIATE")
+            return await unlocked(*args, **kwargs)
+
+        monkeypatch.setattr(part, moment, locked)
+        training = asyncio.create_task(b.loop().run(asyncio.Event(), once=True))
+        while "cannot be written" not in caplog.text:
+            assert not training.done()
+            await asyncio.sleep(0.01)
+        other.execute("COMMIT")
+        await training
+        other.close()
+        last = await b.store.steps.last()
+        assert last is not None and "publish_s" in last.metrics
+        assert await b.steps_of(rollouts) == {last.step}
+        live = await b.store.versions.live()
+        assert (live.step, live.verified) == (last.step, True)
+
+
+async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_base(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        loop, began, failures = b.loop(), [], [StoreUnavailable("the store cannot be read")]
+        step, first_steps = b.trainer.step, b.store.steps.first
+
+        def watched(batch: Batch) -> dict[str, float]:
+            began.append((b.trainer.adapter(), len(b.trainer.optimizer.state)))
+            return step(batch)
+
+        async def fails_once(limit: int) -> Any:  # between the step and its commit
+            if began and failures:
+                raise failures.pop()
+            return await first_steps(limit)
+
+        monkeypatch.setattr(b.trainer, "step", watched)
+        monkeypatch.setattr(b.store.steps, "first", fails_once)
+        await loop.run(asyncio.Event(), once=True)
+        (first, moments), (again, moments_again) = began
+        assert (moments, moments_again) == (0, 0)
+        assert all(torch.equal(first[name], again[name]) for name in first)

@@ -1,0 +1,52 @@
+"""The files of policy versions, and which of them are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Set
+from contextlib import suppress
+from pathlib import Path
+
+from ...proxy.config.policy import PolicyConfig
+from ...proxy.errors import LightningError
+from ...proxy.policy.swap import Swap
+from ...proxy.store.store import Store
+from ...proxy.types import PolicyVersion
+
+
+class VersionFiles:
+    """The directories of policy versions, `policy.directory`/versions/vN."""
+
+    def __init__(self, config: PolicyConfig, store: Store, swap: Swap) -> None:
+        self._config = config
+        self._store = store
+        self._swap = swap
+        self._directory = config.directory.absolute() / "versions"
+
+    def path(self, version: int) -> Path:
+        return self._directory / f"v{version}"
+
+    async def delete(self, version: int) -> None:
+        await asyncio.to_thread(shutil.rmtree, self.path(version), ignore_errors=True)
+
+    async def remove(self, version: PolicyVersion) -> None:
+        """Unload the version from vLLM and delete its files. It can never be promoted again."""
+        if self._swap.mode == "lora":
+            with suppress(LightningError):  # a server that is away has unloaded it already
+                await self._swap.unload(version)
+        await self._store.versions.forget_files(version.version)
+        await self.delete(version.version)
+
+    async def prune(self, keep: Set[int]) -> None:
+        """Remove all versions but the newest, the live one, those of running rollouts, and those in `keep`."""
+        versions = [v for v in await self._store.versions.all() if v.path is not None]
+        kept = {v.version for v in versions[-self._config.keep_versions :]} | {
+            (await self._store.versions.live()).version
+        }
+        if self._swap.mode == "lora":
+            kept |= await self._store.versions.pinned(time.time() - self._config.pin_timeout_s)
+        for version in versions:
+            if version.version not in kept | keep:
+                await self.remove(version)

@@ -1,0 +1,117 @@
+"""Puts the trainer together: the core's loop, and the side rooms that the configuration asks for.
+
+The side rooms are `judge/`, `sft/`, `offline/` and `distributed/`. Only this module imports them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from ..proxy.config.root import Config
+from ..proxy.errors import ConfigError
+from ..proxy.policy.mode import publish_mode
+from ..proxy.policy.swap import Swap
+from ..proxy.policy.vllm import VllmFleet, operator_session
+from ..proxy.store.database import opened
+from ..proxy.store.store import Store
+from .collect.siblings import AskJudge
+from .distributed import ranks
+from .judge.judge import Judge
+from .loop import Show, TrainingLoop, show_nothing
+from .offline import data
+from .offline.offline import OfflineRun, offline_config, save_weights
+from .publish import Publisher
+from .sft.sft import SftRun
+from .step.trainer import LightningTrainer
+from .types import Method
+
+
+async def train(
+    config: Config, stop: asyncio.Event, *, once: bool = False, show: Show = show_nothing, method: Method = "rl"
+) -> None:
+    """Train on the configured store and publish to its vLLM until `stop` is set; `show` every step."""
+    upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
+    if upstream is None:
+        raise ConfigError("upstreams: the trainer needs one of kind vllm")
+    mode = publish_mode(config)
+    data.check_store(config)
+    with only_trainer(config.policy.directory):
+        async with _trainer(config) as trainer, opened(config.store) as database, operator_session() as session:
+            store = Store(database)
+            vllm = VllmFleet(session, upstream.urls, upstream.credentials)
+            publisher = Publisher(config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer)
+            if method == "sft":
+                await SftRun(config, store, trainer, publisher, show).run(stop)
+            else:
+                judge = _judge(config, store)
+                loop = TrainingLoop(config, store, trainer, publisher, show=show, judge=judge)
+                await loop.run(stop, once=once)
+
+
+async def train_offline(
+    config: Config,
+    stop: asyncio.Event,
+    source: Path | None,
+    directory: Path | None,
+    *,
+    epochs: int = 1,
+    method: Method = "rl",
+    show: Show = show_nothing,
+) -> None:
+    """Train on `source` (a store or an export; None: the configured store), which is only read."""
+    directory = (directory or config.policy.directory / "offline").expanduser().absolute()
+    with only_trainer(directory):
+        store_config = await data.prepare(source or config.store.path, directory)
+        config = offline_config(config, directory, store_config)
+        async with _trainer(config) as trainer:
+            async with opened(store_config) as database:
+                store = Store(database)
+                if method == "sft":
+                    last = await SftRun(config, store, trainer, None, show).run(stop)
+                else:
+                    last = await OfflineRun(config, store, trainer, epochs, _judge(config, store)).run(stop)
+            if last is not None:
+                if stop.is_set():  # the trainer's own weights may be on their way to the next step
+                    await asyncio.to_thread(trainer.load, Path(str(last.checkpoint)))
+                await asyncio.to_thread(save_weights, config, trainer, last.step)
+
+
+def follow(config: Config) -> None:
+    """Do what the leading process does, until it ends. All other processes of a launcher run this."""
+    processes = ranks.Ranks()
+    processes.follow(LightningTrainer(config.trainer, config.policy, processes))
+
+
+@contextmanager
+def only_trainer(directory: Path) -> Iterator[None]:
+    """Lock the directory: two trainers of one policy would overwrite each other's checkpoints.
+
+    The lock goes with the process.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "trainer.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another trainer works on {directory}; stop it first") from None
+        yield
+
+
+@asynccontextmanager
+async def _trainer(config: Config) -> AsyncIterator[LightningTrainer]:
+    """A trainer in this process and those that the launcher started beside it."""
+    processes = ranks.processes()
+    trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy, processes)
+    try:
+        yield trainer
+        processes.end()  # not after an error, which the other processes must take for a failure
+    finally:
+        trainer.trackers.close()
+
+
+def _judge(config: Config, store: Store) -> AskJudge | None:
+    return Judge(config.trainer, store).missing if config.trainer.judged else None

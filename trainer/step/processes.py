@@ -1,0 +1,89 @@
+"""The processes that compute a step together. The core has one; `distributed/` has several."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from torch import Tensor, nn
+
+from ..rows.microbatches import MicroBatch, TreeCost
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Pass(NamedTuple):
+    """A forward and backward pass over a micro-batch.
+
+    `counts` is false where another process needs this one's part of the model for a pass of its own.
+    """
+
+    micro_batch: MicroBatch
+    counts: bool
+
+
+class Processes:
+    """A single process. Several processes override these methods (`distributed.ranks.Ranks`).
+
+    Process 0 leads: it alone talks to the store and to vLLM. If the base model is `sharded`, all processes must make
+    the same passes.
+    """
+
+    rank = 0
+    sharded = False
+
+    def prepare(self, accelerator: Any, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Move the model to its device and wrap the optimizer, as `accelerator.prepare` does."""
+        return accelerator.prepare(model, optimizer)
+
+    def together(self, method: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Have the other processes call the trainer's `method` while the block runs."""
+        return nullcontext()
+
+    def passes(self, parts: Sequence[MicroBatch], cost: TreeCost) -> list[Pass]:
+        """The passes of a step that this process makes."""
+        return [Pass(part, True) for part in parts]
+
+    def gathered(self, value: T) -> list[T]:
+        """The `value` of every process, in order of rank."""
+        return [value]
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients over all processes, in each of them."""
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """The weight itself. A sharded one is gathered, which every process has to take part in."""
+        return weight
+
+    def alone(self, accelerator: Any) -> Any:
+        """The accelerator of this process without the others: it gathers and sums nothing."""
+        return accelerator
+
+    def end(self) -> None:
+        """Let the other processes end."""
+
+
+def on_every_process(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Run a trainer's method in all processes at the same time, with the arguments that process 0 calls it with."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.processes.together(method.__name__, *args, **kwargs):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def on_every_shard(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Like `on_every_process` if the base model is sharded; otherwise process 0 runs the method by itself."""
+    everywhere = on_every_process(method)
+
+    @functools.wraps(method)
+    def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return (everywhere if self.processes.sharded else method)(self, *args, **kwargs)
+
+    return run

@@ -1,0 +1,53 @@
+"""The trainer's configuration as TRL and PEFT take it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig
+
+from ...proxy.config.trainer import TrainerConfig
+from ..report.trackers import PROJECT
+from .losses import loss_arguments
+
+ENDLESS = 10**9  # steps, for schedules of a run without `trainer.max_steps`
+
+
+def lora_config(config: TrainerConfig) -> LoraConfig:
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=config.lora_targets,
+    )
+
+
+def grpo_config(config: TrainerConfig, output_dir: Path, run_name: str) -> GRPOConfig:
+    cuda = torch.cuda.is_available()
+    dtype = {"auto": "bfloat16" if cuda else "float32"}.get(config.dtype, config.dtype)
+    return GRPOConfig(
+        output_dir=str(output_dir),
+        model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa"},
+        use_cpu=not cuda,
+        bf16=cuda and dtype == "bfloat16",
+        gradient_checkpointing=cuda,
+        **loss_arguments(config),
+        disable_dropout=True,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler,
+        warmup_steps=config.warmup_steps,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        report_to=config.report_to or "none",
+        run_name=run_name,
+        project=PROJECT,
+        # These have no effect outside `train()`, but TRL checks that they fit together.
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_steps=config.max_steps or ENDLESS,
+        save_strategy="no",
+        disable_tqdm=True,
+    )

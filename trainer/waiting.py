@@ -1,0 +1,31 @@
+"""How the trainer waits for what is away: the store, a full disk, vLLM, the judge."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from ..proxy.errors import LightningError
+
+RETRY_S = 2.0
+
+
+class Stopped(Exception):
+    """The trainer was told to stop while it waited."""
+
+
+class JudgeError(LightningError):
+    """The judge cannot be reached, or refuses. Its earlier scores are stored; the step asks for the rest again."""
+
+
+async def pause(stop: asyncio.Event, seconds: float | None = None) -> None:
+    """Wait for so many seconds (by default RETRY_S), or until `stop` is set."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), RETRY_S if seconds is None else seconds)
+
+
+async def before_retry(stop: asyncio.Event) -> None:
+    """Wait before the next try. Raises Stopped if `stop` is set by then."""
+    await pause(stop)
+    if stop.is_set():
+        raise Stopped
