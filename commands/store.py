@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,8 +81,6 @@ def info_text(found: dict[str, Any], now: float) -> str:
         lines.append(f"the oldest rollout was opened {duration(now - found['oldest'])} ago")
     kept = [f"{limits['max_age_days']:g} days" if limits["max_age_days"] else "", _gib(limits["max_gib"])]
     lines.append(f"kept: {' and '.join(filter(None, kept)) or 'everything'} (store.retention)")
-    if not found["gives_back"]:
-        lines.append("made by an earlier version: free space is used again, but given back by `store compact` only")
     return "\n".join(lines)
 
 
@@ -92,43 +89,20 @@ def _gib(value: float | None) -> str:
 
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
-    """The file before and after; LightningError for an old one that is in use."""
+    """Give back what is free; the file before and after."""
     from rich.console import Console
     from rich.progress import Progress
 
     from ..proxy.store.database import opened
-    from ..proxy.store.retention import give_back, keeping, read_pages, rewrite
+    from ..proxy.store.retention import give_back, read_pages
 
     async with opened(config) as database:
         before = await read_pages(database)
-        if before.gives_back:
-            with Progress(console=Console(stderr=True)) as progress:
-                bar = progress.add_task("giving back", total=before.free)
-                await give_back(
-                    database, on_step=lambda pages: progress.update(bar, completed=before.free - pages.free)
-                )
-            await database.checkpoint()
-            return before, await read_pages(database)
-    with keeping(database.path) as alone:
-        _require_room(database.path, before, alone=alone)
-        rewrite(database.path)
-    async with opened(config) as database:
+        with Progress(console=Console(stderr=True)) as progress:
+            bar = progress.add_task("giving back", total=before.free)
+            await give_back(database, on_step=lambda pages: progress.update(bar, completed=before.free - pages.free))
+        await database.checkpoint()
         return before, await read_pages(database)
-
-
-def _require_room(path: Path, pages: Pages, *, alone: bool) -> None:
-    from ..proxy.errors import LightningError
-    from .formats import size
-
-    if not alone:
-        raise LightningError(
-            f"{path} was made by an earlier version and has to be written anew once, and nothing can be recorded "
-            "meanwhile: stop proxy and trainer, then run `store compact` again"
-        )
-    if (room := shutil.disk_usage(path.parent).free) < 2 * pages.used:
-        raise LightningError(
-            f"writing {path} anew takes {size(2 * pages.used)} on its disk, where {size(room)} are free"
-        )
 
 
 def _store_of(context: typer.Context) -> StoreConfig:

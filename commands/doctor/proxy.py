@@ -26,8 +26,7 @@ async def check_store(config: StoreConfig) -> Check:
     try:
         database = await Database.open(config)
         try:
-            async with database.transaction():
-                pass  # BEGIN IMMEDIATE takes the write lock
+            await database.commit([])  # takes the write lock
         finally:
             await database.close()
     except StoreUnavailable as error:

@@ -16,21 +16,21 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import aiosqlite
+from typing import Any, TypeVar
 
 from ..config.root import Config
-from ..errors import LightningError, StoreUnavailable
+from ..errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
 from .database import Database
 from .idempotency import IDEMPOTENT_FORGET
 from .waiting import HAS_REWARD, IS_OWN
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DAY = 86400.0
 EVERY_S = 60.0
@@ -42,6 +42,7 @@ LOOK = 200  # rows in one look
 STEP_S = 0.01  # that one of our transactions may take, about
 PAUSE = 4  # times as long as it took, for everybody else
 GIVE_BACK = 256  # pages in one transaction
+WRITTEN = 2**20  # bytes that one transaction writes, about
 SPARE = 0.05  # of the file may stay free: the next records need it
 
 # Nothing happens in a rollout that ended before :before, has no call under way, and does not belong to a step that is
@@ -64,10 +65,9 @@ FROM rollouts WHERE n > :after ORDER BY n LIMIT :limit
 """
 ROLLOUT_FORGET = f"DELETE FROM rollouts WHERE n = :n AND {_IS_OVER} RETURNING rollout_id"
 PAGES = """
-SELECT page_size * page_count AS bytes, page_size * freelist_count AS free, auto_vacuum = 2 AS gives_back
-FROM pragma_page_size, pragma_page_count, pragma_freelist_count, pragma_auto_vacuum
+SELECT page_size * page_count AS bytes, page_size * freelist_count AS free
+FROM pragma_page_size, pragma_page_count, pragma_freelist_count
 """
-REWRITE = ("PRAGMA auto_vacuum = INCREMENTAL", "VACUUM")
 STORE_TOTALS = """
 SELECT (SELECT COUNT(*) FROM calls) AS calls, (SELECT COUNT(*) FROM rewards) AS rewards,
        (SELECT MIN(created_at) FROM rollouts WHERE n = (SELECT MIN(n) FROM rollouts)) AS oldest
@@ -86,11 +86,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The file's size and what of it is free, in bytes; whether it can be given back bit by bit."""
+    """The file's size and what of it is free, in bytes."""
 
     bytes: int
     free: int
-    gives_back: bool
 
     @property
     def used(self) -> int:
@@ -154,13 +153,17 @@ class Keeper:
     async def _delete(self, numbers: list[int], cut: Cut, reason: str, limit: float = -1.0) -> bool:
         """Delete rollouts in short transactions; stops, with True, once no more than `limit` bytes are used."""
         enough, left = False, deque(numbers)
+
+        def work(db: sqlite3.Connection, until: float) -> list[sqlite3.Row]:
+            nonlocal enough
+            deleted = list[sqlite3.Row]()
+            while left and not enough and time.perf_counter() < until:
+                deleted += db.execute(ROLLOUT_FORGET, {"n": left.popleft(), **asdict(cut)}).fetchall()
+                enough = limit >= 0 and _read_pages(db.execute(PAGES)).used <= limit
+            return deleted
+
         while left and not enough:
-            deleted: list[sqlite3.Row] = []
-            async with _in_passing(self._db) as (db, until):
-                while left and not enough and time.perf_counter() < until:
-                    deleted += await db.execute_fetchall(ROLLOUT_FORGET, {"n": left.popleft(), **asdict(cut)})
-                    enough = limit >= 0 and _read_pages(await db.execute_fetchall(PAGES)).used <= limit
-            for row in deleted:
+            for row in await _in_passing(self._db, work):
                 self._on_delete(row["rollout_id"], reason)
         return enough
 
@@ -175,32 +178,20 @@ class Keeper:
     async def _forget_old(self, statement: str, before: float, most: float = math.inf) -> None:
         """Run a DELETE of `LOOK` rows as long as there are any, for `most` rows."""
         while most > 0:
-            limit = int(min(LOOK, most))
-            async with _in_passing(self._db) as (db, _):
-                count = (await db.execute(statement, {"before": before, "limit": limit})).rowcount
-            most = most - count if count == limit else 0
+            row = {"before": before, "limit": int(min(LOOK, most))}
+            count = await _in_passing(self._db, lambda db, _, row=row: db.execute(statement, row).rowcount)  # type: ignore[misc]
+            most = most - count if count == row["limit"] else 0
 
 
 async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[Pages], None] = lambda _: None) -> None:
-    """Shorten the file, in small steps, until no more than `spare` of it is free; an older file is left as it is."""
+    """Shorten the file, in small steps, until no more than `spare` of it is free."""
     pages = await read_pages(database)
-    while pages.gives_back and pages.free > spare * pages.bytes:
-        async with _in_passing(database) as (db, _):
-            await db.execute_fetchall(f"PRAGMA incremental_vacuum({GIVE_BACK})")
+    while pages.free > spare * pages.bytes:
+        await _in_passing(database, lambda db, _: db.execute(f"PRAGMA incremental_vacuum({GIVE_BACK})").fetchall())
         before, pages = pages, await read_pages(database)
         on_step(pages)
         if pages.free >= before.free:
             return
-
-
-def rewrite(store: Path) -> None:
-    """Write an older file anew, so that it can give space back from now on; nobody else can write meanwhile."""
-    try:
-        with closing(sqlite3.connect(store, isolation_level=None)) as connection:
-            for statement in REWRITE:
-                connection.execute(statement)
-    except sqlite3.DatabaseError as error:
-        raise StoreUnavailable(f"store {store} could not be written anew, and is as it was: {error}") from error
 
 
 async def read_pages(database: Database) -> Pages:
@@ -216,7 +207,7 @@ async def read_totals(database: Database) -> dict[str, Any]:
 
 def _read_pages(rows: Iterable[sqlite3.Row]) -> Pages:
     (row,) = rows
-    return Pages(row["bytes"], row["free"], bool(row["gives_back"]))
+    return Pages(row["bytes"], row["free"])
 
 
 @contextmanager
@@ -231,10 +222,15 @@ def keeping(store: Path) -> Iterator[bool]:
             yield True
 
 
-@asynccontextmanager
-async def _in_passing(database: Database) -> AsyncIterator[tuple[aiosqlite.Connection, float]]:
-    """A transaction that should be over at the time given (of `perf_counter`), and a pause for everybody else."""
-    async with database.transaction() as db:
+async def _in_passing(database: Database, work: Callable[[sqlite3.Connection, float], T]) -> T:
+    """Do `work` in a transaction, until about the time that it is given (of `perf_counter`); then let others write."""
+    began = 0.0
+
+    def timed(db: sqlite3.Connection) -> T:
+        nonlocal began
         began = time.perf_counter()
-        yield db, began + STEP_S
+        return work(db, began + STEP_S)
+
+    done = await database.write(timed, WRITTEN)
     await asyncio.sleep(PAUSE * (time.perf_counter() - began))
+    return done

@@ -468,9 +468,10 @@ async def test_what_was_quiet_the_longest_is_forgotten(
     for i in range(5):
         await conversations.answered("k", f"r{i}", {"messages": [user(f"{i}")]}, answer_of("hello"))
     database = conversations.database
-    async with database.transaction() as db:  # just now, and not in 1970
-        for table in ("conversation_points", "conversation_tips"):
-            await db.execute(f"UPDATE {table} SET at = at + {time.time()} - 1000")
+    later = [
+        f"UPDATE {table} SET at = at + {time.time()} - 1000" for table in ("conversation_points", "conversation_tips")
+    ]
+    await database.commit([(statement, [{}]) for statement in later])  # just now, and not in 1970
     await Keeper(database, Config(), lambda *_: None).tidy()
     follow = [{"messages": [user(f"{i}"), {"role": "assistant", "content": "hello"}, user("x")]} for i in range(5)]
     assert [await conversations.find("k", request) for request in follow] == [None, None, "r2", "r3", "r4"]

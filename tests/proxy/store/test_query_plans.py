@@ -44,7 +44,7 @@ PAGES = {
 STATEMENTS = PAGES | dict(statements())
 
 # Grow with steps, versions and keys, not with calls; or are no tables.
-SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "CONSTANT", "recent"}
+SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sqlite_master", "CONSTANT", "recent"}
 # Run by `keys purge` and `store info`, when a rollout is deleted, now and then, or over what its index holds.
 WHOLE = {
     "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "PAGES", "CLAIMABLE_GROUPS",

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.store import read_info, shorten
+from lightning_proxy.commands.store import shorten
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import RetentionConfig, StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database, opened
 from lightning_proxy.proxy.store.retention import (
@@ -24,7 +23,6 @@ from lightning_proxy.proxy.store.retention import (
     ROLLOUT_FORGET,
     ROLLOUTS_OVER,
     Keeper,
-    give_back,
     keeping,
     read_pages,
 )
@@ -59,10 +57,10 @@ class Recorded:
             await self.store.rollouts.end(name, "failed", None)
         elif ended is not None:
             await self.store.rewards.post([Reward(name, reward or 0.0, final=True)], None, b"")
-        async with self.database.transaction() as db:
-            at = None if ended is None else NOW - ended * DAY
-            row = {"id": name, "ended": at, "asked": start}
-            await db.execute("UPDATE rollouts SET ended_at = :ended, created_at = :asked WHERE rollout_id = :id", row)
+        at = None if ended is None else NOW - ended * DAY
+        row = {"id": name, "ended": at, "asked": start}
+        statement = "UPDATE rollouts SET ended_at = :ended, created_at = :asked WHERE rollout_id = :id"
+        await self.database.commit([(statement, [row])])
 
     async def tidy(self, **retention: float) -> set[str]:
         """What is left."""
@@ -180,8 +178,7 @@ async def test_a_freed_file_shrinks_on_disk_while_it_is_written(recorded: Record
 async def test_answers_to_repeated_posts_are_forgotten_after_a_week(recorded: Recorded) -> None:
     await recorded.rollout("r", ended=None)
     await recorded.store.rewards.post([Reward("r", 1.0)], "old", b"a")
-    async with recorded.database.transaction() as db:
-        await db.execute("UPDATE idempotency SET created_at = created_at - 8 * 86400")
+    await recorded.database.commit([("UPDATE idempotency SET created_at = created_at - 8 * 86400", [{}])])
     await recorded.store.rewards.post([Reward("r", 1.0)], "new", b"a")
     await recorded.tidy()
     assert [row["key"] for row in await recorded.database.all("SELECT key FROM idempotency")] == ["new"]
@@ -194,14 +191,6 @@ async def test_one_process_at_a_time_keeps_a_store(tmp_path: Path) -> None:
         assert third
 
 
-async def test_a_file_that_cannot_give_back_is_left_as_it_is(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "old.db") as old:
-        old.execute("CREATE TABLE made_before (x)")
-    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/old.db")) as database:
-        assert not (await read_pages(database)).gives_back
-        await give_back(database)
-
-
 async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: Recorded, tmp_path: Path) -> None:
     for i in range(20):
         await recorded.rollout(f"r{i}", ended=0, size=2**18)
@@ -212,20 +201,6 @@ async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: 
     assert before.bytes > 5 * 2**20
     assert (after.bytes < 2**20, after.free) == (True, 0)
     await recorded.rollout("afterwards", ended=None)
-
-
-async def test_an_older_file_is_written_anew_but_not_under_a_running_proxy(tmp_path: Path) -> None:
-    config = StoreConfig(url=f"sqlite:///{tmp_path}/old.db")
-    with contextlib.closing(sqlite3.connect(tmp_path / "old.db")) as old:
-        old.execute("CREATE TABLE made_before (x)")
-    async with opened(config) as database, Recorder(Store(database), merged=False) as recorder:
-        await Recorded(database, recorder).rollout("r", ended=None)
-    with keeping(tmp_path / "old.db"), pytest.raises(LightningError, match="stop proxy and trainer"):
-        await shorten(config)
-    before, after = await shorten(config)
-    assert (before.gives_back, after.gives_back) == (False, True)
-    found = await read_info(config)
-    assert (found["rollouts"], found["calls"], found["gives_back"]) == ({"train running": 1}, 1, True)
 
 
 async def test_a_log_that_a_reader_made_long_is_written_anew_once_it_is_gone(

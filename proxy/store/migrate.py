@@ -1,0 +1,59 @@
+"""The schema of the store: numbered scripts in `migrations/`, each run once on every store."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator
+from importlib import resources
+
+# `user_version` of a store is this and the number of its last script. Releases before 1.0 counted from 0.
+FIRST = 100
+
+
+def require_ours(connection: sqlite3.Connection) -> None:
+    """Raise NotSupportedError for a file that this release cannot use. Nothing is written to it."""
+    version = _version(connection)
+    if version > FIRST + max(_scripts()):
+        raise sqlite3.NotSupportedError("a newer lightning-proxy has worked on it; update this one, or set store.url")
+    if 0 < version <= FIRST:
+        raise sqlite3.NotSupportedError(
+            "a lightning-proxy before 1.0 made it, which this one cannot read; "
+            "set store.url to a new file, or export the old one with the release that made it"
+        )
+    if version == 0 and connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        raise sqlite3.NotSupportedError("it belongs to another program; set store.url to a new file")
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Run the scripts that this store has not seen, in one transaction: several processes may start at once."""
+    scripts = _scripts()
+    if _version(connection) == FIRST + max(scripts):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    version = _version(connection)
+    for number, script in sorted(scripts.items()):
+        if FIRST + number > version:
+            for statement in _statements(script):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {FIRST + number}")
+    connection.execute("COMMIT")
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _scripts() -> dict[int, str]:
+    files = resources.files("lightning_proxy.proxy.store").joinpath("migrations").iterdir()
+    return {int(match[1]): file.read_text() for file in files if (match := re.match(r"(\d{4})_.*\.sql", file.name))}
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Split an SQL script; `executescript` would commit the transaction around it."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

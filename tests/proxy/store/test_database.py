@@ -1,0 +1,134 @@
+"""The store's file: whose it is, that one writer is enough, and that no lock stalls the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.errors import StoreUnavailable
+from lightning_proxy.proxy.store.database import Database, opened
+
+AT = "UPDATE policy_log SET at = :at"
+
+
+def config_of(directory: Path, **more: float) -> StoreConfig:
+    return StoreConfig.model_validate({"url": f"sqlite:///{directory}/store.db", **more})
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    async with opened(config_of(tmp_path)) as database:
+        yield database
+
+
+@pytest.mark.parametrize(
+    ("version", "refusal"),
+    [
+        (13, "a lightning-proxy before 1.0 made it"),
+        (0, "it belongs to another program"),
+        (9999, "a newer lightning-proxy has worked on it"),
+    ],
+)
+async def test_a_store_that_is_not_of_this_release_is_refused_and_left_as_it_is(
+    tmp_path: Path, version: int, refusal: str
+) -> None:
+    path = tmp_path / "store.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("CREATE TABLE rollouts (rollout_id TEXT)")
+        other.execute(f"PRAGMA user_version = {version}")
+    before = path.read_bytes()
+    with pytest.raises(StoreUnavailable, match=rf"store\.db cannot be opened: {refusal}.*set store\.url") as refused:
+        await Database.open(config_of(tmp_path))
+    assert "\n" not in str(refused.value)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["store.db"]
+
+
+async def test_a_store_of_this_release_is_opened_again(tmp_path: Path) -> None:
+    for at in (1.0, 2.0):
+        async with opened(config_of(tmp_path)) as database:
+            rows = await database.all("SELECT at FROM policy_log")
+            assert [row["at"] for row in rows] == [0.0 if at == 1.0 else 1.0]
+            await database.commit([(AT, [{"at": at}])])
+
+
+async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(
+    database: Database,
+) -> None:
+    def append(db: sqlite3.Connection) -> int:
+        db.execute("INSERT INTO policy_log (version, at) VALUES (0, 1)")
+        time.sleep(0.002)  # others come meanwhile
+        return int(db.execute("SELECT COUNT(*) FROM policy_log WHERE at = 1").fetchone()[0])
+
+    one = ("INSERT INTO policy_log (version, at) VALUES (0, :at)", [{"at": 2}])
+    done = await asyncio.gather(*(database.write(append) if i % 2 else database.commit([one]) for i in range(40)))
+    assert [count for count in done if count is not None] == list(range(1, 21))
+    assert (await database.all("SELECT COUNT(*) AS n FROM policy_log WHERE at = 2"))[0]["n"] == 20
+
+
+async def test_a_write_whose_caller_is_gone_ends_before_the_next_one(database: Database) -> None:
+    def slow(db: sqlite3.Connection) -> None:
+        db.execute(AT, {"at": 1})
+        time.sleep(0.1)
+
+    leaving = asyncio.create_task(database.write(slow))
+    await asyncio.sleep(0.02)
+    leaving.cancel()
+    await database.commit([(AT, [{"at": 2}])])
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [2.0]
+
+
+async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(database: Database) -> None:
+    def fails(db: sqlite3.Connection) -> None:
+        db.execute(AT, {"at": 1})
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        await database.write(fails)
+    with pytest.raises(sqlite3.IntegrityError):
+        await database.commit([(AT, [{"at": 1}]), (AT, [{"at": None}])])
+    await database.commit([("INSERT INTO policy_log (version, at) VALUES (0, 3)", [{}])])
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0, 3.0]
+
+
+async def test_a_store_that_another_process_has_locked_does_not_stall_the_event_loop(tmp_path: Path) -> None:
+    async with opened(config_of(tmp_path, busy_timeout_s=0.5)) as database:
+        with closing(sqlite3.connect(database.path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            writing = asyncio.create_task(database.commit([(AT, [{"at": 1}])]))
+            rounds = 0
+            while not writing.done():
+                await asyncio.sleep(0.005)
+                assert database.one_now("SELECT at FROM policy_log") is not None
+                assert len(await database.all("SELECT at FROM policy_log")) == 1
+                rounds += 1
+            with pytest.raises(StoreUnavailable, match="cannot be written: database is locked; nothing was recorded"):
+                await writing
+            assert rounds > 1
+        await database.commit([(AT, [{"at": 2}])])
+
+
+async def test_a_row_is_read_at_once_while_a_long_query_runs(database: Database) -> None:
+    counting = (
+        "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 2000000) SELECT MAX(i) AS i FROM n"
+    )
+    long = asyncio.create_task(database.all(counting))
+    await asyncio.sleep(0.01)
+    assert database.one_now("SELECT at FROM policy_log") is not None
+    assert not long.done()
+    assert [row["i"] for row in await long] == [2000000]
+
+
+async def test_the_log_does_not_grow_for_ever(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.store.database.CHECKPOINT_EVERY", 5)
+    for i in range(300):
+        await database.commit([(AT, [{"at": i}])])
+        await asyncio.sleep(0.002)
+    assert Path(f"{database.path}-wal").stat().st_size < 200 * 4096
