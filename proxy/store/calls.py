@@ -13,6 +13,7 @@ from .database import Database
 from .delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
 from .rewards import Rewards
 from .rollouts import Rollouts
+from .rows import read
 
 # A row is written twice: by CALL_START when the request goes upstream, as `incomplete`, and by CALL_END. SQLite writes
 # all of a changed row anew: a request that is large is in a table of its own.
@@ -28,17 +29,18 @@ VALUES (
 )
 """
 CALL_LARGE_REQUEST = "INSERT INTO large_requests (call_id, request) VALUES (:call_id, :large_request)"
-CALL_END = """
+_ENDED = (
+    "status", "http_status", "ttft_ms", "latency_ms", "finish_reason", "untrainable_reason", "error", "usage",
+    "response", "prompt_shared", "prompt_ids", "token_ids", "logprobs", "more_choices",
+)  # fmt: skip
+CALL_END = f"""
 UPDATE calls SET
-    status = :status, http_status = :http_status, response = :response,
+    {", ".join(f"{column} = :{column}" for column in _ENDED)},
     upstream = COALESCE(:fallback, upstream),
     model = CASE WHEN :fallback IS NULL THEN model ELSE :model END,
     policy_version = CASE WHEN :fallback IS NULL THEN policy_version END,
     policy_version_end = CASE WHEN policy_version IS NULL OR :fallback IS NOT NULL OR NOT :merged THEN NULL
-                              ELSE (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) END,
-    prompt_shared = :prompt_shared, prompt_ids = :prompt_ids, token_ids = :token_ids, logprobs = :logprobs,
-    finish_reason = :finish_reason, more_choices = :more_choices, usage = :usage, error = :error,
-    untrainable_reason = :untrainable_reason, ttft_ms = :ttft_ms, latency_ms = :latency_ms
+                              ELSE (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) END
 WHERE call_id = :call_id
 """
 ROLLOUT_CALL_ENDED = """
@@ -145,26 +147,16 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
     """Parameters of `CALL_END`; the first `prompt_shared` prompt tokens are those of the parent's row."""
     first = end.choices[0] if end.choices else Choice(0)
     more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
-    return {
-        "call_id": end.call_id,
-        "rollout_id": end.rollout_id,
-        "status": end.status,
-        "http_status": end.http_status,
+    return end._asdict() | {
         "response": dumps_or_none(end.response),
+        "usage": dumps_or_none(end.usage),
         "merged": merged,
         "prompt_shared": prompt_shared,
         "prompt_ids": pack_ids(end.prompt_token_ids[prompt_shared:]),
         "token_ids": pack_ids(first.token_ids),
         "logprobs": pack_floats(first.logprobs),
         "finish_reason": first.finish_reason,
-        "more_choices": dumps_or_none(more) if more else None,
-        "usage": dumps_or_none(end.usage),
-        "error": end.error,
-        "untrainable_reason": end.untrainable_reason,
-        "ttft_ms": end.ttft_ms,
-        "latency_ms": end.latency_ms,
-        "fallback": end.fallback,
-        "model": end.model,
+        "more_choices": dumps_or_none(more or None),
         "tokens": sum(len(c.token_ids) for c in end.choices),
     }
 
@@ -195,36 +187,21 @@ def _read_call(
     parent = earlier.get(row["parent_id"])
     before = parent.row_token_ids if parent else ()
     prompt = before[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
-    call_id = row["call_id"]
-    return ModelCall(
-        call_id=call_id,
-        rollout_id=row["rollout_id"],
-        seq=row["seq"],
-        agent=row["agent"],
-        endpoint=row["endpoint"],
-        status=row["status"],
-        model=row["model"],
-        policy_version=row["policy_version"],
+    stored, reason = _stored_request(row["request"] or row["large_request"]), _untrainable_reason(row)
+    return read(
+        ModelCall,
+        row,
         policy_versions=_versions(row, log),
-        request=grow_request(
-            _stored_request(row["request"] or row["large_request"]), parent.request if parent else None
-        ),
+        request=grow_request(stored, parent.request if parent else None),
         response=loads_or_none(row["response"]),
         prompt_token_ids=prompt,
         choices=_read_choices(row),
         extends=_extended(prompt, parent, earlier),
         usage=loads_or_none(row["usage"]),
-        tool_calls=tuple(tools.get(call_id, ())),
-        reward=rewards.get(call_id),
-        trainable=(reason := _untrainable_reason(row)) is None,
+        tool_calls=tuple(tools.get(row["call_id"], ())),
+        reward=rewards.get(row["call_id"]),
+        trainable=reason is None,
         untrainable_reason=reason,
-        error=row["error"],
-        http_status=row["http_status"],
-        started_at=row["started_at"],
-        ttft_ms=row["ttft_ms"],
-        latency_ms=row["latency_ms"],
-        superseded_by=row["superseded_by"],
-        upstream=row["upstream"],
     )
 
 

@@ -12,6 +12,9 @@ from ..types import Event, RolloutName
 from .database import Database
 from .idempotency import Answer, answer_once
 from .rollouts import ROLLOUT_SEEN
+from .rows import read
+
+JSON = ("value", "arguments", "result")
 
 EVENT = """
 INSERT INTO events (rollout_id, seq, kind, agent, name, value, arguments, result, is_error, created_at)
@@ -58,18 +61,9 @@ def _post(db: sqlite3.Connection, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(event: Event, agent: str | None) -> dict[str, Any]:
-    return {
-        "kind": event.kind,
-        "agent": event.agent or agent,
-        "name": event.name,
-        "value": dumps_or_none(event.value),
-        "arguments": dumps_or_none(event.arguments),
-        "result": dumps_or_none(event.result),
-        "is_error": event.is_error,
-    }
+    texts = {name: dumps_or_none(getattr(event, name)) for name in JSON}
+    return {"kind": event.kind, "name": event.name, "is_error": event.is_error, "agent": event.agent or agent} | texts
 
 
 def _event(row: sqlite3.Row) -> Event:
-    texts = {name: loads_or_none(row[name]) for name in ("value", "arguments", "result")}
-    fields = {name: row[name] for name in ("kind", "agent", "name", "event_id", "seq", "created_at")}
-    return Event(is_error=bool(row["is_error"]), **texts, **fields)
+    return read(Event, row, is_error=bool(row["is_error"]), **{name: loads_or_none(row[name]) for name in JSON})

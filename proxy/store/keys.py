@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import sqlite3
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -14,6 +14,7 @@ from ..config.root import Config
 from ..errors import ConfigError, Conflict, NotFound
 from ..types import Limits, check_id
 from .database import Database, opened
+from .rows import read
 
 KEY_NEW = """
 INSERT INTO keys
@@ -113,12 +114,9 @@ async def require_keys(config: Config) -> None:
 
 
 def _row(key: StoredKey) -> dict[str, Any]:
-    limits = {name: getattr(key.limits, name) for name in ("requests_per_minute", "tokens_per_minute", "concurrent")}
-    names = ("key_id", "key_hash", "name", "role", "recording", "created_at")
-    return {name: getattr(key, name) for name in names} | limits
+    return asdict(key) | asdict(key.limits)
 
 
 def _read(row: sqlite3.Row) -> StoredKey:
     limits = Limits(row["requests_per_minute"], row["tokens_per_minute"], row["concurrent"])
-    names = ("key_id", "key_hash", "name", "role", "created_at", "revoked_at")
-    return StoredKey(limits=limits, recording=bool(row["recording"]), **{name: row[name] for name in names})
+    return read(StoredKey, row, limits=limits, recording=bool(row["recording"]))

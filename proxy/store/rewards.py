@@ -12,6 +12,7 @@ from ..types import Reward
 from .database import Database
 from .idempotency import answer_once
 from .rollouts import ROLLOUT
+from .rows import read
 
 REWARD = """
 INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, created_at)
@@ -77,5 +78,4 @@ def _post(db: sqlite3.Connection, reward: Reward) -> dict[str, Any]:
 
 
 def read_reward(row: sqlite3.Row) -> Reward:
-    fields = ("rollout_id", "value", "call_id", "name", "source", "comment", "reward_id", "created_at")
-    return Reward(final=bool(row["final"]), **{name: row[name] for name in fields})
+    return read(Reward, row, final=bool(row["final"]), retrain=False)

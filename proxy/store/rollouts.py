@@ -9,10 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import Conflict, NotFound
-from ..json_text import dumps, loads_or_none
+from ..json_text import dumps, loads
 from ..types import Rollout, RolloutName, RolloutStatus
 from .conversations import forget_conversations
 from .database import Database
+from .rows import read
 
 # Runs with the start of every call: the first one opens the rollout, later ones may name what was not named so far.
 ROLLOUT_SEEN = """
@@ -142,6 +143,4 @@ class Rollouts:
 
 
 def read_rollout(row: sqlite3.Row) -> Rollout:
-    fields = ("rollout_id", "task_id", "agent", "mode", "status", "reason", "policy_version", "step", "dropped")
-    numbers = ("created_at", "ended_at", "calls", "tokens", "reward", "dropped_by")
-    return Rollout(metadata=loads_or_none(row["metadata"]), **{name: row[name] for name in fields + numbers})
+    return read(Rollout, row, metadata=loads(row["metadata"]))

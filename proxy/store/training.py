@@ -16,6 +16,7 @@ from ..json_text import dumps, loads
 from ..types import CollapseSign, PolicyVersion, Rollout
 from .database import Database
 from .rollouts import read_rollout
+from .rows import read
 from .versions import Versions
 
 STEP_NEW = """
@@ -200,6 +201,5 @@ def _drops(dropped: Mapping[str, Sequence[str]], step: int | None) -> list[dict[
     return [{"rollout_id": r, "reason": reason, "step": step} for reason, ids in dropped.items() for r in ids]
 
 
-def _read_step(row: Any) -> Step:
-    fields = ("step", "status", "base", "version", "checkpoint", "created_at", "finished_at")
-    return Step(metrics=loads(row["metrics"]), **{name: row[name] for name in fields})
+def _read_step(row: sqlite3.Row) -> Step:
+    return read(Step, row, metrics=loads(row["metrics"]))

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import NotFound
-from ..json_text import dumps, loads, loads_or_none
+from ..json_text import dumps, loads
 from ..types import PolicyVersion, PublishMode
 from .database import Database
+from .rows import read
 
 VERSION_LIVE_NOW = """
 SELECT policy_versions.* FROM policy_versions
@@ -123,7 +124,5 @@ class Versions:
 
 
 def read_version(row: sqlite3.Row) -> PolicyVersion:
-    fields = ("version", "status", "publish", "path", "served_model", "step", "created_at", "live_at", "error")
-    named = {name: row[name] for name in fields}
-    adapters, metrics = loads(row["adapters"]), loads_or_none(row["metrics"])
-    return PolicyVersion(verified=bool(row["verified"]), adapters=adapters, metrics=metrics, **named)
+    adapters, metrics = loads(row["adapters"]), loads(row["metrics"])
+    return read(PolicyVersion, row, verified=bool(row["verified"]), adapters=adapters, metrics=metrics)
