@@ -19,7 +19,7 @@ import typer
 
 from ..proxy.config.root import Config
 from ..proxy.errors import LightningError
-from ..proxy.gateway.edge import EdgeProtocol
+from ..proxy.gateway.server import ServerProtocol
 from ..proxy.policy.mode import publish_mode
 from .system.processes import address, require_free_port
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 UVICORN: dict[str, Any] = {
-    "http": EdgeProtocol,
+    "http": ServerProtocol,
     "ws": "none",
     "log_level": "warning",
     "access_log": False,

@@ -1,12 +1,14 @@
-"""The proxy as one ASGI app: the data path in raw ASGI, everything else in FastAPI."""
+"""The proxy as one ASGI app, put together from its rooms: the data path in raw ASGI, everything else in FastAPI."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
+from aiohttp import ClientSession
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -14,16 +16,37 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .access.auth import require_local
+from .access.auth import Keys, require_local
 from .config.root import Config
 from .config.server import ProxyConfig
 from .control import health, policy, rewards, rollouts, status
-from .control.parts import open_parts
+from .control.parts import Parts
+from .conversation.exact import ExactTokens, RecentTurns
+from .conversation.unnamed import UnnamedRollouts
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
-from .gateway.asgi import Agent, ClientDisconnected, read_headers
-from .gateway.relay import is_data_path
-from .otel import spans_in
-from .otel.telemetry import require_sdk
+from .gateway.asgi import ClientDisconnected, Reply, read_headers
+from .gateway.body import read_body
+from .gateway.call import Gateway
+from .gateway.relay import Relay, is_data_path
+from .otel.export import listening, require_sdk
+from .otel.receive import router as otlp_router
+from .policy.mode import publish_mode
+from .policy.model_check import ModelCheck
+from .policy.pins import Pins
+from .policy.routing import PolicyRouter
+from .policy.swap import Swap
+from .policy.vllm import VllmFleet, operator_session
+from .policy.watch import Watch
+from .recording.metrics import Metrics
+from .recording.recorder import Recorder
+from .recording.redact import Redactor
+from .store.database import opened
+from .store.retention import Keeper
+from .store.store import Store
+from .upstreams.attempts import Upstreams
+from .upstreams.health import Health, check_health
+from .upstreams.http import make_session
+from .upstreams.litellm.upstream import LitellmUpstream
 
 
 def create_app(config: Config) -> ASGIApp:
@@ -37,13 +60,75 @@ def create_app(config: Config) -> ASGIApp:
             yield
 
     control = FastAPI(title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, redoc_url=None)
-    for resource in (rewards, rollouts, policy, status, health, spans_in):
+    for resource in (rewards, rollouts, policy, status, health):
         control.include_router(resource.router)
+    control.include_router(otlp_router)
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)
     control.add_exception_handler(HTTPException, _http_error)
     control.add_exception_handler(Exception, _internal_error)
     return _Dispatch(control, config.proxy)
+
+
+@asynccontextmanager
+async def open_parts(config: Config) -> AsyncIterator[Parts]:
+    """Open the proxy's parts from the bottom up; they work until the block is left, and are closed in reverse."""
+    mode, metrics = publish_mode(config), Metrics()
+    redactor = Redactor(config.recording.redact, config.keys())
+    async with AsyncExitStack() as stack:
+        # The store, and the connections to upstreams.
+        database = await stack.enter_async_context(opened(config.store))
+        store = Store(database)
+        upstreams = Upstreams(await stack.enter_async_context(make_session()), makers={"litellm": LitellmUpstream})
+        stack.push_async_callback(upstreams.close)
+        operator = await stack.enter_async_context(operator_session())
+        # Who may call, what is kept of a call, and which weights answer it.
+        keys = Keys(config.proxy, store)
+        await keys.refresh()
+        recorder = Recorder(store, merged=mode == "merged", redactor=redactor, on_redacted=metrics.redacted.inc)
+        await stack.enter_async_context(recorder)
+        pins = Pins(store, config.policy.pin_timeout_s)
+        watch = _watch(config, store, operator, pins, upstreams.health)
+        swap = watch.swap if watch is not None else None
+        router = PolicyRouter(config, store, pins, watch)
+        # The data path, with the side rooms that hear of its calls.
+        as_tokens = config.policy.token_continuity == "exact"
+        exact = ExactTokens(upstreams, RecentTurns(store), metrics.continued) if as_tokens else None
+        listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
+        unnamed = UnnamedRollouts(store)
+        gateway = Gateway(
+            config, router, upstreams, recorder, metrics, unnamed=unnamed, exact=exact, listeners=listeners
+        )
+        relay = Relay(config, keys, gateway)
+        # The control API's view of them, and what runs beside the calls.
+        check, servers = ModelCheck(config, store, swap), upstreams.health
+        parts = Parts(
+            config, mode, store, recorder, swap, watch, pins, keys, metrics, redactor, relay, exact, model_check, health
+        )
+        beside = [keys.watch(), check_health(config, operator, health), Keeper(database, config, parts.forget).run()]
+        await stack.enter_async_context(_running([*beside, watch.run()] if watch is not None else beside))
+        yield parts
+
+
+def _watch(config: Config, store: Store, session: ClientSession, pins: Pins, health: Health) -> Watch | None:
+    """The watch over the policy's vLLM; None without an upstream of kind vllm."""
+    upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
+    if upstream is None:
+        return None
+    vllm = VllmFleet(session, upstream.urls, upstream.credentials)
+    return Watch(Swap(store, vllm, publish_mode(config), config.policy.directory), upstream, pins, health)
+
+
+@asynccontextmanager
+async def _running(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Do this work beside the block, and cancel it at its end."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Dispatch:
@@ -57,23 +142,23 @@ class _Dispatch:
         if scope["type"] != "http":
             await self._control(scope, receive, send)
             return
+        parts: Parts = self._control.state.parts
         try:
-            if not self._control.state.parts.keys.required:
+            if not parts.keys.required:
                 require_local(scope["headers"])
         except Forbidden as error:
-            await Agent(receive, send).error(error)
+            await Reply(receive, send).error(error)
             return
         if is_data_path(scope["path"]):
-            await self._control.state.parts.relay(scope, receive, send)
+            await parts.relay(scope, receive, send)
         else:
             await self._limited(scope, receive, send)
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        agent = Agent(receive, send)
         try:
-            body = await agent.read(read_headers(scope), self._max_body)
+            body = await read_body(receive, read_headers(scope), self._max_body)
         except (InvalidRequest, TooLarge) as error:
-            await agent.error(error)
+            await Reply(receive, send).error(error)
         except ClientDisconnected:
             pass
         else:

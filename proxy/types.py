@@ -16,6 +16,7 @@ RolloutStatus = Literal["running", "completed", "failed", "discarded"]
 Mode = Literal["train", "eval"]
 PublishMode = Literal["lora", "merged"]
 CollapseSign = Literal["reward", "entropy", "clip_share", "kl", "kl_base"]
+Header = tuple[bytes, bytes]  # of HTTP, as ASGI has it
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",

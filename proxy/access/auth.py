@@ -18,7 +18,6 @@ from pydantic import SecretStr
 
 from ..config.server import LimitsConfig, ProxyConfig
 from ..errors import Forbidden, StoreUnavailable, Unauthorized
-from ..gateway.ports import Caller
 from ..store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
 from ..store.store import Store
 from ..types import Limits
@@ -63,6 +62,20 @@ def _is_loopback(authority: str) -> bool:
         return host == "localhost" or ip_address(host or "").is_loopback
     except ValueError:
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls: the rollout that the key was given out for, and whether the key may go on to a keyless upstream.
+
+    `key_id`: the stored key that it comes down to, if one.
+    """
+
+    rollout_id: str | None
+    forward_authorization: bool
+    limiter: Limiter | None = None
+    recorded: bool = True
+    key_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

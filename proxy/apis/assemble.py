@@ -11,7 +11,7 @@ _WHOLE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason"
 
 
 class Assembler:
-    """Strings concatenate, tool calls merge by index, other lists extend; of anything else the last value wins."""
+    """Joins strings, merges tool calls by index, extends other lists, and takes the last value of anything else."""
 
     def __init__(self) -> None:
         self._top: Json = {}
@@ -70,7 +70,7 @@ def _merge_field(into: Json, name: str, value: Any) -> None:
 
 
 def _merge_tool_calls(old: list[Any], deltas: list[Any]) -> list[Any]:
-    """`index` says which call a delta belongs to; it is not part of the assembled answer."""
+    """Merge each delta into the call that its `index` names; the index itself is left out."""
     for delta in deltas:
         if not isinstance(delta, dict):
             continue

@@ -35,7 +35,7 @@ class ChatApi:
 
 
 class ChatStream:
-    """Chunks. The stream ends with [DONE], which is no chunk, and which some servers leave out."""
+    """A stream of chunks. It ends with [DONE], which is no chunk, and which some servers leave out."""
 
     finished = False
 

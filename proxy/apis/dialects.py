@@ -41,7 +41,7 @@ class Stream(Protocol):
 
 
 class Dialect(Protocol):
-    """One API."""
+    """What is special about one API."""
 
     def inject(self, body: Json) -> tuple[Json, Injection]:
         """The request for a vLLM upstream, and what was added to it."""

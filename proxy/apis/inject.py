@@ -58,7 +58,7 @@ def _wants_logprobs(body: Json, endpoint: Endpoint) -> bool:
 
 
 def _wants_usage(body: Json, options: Any) -> bool:
-    """Not for several answers: all but the last would have to be held back to the end (see StreamCleaner)."""
+    """Whether to ask for usage. Not for several answers: all but the last would be held back (see StreamCleaner)."""
     prompt = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int) else [prompt]
     several = body.get("n") not in (None, 1) or len(prompts) > 1  # a list of tokens is one prompt
@@ -115,7 +115,7 @@ class StreamCleaner:
         return self._release(None)
 
     def _release(self, fingerprint: Any) -> bytes:
-        """Without include_usage, vLLM puts the fingerprint into the chunk that finishes the answer."""
+        """The held chunk with the fingerprint, which vLLM puts into the last chunk where usage is not asked for."""
         held, self._held = self._held, None
         if held is None:
             return b""

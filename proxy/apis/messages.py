@@ -41,7 +41,7 @@ class MessagesApi:
 
 
 class MessagesStream:
-    """message_start, then blocks (start, deltas, stop), message_delta, message_stop."""
+    """A stream of message_start, blocks (start, deltas, stop), message_delta and message_stop."""
 
     whole = False  # before the last one
 
@@ -100,7 +100,7 @@ class MessagesStream:
                 block[name] = old + value if isinstance(old, str) and isinstance(value, str) else value
 
     def _block(self, index: int) -> Json:
-        """A tool's input comes as pieces of JSON text; one that is cut short stays text."""
+        """A content block as it is without streaming. A tool's input comes in pieces of JSON."""
         text = self._json.get(index)
         if not text:
             return self._blocks[index]

@@ -55,7 +55,7 @@ class ResponsesApi:
 
 
 class ResponsesStream:
-    """Events that each say their `type`; the last one holds the whole response."""
+    """A stream of events that each say their `type`; the last one holds the whole response."""
 
     whole = False  # before the last one
 
@@ -84,7 +84,7 @@ class ResponsesStream:
         return b""
 
     def response(self) -> Any:
-        """The last event's response; of a stream that broke off, the first one's with the items that were whole."""
+        """The last event's response; after a break, the first event's with the items that were whole."""
         if self._response is None or self.finished:
             return self._response
         return self._response | {"output": [self._items[index] for index in sorted(self._items)]}
@@ -115,7 +115,7 @@ class ResponsesStream:
 
 
 def _as_chat(response: Json) -> Json:
-    """A response's tokens, where `Tokens` looks for them."""
+    """A response with its tokens where `Tokens` looks for them."""
     prompt = [token for message in dicts(response.get("input_messages")) for token in _list(message.get("tokens"))]
     messages = dicts(response.get("output_messages"))
     entries = [entry for part in _text_parts(response.get("output")) for entry in _list(part.get("logprobs"))]
@@ -135,7 +135,7 @@ def _finish_reason(response: Json) -> str | None:
 
 
 def _text_parts(items: Any, part: Any = None) -> Iterator[Json]:
-    """The parts of output text in output items, or `part`, that have a place for log-probabilities."""
+    """The parts of output items, or `part` itself, that are text and have a place for log-probabilities."""
     parts = [p for item in dicts(items) for p in dicts(item.get("content"))] + (
         [part] if isinstance(part, dict) else []
     )

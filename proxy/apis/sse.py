@@ -64,7 +64,7 @@ class SSEDecoder:
         return frames
 
     def close(self) -> Frame:
-        """The bytes of the frame that has not ended, when the stream has; they are given out once."""
+        """The bytes of a frame that never ended, once the stream is over; they are given out once."""
         last = _frame(bytes(self._buffer))
         self._buffer.clear()
         return last

@@ -1,12 +1,13 @@
-"""A streamed answer as it passes: what goes to the agent now, and what the record will say."""
+"""An answer as it passes: what goes to the agent now, and what the record will say."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..errors import UpstreamUnreachable
-from ..json_text import loads
-from .dialects import Stream
+from ..json_text import encode_as_vllm, loads
+from .dialects import Dialect, Stream
+from .inject import Injection
 from .sse import Frame, SSEDecoder
 from .tokens import Tokens
 
@@ -15,8 +16,9 @@ MAX_EVENT_BYTES = 64 * 1024 * 1024
 
 
 class Transcript:
-    """Turns the upstream's bytes into the agent's, up to `done`: the terminal event, which waits for the record.
+    """A streamed answer: turns the upstream's bytes into the agent's and the record's.
 
+    `done` is its last event, which waits for the record; None while that has not come.
     `whole_frames`: a frame that never ended is kept from the agent; it may hold what was injected.
     """
 
@@ -33,8 +35,8 @@ class Transcript:
 
     @property
     def may_end(self) -> bool:
-        """Whether the stream may end without its terminal event: after an error, or, as some servers do, whole."""
-        return self._stream.error is not None or self._stream.whole
+        """Whether the stream may end here: after its last event or an error, or, as some servers do, without."""
+        return self.done is not None or self._stream.error is not None or self._stream.whole
 
     @property
     def error(self) -> str | None:
@@ -83,6 +85,46 @@ class Transcript:
             return self._stream.feed(frame.raw, event)
         self._garbage = self._garbage or f"the upstream sent an event that is no JSON object: {frame.data[:200]!r}"
         return self._stream.flush() + frame.raw
+
+
+class WholeTranscript:
+    """An answer that comes in one piece: all of it waits for the record, as a stream's last event does."""
+
+    may_end = True
+
+    def __init__(self, dialect: Dialect, injection: Injection, status: int) -> None:
+        self.done: bytes | None = None
+        self.error: str | None = None
+        self.tokens = Tokens()
+        self._dialect = dialect
+        self._injection = injection
+        self._status = status
+        self._body: Any = None
+
+    def feed(self, data: bytes) -> bytes:
+        """Nothing to send now: the agent's bytes are in `done`."""
+        try:
+            body = loads(data)
+        except ValueError:
+            body = data.decode(errors="replace") or None
+        self._body = body
+        if not 200 <= self._status < 300:
+            self.error = f"the upstream answered {self._status}"
+        elif not isinstance(body, dict):
+            self.error = "the upstream's answer is no JSON object"
+        else:
+            self.tokens = self._dialect.tokens(body)
+            if self._injection and self._dialect.clean(body, self._injection):
+                data = encode_as_vllm(body)
+        self.done = data
+        return b""
+
+    def end(self) -> bytes:
+        return b""
+
+    def response(self) -> Any:
+        """The answer as the agent sees it: JSON, or else its text; None for nothing."""
+        return self._body
 
 
 def _parse(data: bytes) -> Any:

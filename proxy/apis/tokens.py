@@ -1,4 +1,4 @@
-"""Answers and chunks -> the tokens and usage of a call's record, and whether it can be trained on."""
+"""The tokens and usage in answers and chunks, and whether a call can be trained on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_THE_POLICY = "the model is not the policy"
 
 @dataclass(slots=True)
 class _ChoiceTokens:
-    """What was sent of one choice; whether it is what it should be is looked at once, in the end."""
+    """The tokens of one choice, as they were sent; they are checked once, at the end."""
 
     ids: list[Any] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Tokens:
 
 
 def _is_greedy(request: Json) -> bool:
-    """Also with vLLM's own `top_k` and `use_beam_search`: of one beam, since n is 1."""
+    """Whether nothing is sampled, also by vLLM's own `top_k` and `use_beam_search` (of one beam, since n is 1)."""
     temperature = request.get("temperature")
     cold = isinstance(temperature, int | float) and temperature < _GREEDY_BELOW
     return cold or request.get("top_k") == 1 or bool(request.get("use_beam_search"))
@@ -127,7 +127,7 @@ def _are_ids(values: list[Any]) -> bool:
 
 
 def _logprobs(value: Any) -> list[Any]:
-    """Of /v1/completions: `token_logprobs`; of chat: `content[].logprob`."""
+    """The log-probabilities of a choice: `token_logprobs` in /v1/completions, `content[].logprob` in chat."""
     if not isinstance(value, dict):
         return []
     if isinstance(values := value.get("token_logprobs"), list):

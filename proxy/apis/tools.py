@@ -81,7 +81,7 @@ def answered_call(item: Json) -> Any:
 
 
 def call_arguments(item: Json) -> str:
-    """The text that the model wrote, or JSON of what the server made of it; empty without any."""
+    """The arguments as the model wrote them, or JSON of what the server made of them; empty without any."""
     value = next((item[name] for name in _ARGUMENTS if item.get(name) is not None), "")
     return value if isinstance(value, str) else dumps(value)
 
@@ -116,7 +116,7 @@ def _written_results(items: Sequence[Any]) -> Iterator[ToolResult]:
 
 
 def _words(item: Any, role: str) -> str:
-    """What a message of this role says; nothing for any other item."""
+    """The text of a message of this role; none for any other item."""
     if not isinstance(item, dict) or item.get("role") != role:
         return ""
     content = item.get("content")

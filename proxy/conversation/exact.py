@@ -17,13 +17,12 @@ import orjson
 
 from ..config.upstreams import UpstreamConfig
 from ..errors import NotFound
-from ..gateway.ports import Answer
 from ..json_text import encode
 from ..store.delta import common_prefix
 from ..store.store import Store
 from ..types import CallEnd, CallStart
 from ..upstreams.attempts import Upstreams
-from ..upstreams.http import Request
+from ..upstreams.base import Answer, Request
 from .renderer import Renderer
 from .turns import (
     AsText,

@@ -12,7 +12,7 @@ from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError
 from ..json_text import dumps
 from ..upstreams.attempts import Upstreams
-from ..upstreams.http import Request
+from ..upstreams.base import Request
 from .turns import AsText, closing
 
 log = logging.getLogger(__name__)

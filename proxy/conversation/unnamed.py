@@ -7,11 +7,11 @@ every worker. Named rollouts cost nothing here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from ..gateway.ports import Recorder, Statement
+from ..recording.group_commit import Statement
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
 from ..store.store import Store
 from ..types import CallEnd, CallStart, RolloutName
@@ -70,21 +70,6 @@ class UnnamedRollouts:
     def _quoted(self, within: str, atoms: list[Atom]) -> str | None:
         """By what an edited or summarised history still holds of one rollout only, the oldest first."""
         return next(filter(None, map(self._index.leads_to, islice(quotations(within, atoms), QUOTATIONS))), None)
-
-
-class Remembering:
-    """A recorder of one call of an unnamed rollout, which remembers its conversation as well."""
-
-    def __init__(self, recorder: Recorder, caller: str, start: CallStart) -> None:
-        self._recorder = recorder
-        self._caller = caller
-        self._start = start
-
-    async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
-        await self._recorder.start(start, [*also, *asked(self._caller, start)])
-
-    def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> Awaitable[None]:
-        return self._recorder.end(end, [*also, *answered(self._caller, self._start, end)])
 
 
 def asked(caller: str, start: CallStart) -> list[Statement]:

@@ -1,22 +1,22 @@
-"""Reading a request and sending an answer at the level of ASGI, where nothing is added or rewritten."""
+"""A request's headers and its reply at the level of ASGI, where nothing is added or rewritten."""
 
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
 
-from ..errors import InvalidRequest, LightningError, TooLarge, UnsupportedMediaType
+from ..errors import InvalidRequest, LightningError
+from ..types import Header
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Header = tuple[bytes, bytes]
 
 WATCH_AFTER_S = 0.02  # most answers are there by then; a task to watch for the agent's leaving costs more than they do
 
@@ -49,28 +49,8 @@ def read_headers(scope: Scope) -> dict[str, str]:
     return headers
 
 
-def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
-    """The body without its compression; TooLarge for more than `limit` bytes, InvalidRequest if it is damaged."""
-    if content_encoding.lower() in ("", "identity"):
-        return body
-    if content_encoding.lower() not in ("gzip", "deflate"):
-        raise UnsupportedMediaType(f"Content-Encoding is gzip, deflate or none, got {content_encoding[:60]!r}")
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either kind
-    try:
-        raw = unpacker.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise InvalidRequest(f"the body is not valid {content_encoding}: {error}") from None
-    if len(raw) > limit:
-        raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")
-    if not unpacker.eof:
-        raise InvalidRequest(f"the body is not valid {content_encoding}: it is cut off")
-    if unpacker.unused_data:
-        raise InvalidRequest(f"the body is {content_encoding} and more: what follows it would be lost")
-    return raw
-
-
-class Agent:
-    """The agent's end of one request. `extra` headers of ours go out with whatever answer is sent."""
+class Reply:
+    """The reply to one request, as it is sent to the agent."""
 
     def __init__(
         self,
@@ -78,78 +58,61 @@ class Agent:
         send: Send,
         error_body: Callable[[LightningError], dict[str, Any]] = LightningError.body,
     ) -> None:
-        self.receive = receive
-        self._error_body = error_body
-        self.extra: list[Header] = []
         self.started = False
-        self.left = False
+        self.agent_left = False
+        self._receive = receive
         self._send = send
+        self._error_body = error_body
 
-    async def start(self, status: int, headers: Iterable[Header]) -> None:
+    async def start(self, status: int, headers: list[Header]) -> None:
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.extra]})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def body(self, data: bytes, more: bool = True) -> None:
         if data or not more:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def answer(self, status: int, headers: Iterable[Header], body: bytes) -> None:
-        length = [] if status == 204 else [(b"content-length", str(len(body)).encode())]  # RFC 9110, section 8.6
-        await self.start(status, [*headers, *length])
+    async def whole(self, status: int, headers: list[Header], body: bytes) -> None:
+        if status != 204:  # RFC 9110, section 8.6
+            headers = [*headers, (b"content-length", str(len(body)).encode())]
+        await self.start(status, headers)
         await self.body(body, more=False)
 
-    async def json(self, status: int, body: Any) -> None:
-        await self.answer(status, [(b"content-type", b"application/json")], orjson.dumps(body))
+    async def json(self, status: int, body: Any, headers: Iterable[Header] = ()) -> None:
+        await self.whole(status, [(b"content-type", b"application/json"), *headers], orjson.dumps(body))
 
-    async def error(self, error: LightningError) -> None:
-        headers = [(b"content-type", b"application/json"), *error.headers]
-        await self.answer(error.status, headers, orjson.dumps(self._error_body(error)))
+    async def error(self, error: LightningError, headers: Iterable[Header] = ()) -> None:
+        await self.json(error.status, self._error_body(error), (*error.headers, *headers))
 
-    async def read(self, headers: dict[str, str], limit: int) -> bytes:
-        """The request's body; raises TooLarge for more than `limit` bytes, ClientDisconnected."""
-        length = headers.get("content-length", "")
-        declared = int(length) if length.isdecimal() else 0
-        body = bytearray()
-        while max(len(body), declared) <= limit:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            part, more = message.get("body", b""), message.get("more_body")
-            if not (body or more) and len(part) <= limit:
-                return bytes(part)  # all at once, as most come: it is not copied
-            body += part
-            if not more and len(body) <= limit:
-                return bytes(body)
-        raise TooLarge(f"the request body is larger than {limit} bytes (proxy.max_body_mb)")
+    @contextmanager
+    def while_connected(self, *, finish: bool = False) -> Iterator[None]:
+        """Run the block once the request is read; it is cancelled when the agent disconnects.
 
-    async def run_while_connected(self, work: Coroutine[Any, Any, None], *, finish: bool = False) -> None:
-        """Run `work` once the request is read; it has ended when this returns.
-
-        When the agent disconnects, `left` is set, and the work is cancelled unless it is to `finish`.
+        To `finish`, it goes on; either way `agent_left` is set.
         """
         this, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert this is not None
         cancelled = False
-        gone: asyncio.Task[None] | None = None
+        watch: asyncio.Task[None] | None = None
 
-        async def watch() -> None:
+        async def wait_for_the_end() -> None:
             nonlocal cancelled
-            while (await self.receive())["type"] != "http.disconnect":
+            while (await self._receive())["type"] != "http.disconnect":
                 pass
-            self.left = True
+            self.agent_left = True
             cancelled = not finish and this.cancel()
 
-        def begin_to_watch() -> None:
-            nonlocal gone
-            gone = loop.create_task(watch())
+        def begin() -> None:
+            nonlocal watch
+            watch = loop.create_task(wait_for_the_end())
 
-        later = loop.call_later(WATCH_AFTER_S, begin_to_watch)
+        later = loop.call_later(WATCH_AFTER_S, begin)
         try:
-            await work
+            yield
         except asyncio.CancelledError:
             if not cancelled or this.uncancel() > 0:
                 raise
         finally:
             later.cancel()
-            if gone is not None:
-                gone.cancel()
+            if watch is not None:
+                watch.cancel()

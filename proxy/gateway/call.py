@@ -1,146 +1,233 @@
-"""One recorded call: sent upstream, relayed to the agent, its record always ahead of the answer's last byte."""
+"""The way of one model call, from its request to the answer's last byte. Read `Gateway.answer`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
+from ..access.limits import Limiter
 from ..apis.dialects import Dialect
-from ..apis.stream import Transcript
+from ..apis.stream import Transcript, WholeTranscript
 from ..apis.tokens import NOT_THE_POLICY, Tokens
 from ..apis.tools import tool_calls
+from ..config.root import Config
+from ..conversation.exact import ExactTokens
+from ..conversation.unnamed import UnnamedRollouts, answered, asked, caller_id
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
-from ..json_text import encode_as_vllm, loads
-from ..types import CallEnd, CallStart, CallStatus
-from ..upstreams.attempts import Attempts
-from .asgi import Agent
-from .ports import Answer, Recorder
+from ..policy.routing import PolicyRouter
+from ..recording.metrics import Metrics
+from ..recording.recorder import Recorder
+from ..types import CallEnd, CallStart, CallStatus, Header, RolloutName
+from ..upstreams.attempts import Attempts, Upstreams
+from ..upstreams.base import Answer, Request, Route
+from .asgi import Reply
+from .body import model_of, target_of
 
 log = logging.getLogger(__name__)
-OnEnd = Callable[[CallEnd], None]
+
+# Hears of every recorded call once its end is durable; the headers are the request's, their names in lower case.
+Listener = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 
 
-class Exchange:
-    """Runs once. However it ends, a call whose start became durable gets an end: ok, error or cancelled."""
+class Question(NamedTuple):
+    """A request for a model's answer. `body`: what its bytes say. `name`: the rollout, new where it is not named."""
+
+    request: Request
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+    dialect: Dialect
+    name: RolloutName
+    limiter: Limiter | None
+    recorded: bool
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether the agent's client sends it again by itself; OpenAI's clients count these retries."""
+        return self.headers.get("x-stainless-retry-count", "0") != "0"
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether its conversation is all that tells which rollout it belongs to."""
+        return self.recorded and not self.name.named
+
+
+class Gateway:
+    """Answers model calls. All that they share is here; what belongs to one call is in `Call`."""
 
     def __init__(
         self,
-        attempts: Attempts,
+        config: Config,
+        policy: PolicyRouter,
+        upstreams: Upstreams,
         recorder: Recorder,
-        agent: Agent,
-        start: CallStart,
-        dialect: Dialect,
-        on_end: OnEnd | None = None,
+        metrics: Metrics,
+        *,
+        unnamed: UnnamedRollouts | None = None,
+        exact: ExactTokens | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
-        self._attempts = attempts
-        self._recorder = recorder
-        self._agent = agent
-        self._start = start
-        self._dialect = dialect
-        self._on_end = on_end
+        """Without `unnamed` an unnamed call is a rollout of its own; without `exact` all calls go as text."""
+        self.policy = policy
+        self.upstreams = upstreams
+        self.recorder = recorder
+        self.metrics = metrics
+        self.unnamed = unnamed
+        self.exact = exact
+        self.listeners = listeners
+        self.finish = config.recording.on_disconnect == "finish"
+
+    async def answer(self, question: Question, reply: Reply) -> None:
+        """Answer a call; its record is durable before the answer's last byte leaves."""
+        rollout = await self._rollout(question)  # as it is named, or of the conversation that it goes on with
+        route = await self.policy.route(rollout, model_of(question.body))  # which weights answer
+        call = Call(self, question, rollout, route, reply)  # what is known before the answer
+        async with call.under_way():
+            await call.record_start()
+            async with asyncio.timeout(route.upstream.total_timeout_s) as limit, call.attempts as answer:
+                transcript, head = call.transcript_of(answer), call.head_of(answer)
+                if answer.is_stream:
+                    await reply.start(*head)
+                pieces = answer.chunks() if answer.is_stream else OnePiece(answer)
+                async for piece in pieces:
+                    await reply.body(call.keep(piece))
+                    if transcript.done is not None:
+                        break
+                else:
+                    await reply.body(transcript.end())
+                if not transcript.may_end:
+                    raise UpstreamUnreachable(f"{call.upstream}: the stream ended before its last event")
+                limit.reschedule(None)  # what comes now is not the upstream's: the commit, and a slow agent
+                await call.record_end("error" if transcript.error else "ok", transcript.error)  # then it tells of it
+                if answer.is_stream:
+                    await reply.body(transcript.done or b"")
+                    async for piece in pieces:
+                        await reply.body(piece)
+                    await reply.body(b"", more=False)
+                else:
+                    await reply.whole(*head, transcript.done or b"")
+
+    async def _rollout(self, question: Question) -> RolloutName:
+        if self.unnamed is None or not question.is_unnamed:
+            return question.name
+        caller = caller_id(question.headers)
+        rollout_id = await self.unnamed.find(caller, question.body, question.name, is_retry=question.is_retry)
+        return question.name if rollout_id is None else question.name._replace(rollout_id=rollout_id)
+
+
+class Call:
+    """One call under way. However it ends, a call whose start is durable gets an end: ok, error or cancelled."""
+
+    def __init__(self, gateway: Gateway, question: Question, rollout: RolloutName, route: Route, reply: Reply) -> None:
+        self._gateway = gateway
+        self._question = question
+        self._route = route
+        self._reply = reply
+        request = question.request._replace(rollout_id=rollout.rollout_id)
+        self.attempts = Attempts(gateway.upstreams, route, partial(target_of, request, question.body, question.dialect))
+        self._start = CallStart(
+            call_id=new_call_id(),
+            rollout=rollout,
+            endpoint=request.path.removeprefix("/v1/"),
+            model=self.attempts.target.model,
+            policy_version=route.version,
+            request=question.body,
+            started_at=time.time(),
+            is_retry=question.is_retry,
+            request_text=request.body.decode(),
+            upstream=route.upstream.name,
+            pins=route.pins,
+        )
+        exact = gateway.exact if question.recorded else None
+        self._exact = exact and exact.call(route.upstream, self._start, self.attempts.target.sent)
+        if self._exact:
+            self.attempts.begin_with(self._exact.open)
         self._began = time.perf_counter()
         self._ttft_ms: float | None = None
         self._http_status: int | None = None
-        self._transcript: Transcript | None = None
-        self._limit: asyncio.Timeout | None = None
+        self._transcript: Transcript | WholeTranscript | None = None
         self._ending: asyncio.Future[None] | None = None
 
-    async def run(self) -> None:
-        """Relay until the answer is complete; where the agent leaves early or we are cancelled, record that."""
-        seconds = self._attempts.target.route.upstream.total_timeout_s
-        try:
-            await self._recorder.start(self._start)
-            async with nullcontext() if seconds is None else asyncio.timeout(seconds) as self._limit:
-                await self._relay()
-        except TimeoutError:
-            await self._failed(UpstreamTimeout(f"upstream {self._upstream}: no whole answer within {seconds} s"))
-        except asyncio.CancelledError:
-            await self._cancelled()
-            raise
-        except LightningError as error:
-            await self._failed(error)
-        except Exception:
-            log.exception("call %s: internal error", self._start.call_id)
-            await self._failed(LightningError("internal error of the proxy; its log says more"))
-
-    async def _relay(self) -> None:
-        answer = await self._attempts.open()
-        try:
-            self._http_status = answer.status
-            await (self._relay_stream(answer) if answer.is_stream else self._relay_whole(answer))
-        finally:
-            answer.release()
-
-    async def _relay_whole(self, answer: Answer) -> None:
-        raw = await answer.read()
-        body, tokens, error = _parse(raw), Tokens(), None
-        if not 200 <= answer.status < 300:
-            error = f"the upstream answered {answer.status}"
-        elif not isinstance(body, dict):
-            error = "the upstream's answer is no JSON object"
-        else:
-            tokens = self._dialect.tokens(body)
-            if (injection := self._attempts.target.injection) and self._dialect.clean(body, injection):
-                raw = encode_as_vllm(body)
-        self._has_answered()
-        await self._end("error" if error else "ok", body, tokens, error)
-        await self._agent.answer(answer.status, answer.headers(keep_length=False), raw)
-
-    async def _relay_stream(self, answer: Answer) -> None:
-        injection = self._attempts.target.injection
-        transcript = self._transcript = Transcript(self._dialect.stream(injection), whole_frames=bool(injection))
-        await self._agent.start(answer.status, answer.headers(keep_length=False))
-        async for data in answer.chunks():
-            if self._ttft_ms is None:
-                self._ttft_ms = self._elapsed_ms()
-            if self._ending is not None:
-                await self._agent.body(data)
-                continue
-            await self._agent.body(transcript.feed(data))
-            if transcript.done is not None:
-                await self._end_stream(transcript, transcript.done)
-        if self._ending is None:
-            await self._agent.body(transcript.end())
-            if transcript.done is None and not transcript.may_end:
-                raise UpstreamUnreachable(f"upstream {self._upstream}: the stream ended before its last event")
-            await self._end_stream(transcript, transcript.done or b"")
-        await self._agent.body(b"", more=False)
-
-    async def _end_stream(self, transcript: Transcript, done: bytes) -> None:
-        self._has_answered()
-        status: CallStatus = "error" if transcript.error else "ok"
-        await self._end(status, transcript.response(), transcript.tokens, transcript.error)
-        await self._agent.body(done)
-
     @property
-    def _upstream(self) -> str:
-        """The name of the one that the call is at, or that answered it."""
-        return self._attempts.target.route.upstream.name
+    def upstream(self) -> str:
+        """The upstream that the call is at, or that answered it, as errors name it."""
+        return f"upstream {self.attempts.upstream.name}"
 
-    def _has_answered(self) -> None:
-        """What comes now is not the upstream's: the commit, and an agent that may be slow to read."""
-        if self._limit is not None:
-            self._limit.reschedule(None)
+    async def record_start(self) -> None:
+        """Return when the call's start is durable."""
+        if self._question.recorded:
+            also = asked(caller_id(self._question.headers), self._start) if self._remembers else ()
+            await self._gateway.recorder.start(self._start, also)
+
+    def transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
+        """What turns the answer's bytes into the agent's and the record's."""
+        self._http_status = answer.status
+        dialect, injection = self._question.dialect, self.attempts.target.injection
+        if answer.is_stream:
+            self._transcript = Transcript(dialect.stream(injection), whole_frames=bool(injection))
+        else:
+            self._transcript = WholeTranscript(dialect, injection, answer.status)
+        return self._transcript
+
+    def head_of(self, answer: Answer) -> tuple[int, list[Header]]:
+        """The status and the headers that the agent gets."""
+        return answer.status, [*answer.headers(keep_length=False), *self._headers()]
+
+    def keep(self, piece: bytes) -> bytes:
+        """Keep what the record needs of a piece; return what the agent may see of it now."""
+        assert self._transcript is not None
+        if self._ttft_ms is None and isinstance(self._transcript, Transcript):
+            self._ttft_ms = self._elapsed_ms()
+        return self._transcript.feed(piece)
+
+    async def record_end(self, status: CallStatus, error: str | None) -> None:
+        """Return when the call's end is durable; the first end counts. A cancellation does not undo it."""
+        if self._ending is None:
+            if self._reply.agent_left and status == "ok":
+                status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
+            end = self._end(status, error)
+            self._ending = self._write(end)
+            self._ending.add_done_callback(partial(self._tell, end))
+        await asyncio.shield(self._ending)
+
+    @asynccontextmanager
+    async def under_way(self) -> AsyncIterator[None]:
+        """Record how the block ends where it does not do so itself, and show the agent what failed."""
+        with self._reply.while_connected(finish=self._gateway.finish and self._question.recorded):
+            try:
+                yield
+            except TimeoutError:
+                seconds = self._route.upstream.total_timeout_s
+                await self._failed(UpstreamTimeout(f"{self.upstream}: no whole answer within {seconds} s"))
+            except asyncio.CancelledError:
+                await self._cancelled()
+                raise
+            except LightningError as error:
+                await self._failed(error)
+            except Exception:
+                log.exception("call %s: internal error", self._start.call_id)
+                await self._failed(LightningError("internal error of the proxy; its log says more"))
 
     async def _failed(self, error: LightningError) -> None:
         """Record the failure and show it: as an error, or, where the answer has begun, by leaving it unfinished."""
-        if not self._agent.started:
+        if not self._reply.started:
             self._http_status = error.status
         try:
             if not isinstance(error, StoreUnavailable):
                 await self._end_early("error", error.message)
         except StoreUnavailable as unavailable:
             error = unavailable
-        if not self._agent.started:
-            await self._agent.error(error)
+        if not self._reply.started:
+            await self._reply.error(error, self._headers())
             return
         log.warning("call %s: answer broken off: %s", self._start.call_id, error.message)
         if self._transcript is not None and self._transcript.done is None:
-            await self._agent.body(self._transcript.end())
+            await self._reply.body(self._transcript.end())
 
     async def _cancelled(self) -> None:
         try:  # recorded after the start, even if that is still on its way
@@ -150,57 +237,89 @@ class Exchange:
 
     async def _end_early(self, status: CallStatus, error: str) -> None:
         transcript = self._transcript
-        if transcript is None:
-            await self._end(status, None, Tokens(), error)
-        else:
-            await self._end(status, transcript.response(), transcript.tokens, transcript.error or error)
+        await self.record_end(status, (transcript.error if transcript else None) or error)
 
-    async def _end(self, status: CallStatus, response: Any, tokens: Tokens, error: str | None) -> None:
-        """Return once the end is durable; the first end counts. Not undone by a cancellation."""
-        if self._agent.left and status == "ok":
-            status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
-        if self._ending is None:
-            fell_back = self._attempts.fell_back
-            end = CallEnd(
-                call_id=self._start.call_id,
-                rollout_id=self._start.rollout.rollout_id,
-                status=status,
-                response=response,
-                http_status=self._http_status,
-                prompt_token_ids=tokens.prompt_token_ids,
-                choices=tokens.choices,
-                usage=tokens.usage,
-                tool_calls=tool_calls(response),
-                error=error,
-                untrainable_reason=self._untrainable_reason(status, tokens),
-                ttft_ms=self._ttft_ms,
-                latency_ms=self._elapsed_ms(),
-                fallback=self._upstream if fell_back else None,
-                model=self._attempts.target.model if fell_back else None,
-            )
-            self._ending = asyncio.ensure_future(self._recorder.end(end))
-            self._ending.add_done_callback(lambda written: self._written(end, written))
-        await asyncio.shield(self._ending)
+    def _end(self, status: CallStatus, error: str | None) -> CallEnd:
+        transcript, fell_back = self._transcript, self.attempts.fell_back
+        response = transcript.response() if transcript else None
+        tokens = transcript.tokens if transcript else Tokens()
+        reason = tokens.untrainable_reason(status, self._start.request)
+        if status == "ok" and self.attempts.target.route.version is None:
+            reason = NOT_THE_POLICY
+        return CallEnd(
+            call_id=self._start.call_id,
+            rollout_id=self._start.rollout.rollout_id,
+            status=status,
+            response=response,
+            http_status=self._http_status,
+            prompt_token_ids=tokens.prompt_token_ids,
+            choices=tokens.choices,
+            usage=tokens.usage,
+            tool_calls=tool_calls(response),
+            error=error,
+            untrainable_reason=reason,
+            ttft_ms=self._ttft_ms,
+            latency_ms=self._elapsed_ms(),
+            fallback=self.attempts.upstream.name if fell_back else None,
+            model=self.attempts.target.model if fell_back else None,
+        )
 
-    def _untrainable_reason(self, status: CallStatus, tokens: Tokens) -> str | None:
-        if status == "ok" and self._attempts.target.route.version is None:
-            return NOT_THE_POLICY
-        return tokens.untrainable_reason(status, self._start.request)
+    def _write(self, end: CallEnd) -> asyncio.Future[None]:
+        if not self._question.recorded:
+            nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            nothing.set_result(None)
+            return nothing
+        also = answered(caller_id(self._question.headers), self._start, end) if self._remembers else ()
+        return asyncio.ensure_future(self._gateway.recorder.end(end, also))
 
-    def _written(self, end: CallEnd, written: asyncio.Future[None]) -> None:
+    def _tell(self, end: CallEnd, written: asyncio.Future[None]) -> None:
+        """Tell limits, metrics and telemetry of a call whose end is durable."""
+        if written.cancelled() or written.exception() is not None:
+            return
+        question, gateway = self._question, self._gateway
         try:
-            if self._on_end is not None and not written.cancelled() and written.exception() is None:
-                self._on_end(end)
+            if question.limiter is not None:
+                question.limiter.spend(end, len(question.request.body))
+            if self._exact:
+                self._exact.ended(end)
+            gateway.metrics.call_ended(end, question.recorded)
+            for listener in gateway.listeners if question.recorded else ():
+                listener(self._start, end, question.headers)
         except Exception:  # the record is there, and the agent shall have its answer
             log.exception("call %s: what follows its end failed", end.call_id)
+
+    def _headers(self) -> Iterator[Header]:
+        """Our own headers. A fallback's answer is of no policy version."""
+        if self._question.recorded:
+            yield b"x-rollout-id", self._start.rollout.rollout_id.encode()
+            yield b"x-call-id", self._start.call_id.encode()
+        if self._route.version is not None and not self.attempts.fell_back:
+            yield b"x-policy-version", str(self._route.version).encode()
+
+    @property
+    def _remembers(self) -> bool:
+        return self._gateway.unnamed is not None and self._question.is_unnamed
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000
 
 
-def _parse(raw: bytes) -> Any:
-    """JSON, or else the text as it came; None for nothing."""
-    try:
-        return loads(raw)
-    except ValueError:
-        return raw.decode(errors="replace") or None
+class OnePiece:
+    """The body of an answer that is no stream, as a stream of one piece."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer: Answer | None = answer
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._answer is None:
+            raise StopAsyncIteration
+        answer, self._answer = self._answer, None
+        return await answer.read()
+
+
+def new_call_id() -> str:
+    """Ids of later calls sort later, to the millisecond."""
+    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"

@@ -39,7 +39,7 @@ class Span:
 
 
 def encoding_of(content_type: str) -> Encoding:
-    """Raises UnsupportedMediaType for another one."""
+    """The encoding that a Content-Type names; raises UnsupportedMediaType for another one."""
     media = content_type.partition(";")[0].strip().lower()
     for encoding, name in MEDIA.items():
         if media == name:
@@ -96,7 +96,7 @@ def _messages() -> Any:
 
 
 def _read_json(body: bytes, into: Any) -> None:
-    """OTLP's JSON is protobuf's, but for ids, which are hexadecimal: read as base64, they are told again as that."""
+    """Read OTLP's JSON, which is protobuf's but for its hexadecimal ids: `_id` undoes that they are read as base64."""
     from google.protobuf import json_format
 
     json_format.Parse(body, into, ignore_unknown_fields=True, max_recursion_depth=100)

@@ -10,9 +10,9 @@ from typing import Any
 from ..config.root import Config
 from ..config.upstreams import UpstreamConfig
 from ..errors import UpstreamTimeout
-from ..gateway.ports import Route
 from ..store.store import Store
 from ..types import PolicyVersion, RolloutName
+from ..upstreams.base import Route
 from .pins import Pins
 from .swap import NotServed
 from .watch import Watch

@@ -20,7 +20,7 @@ SHARED = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Metrics:
-    """One registry an app, so that several apps in one process do not share counts; but all workers of one proxy do."""
+    """The counts of one app. All workers of a proxy share them; several apps in one process do not."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -97,13 +97,13 @@ class Metrics:
         self._continuity.labels(outcome).inc()
 
     def step_ended(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """What the trainer said of its last step."""
+        """Show what the trainer reported of its last step."""
         for name, value in {"step": step, **metrics}.items():
             if isinstance(value, int | float):
                 self._step.labels(name).set(value)
 
     def stopped_for(self, collapse: Collapse | None) -> None:
-        """Of one sign at most."""
+        """Show the sign of collapse that publication is stopped for, if it is."""
         for sign in get_args(CollapseSign):
             self._collapsed.labels(sign).set(collapse is not None and collapse.sign == sign)
 
@@ -117,7 +117,7 @@ class Metrics:
 
 
 def _forget_dead(shared: Path) -> None:
-    """What only a living worker can say must not be said by one that crashed; its counts stay."""
+    """Drop the gauges of workers that crashed; their counts stay."""
     for pid in {int(file.stem.rpartition("_")[2]) for file in shared.glob("gauge_live*_*.db")}:
         with suppress(ProcessLookupError):
             os.kill(pid, 0)

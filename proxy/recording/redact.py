@@ -33,7 +33,7 @@ class Redactor:
     """Redacts values without changing them in place: what comes back is the same object if nothing was redacted."""
 
     def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
-        """`keys`: those of the configuration, secrets whatever they look like."""
+        """`keys`: those of the configuration, which are secret whatever they look like."""
         own = [Shape((key,), re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
         self._shapes: Sequence[Shape] = (*own, *SHAPES) if config.secrets else ()
         self._patterns = [re.compile(pattern) for pattern in config.patterns]
@@ -54,7 +54,7 @@ class Redactor:
         return text
 
     def value(self, value: Any, root: str) -> Any:
-        """A JSON value; `root` is the first part of the paths of fields that apply to it."""
+        """A JSON value redacted; `root` is the first part of the paths of fields that apply to it."""
         try:
             for path in self._fields:
                 if path[0] == root:
@@ -71,8 +71,8 @@ class Redactor:
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
         """The call's beginning, and whether something may be missing in it that the model was shown.
 
-        That goes for all that the server remembers of an earlier response: the tokens would tell it, looked at or not.
-        Never the agent's own words: of a name that stands there twice, they hold a value that was not looked at.
+        Something may be missing wherever the server remembers an earlier response: its tokens would tell.
+        The agent's own text is never kept: a name that stands there twice holds a value that was not looked at.
         """
         start = start._replace(request_text=None)
         unseen = self._hides and start.request.get("previous_response_id") is not None
@@ -86,7 +86,7 @@ class Redactor:
         return start._replace(request=request, model=model), shown or unseen
 
     def end(self, end: CallEnd, *, shown: bool) -> CallEnd:
-        """The call's end. If it or its beginning (`shown`) was changed, the tokens, which would tell, go too."""
+        """The call's end. If it or its beginning (`shown`) was changed, its tokens go too: they would tell."""
         response = self.value(end.response, "response")
         end = end._replace(error=end.error and self.text(end.error), usage=self._texts(end.usage))
         if not shown and response is end.response:
@@ -101,7 +101,7 @@ class Redactor:
         )
 
     def _texts(self, value: Any, *, numbers: bool = False) -> Any:
-        """`numbers`: also those that patterns match: what a model wrote as text is a value in some APIs."""
+        """The value with its texts redacted; `numbers`: also numbers, which some APIs make of what a model wrote."""
         match value:
             case str():
                 return self.text(value)
@@ -146,7 +146,7 @@ def _mask_field(value: Any, path: Sequence[str]) -> Any:
 
 
 def _masked(value: Any) -> Any:
-    """A number becomes null: where one is read back, text would be an error."""
+    """The mask for a value; null for a number, since text in its place could not be read back."""
     return MASK if isinstance(value, str | list | dict) else None
 
 

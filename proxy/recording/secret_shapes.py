@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """`hints`: one of them is in every text that holds such a secret; looking for them is cheap."""
+    """A kind of secret. Every text that holds one has one of the `hints` in it, which are cheap to look for."""
 
     hints: tuple[str, ...]
     pattern: re.Pattern[str]

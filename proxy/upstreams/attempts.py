@@ -1,9 +1,13 @@
-"""The configured upstreams at work: each opened when first used, tried again, and followed by its fallbacks."""
+"""The ways to a call's answer: an upstream is opened when first used, tried again, and followed by its fallbacks."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -11,23 +15,31 @@ import aiohttp
 from ..apis.inject import Injection
 from ..config.upstreams import UpstreamConfig
 from ..errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
-from ..gateway.ports import Answer, Route, Upstream
+from .base import Answer, NoConnection, Request, Route, Upstream
 from .health import Health
-from .http import HttpUpstream, Request
-from .litellm.upstream import LitellmUpstream
-from .retries import open_with_retries
+from .http import HttpUpstream
 
 log = logging.getLogger(__name__)
 
 _REFUSALS = frozenset({400, 422})
+_RETRIED = frozenset({429, 502, 503, 504, 529})
 
 
 class Upstreams:
-    """All upstreams. `health` says which servers not to ask."""
+    """All upstreams, each made when first used.
 
-    def __init__(self, session: aiohttp.ClientSession, health: Health | None = None) -> None:
+    `health` says which servers not to ask; `makers` make upstreams of kinds that do not speak plain HTTP.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        health: Health | None = None,
+        makers: Mapping[str, Callable[[UpstreamConfig], Upstream]] | None = None,
+    ) -> None:
         self.health = health or Health()
         self._session = session
+        self._makers = makers or {}
         self._opened: dict[str, Upstream] = {}
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
@@ -35,15 +47,15 @@ class Upstreams:
         upstream = self._opened.get(config.name) or self._make(config)
         if not config.retries:
             return await upstream.open(request)
-        return await open_with_retries(config, upstream, request)
+        return await _open_with_retries(config, upstream, request)
 
     async def close(self) -> None:
         for upstream in self._opened.values():
             await upstream.close()
 
     def _make(self, config: UpstreamConfig) -> Upstream:
-        made: Upstream
-        made = LitellmUpstream(config) if config.kind == "litellm" else HttpUpstream(config, self._session, self.health)
+        make = self._makers.get(config.kind)
+        made = HttpUpstream(config, self._session, self.health) if make is None else make(config)
         self._opened[config.name] = made
         return made
 
@@ -63,28 +75,35 @@ class Target(NamedTuple):
 
 
 class Attempts:
-    """One call's ways to an answer, in order; the next one is made and taken when the one before has failed.
+    """One call's ways to an answer, tried in order until one is answered: `async with attempts as answer`.
 
-    `target` is the one that is under way, or that answered. `ask` makes one; plain: without any injection.
+    `target` is the one that is under way, or that answered. `ask` makes a target when its turn has come; its second
+    argument asks for a plain one, without any injection.
     """
 
-    def __init__(self, upstreams: Upstreams, routes: Iterator[Route], ask: Callable[[Route, bool], Target]) -> None:
+    def __init__(self, upstreams: Upstreams, route: Route, ask: Callable[[Route, bool], Target]) -> None:
         self._upstreams = upstreams
-        self._routes = routes
         self._ask = ask
-        self._first = next(routes)
+        self._left = list(route.fallbacks)
+        self._first = route
         self._open_first: Callable[[Request], Awaitable[Answer]] | None = None
-        self.target = ask(self._first, False)
+        self._answer: Answer | None = None
+        self.target = ask(route, False)
 
     def begin_with(self, open_first: Callable[[Request], Awaitable[Answer]]) -> None:
-        """Ask the first upstream in a way of one's own."""
+        """Ask the first upstream by this function."""
         self._open_first = open_first
+
+    @property
+    def upstream(self) -> UpstreamConfig:
+        """The upstream that the call is at, or that answered it."""
+        return self.target.route.upstream
 
     @property
     def fell_back(self) -> bool:
         return self.target.route is not self._first
 
-    async def open(self) -> Answer:
+    async def __aenter__(self) -> Answer:
         """The first answer that is neither 429 nor a server's error; the last upstream's, or its error, if none is."""
         while True:
             route = self.target.route
@@ -98,8 +117,13 @@ class Attempts:
             else:
                 status = answer.status
                 if status < 429 or 429 < status < 500 or not self._has_next(f"it answered {status}"):
+                    self._answer = answer
                     return answer
                 answer.release()
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._answer is not None
+        self._answer.release()
 
     async def _open(self) -> Answer:
         answer = await self._send()
@@ -113,13 +137,43 @@ class Attempts:
     async def _send(self) -> Answer:
         if self._open_first is not None and not self.fell_back:
             return await self._open_first(self.target.request)
-        return await self._upstreams.open(self.target.route.upstream, self.target.request)
+        return await self._upstreams.open(self.upstream, self.target.request)
 
     def _has_next(self, reason: str) -> bool:
-        following = next(self._routes, None)
-        if following is None:
+        if not self._left:
             return False
-        before, after = self.target.route.upstream.name, following.upstream.name
-        log.warning("upstream %s: %s; %s gets the call", before, reason, after)
+        following = self._left.pop(0)
+        log.warning("upstream %s: %s; %s gets the call", self.upstream.name, reason, following.upstream.name)
         self.target = self._ask(following, False)
         return True
+
+
+async def _open_with_retries(config: UpstreamConfig, upstream: Upstream, request: Request) -> Answer:
+    """`upstream.open`, as often as `retries` says; its last answer or error if none is a good one.
+
+    An answer whose Retry-After asks for more than `retry_wait_s` is the last.
+    """
+    for tried in range(config.retries):
+        wait = None
+        try:
+            answer = await upstream.open(request)
+        except NoConnection:
+            pass
+        else:
+            wait = _asked_wait(answer)
+            if answer.status not in _RETRIED or (wait or 0.0) > config.retry_wait_s:
+                return answer
+            answer.release()
+        await asyncio.sleep(random.uniform(0, min(0.5 * 2**tried, config.retry_wait_s)) if wait is None else wait)
+    return await upstream.open(request)
+
+
+def _asked_wait(answer: Answer) -> float | None:
+    """The seconds that Retry-After asks for, as a number or a date; None if it cannot be read."""
+    value = answer.retry_after
+    if value.isdecimal():
+        return float(value)
+    try:
+        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None

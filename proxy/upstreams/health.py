@@ -1,4 +1,4 @@
-"""Which servers are up: what the health checks and the policy's watch found, and whom a rollout is sent to then."""
+"""Which servers are up, as the health checks and the policy's watch found, and which one a rollout is sent to."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Server = tuple[str, str]  # the upstream's name, and one of its URLs
 
 
 class Health:
-    """What is known of the servers that are watched; all others count as up."""
+    """Remembers the state of the servers that are watched; all others count as up."""
 
     def __init__(self) -> None:
         self._problems: dict[Server, str | None] = {}
 
     @property
     def problems(self) -> Mapping[Server, str | None]:
-        """Of every server that is watched: what is wrong with it, None if nothing is."""
+        """What is wrong with each server that is watched; None if nothing is."""
         return self._problems
 
     def report(self, upstream: str, url: str, problem: str | None) -> None:
@@ -57,7 +57,7 @@ def _weight(url: str, rollout_id: str) -> bytes:
 
 
 def replica_name(url: str) -> str:
-    """Host, port and path: a URL without what may be secret in it."""
+    """The URL's host, port and path, without what may be secret in it."""
     return url.partition("://")[2].rpartition("@")[2].partition("?")[0].removesuffix("/v1")
 
 
@@ -79,7 +79,7 @@ async def _watch(upstream: UpstreamConfig, url: str, session: aiohttp.ClientSess
 
 
 async def _problem(upstream: UpstreamConfig, url: str, session: aiohttp.ClientSession) -> str | None:
-    """Any answer but a server's error is one of a server that is up: it may want a key, or list no models."""
+    """What is wrong with the server. Any answer but HTTP 5xx is fine: it may want a key, or list no models."""
     limit = aiohttp.ClientTimeout(total=upstream.connect_timeout_s)
     try:
         asked = session.get(f"{url}/models", headers=upstream.credentials, timeout=limit, allow_redirects=False)

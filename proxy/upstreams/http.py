@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator, Iterable
 from functools import lru_cache, partial
 from posixpath import relpath
-from typing import NamedTuple
 from urllib.parse import quote
 
 import aiohttp
@@ -17,9 +16,9 @@ from yarl import URL
 
 from ..config.upstreams import UpstreamConfig
 from ..errors import UpstreamTimeout, UpstreamUnreachable
-from ..gateway.asgi import Header
+from ..types import Header
+from .base import SHORTEST_KEY, KeyMask, NoConnection, NoConnectionInTime, Request
 from .health import Health
-from .key_mask import SHORTEST_KEY, KeyMask
 
 log = logging.getLogger(__name__)
 
@@ -49,27 +48,8 @@ _NOT_PASSED_ON = {
 _HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 
 
-class Request(NamedTuple):
-    """What goes upstream. `path`: percent-decoded, from /v1/ on; `headers`: the agent's; `identity`: uncompressed.
-
-    `rollout_id`: requests with the same one go to the same replica.
-    """
-
-    method: str
-    path: str
-    query: bytes
-    headers: list[Header]
-    body: bytes
-    forward_authorization: bool
-    identity: bool = False
-    rollout_id: str = ""
-
-    def with_body(self, body: bytes) -> Request:
-        return self._replace(body=body)
-
-
 class _Protocol(ResponseHandler):
-    """Wakes whoever reads a body when its connection ends; after a chunk that is none aiohttp lets them wait."""
+    """Wakes whoever reads a body when its connection ends; after a malformed chunk aiohttp would let them wait."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
         payload = self._payload
@@ -94,14 +74,6 @@ def make_session() -> aiohttp.ClientSession:
     )
 
 
-class NoConnection(UpstreamUnreachable):
-    """The request did not reach the upstream."""
-
-
-class NoConnectionInTime(UpstreamTimeout, NoConnection):
-    """Nor was it refused."""
-
-
 class HttpUpstream:
     """Servers that speak the agents' protocol: one, or replicas among which a rollout keeps to its own."""
 
@@ -122,7 +94,7 @@ class HttpUpstream:
         return HttpAnswer(self._config, await self._open(last, request))
 
     async def close(self) -> None:
-        """The session is its opener's."""
+        """Nothing to do: the session is closed by who opened it."""
 
     async def _open(self, base_url: str, request: Request) -> aiohttp.ClientResponse:
         upstream = self._config
@@ -193,7 +165,7 @@ async def _chunks(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> As
 
 
 async def _next(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> bytes:
-    """What has arrived of a body; nothing at its end."""
+    """The next bytes of a body that have arrived; none at its end."""
     try:
         return await content.readany()
     except TimeoutError:
@@ -203,9 +175,9 @@ async def _next(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> byte
 
 
 def _response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse, *, keep_length: bool) -> list[Header]:
-    """The upstream's headers without those of the connection.
+    """The upstream's headers, less those of the connection.
 
-    Without `keep_length` also without those of a body that may change: its length, and an encoding that was undone.
+    Without `keep_length` the body may change: its length goes too, and an encoding that was undone.
     """
     headers = [(name.lower(), value) for name, value in response.raw_headers]
     dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
@@ -221,7 +193,7 @@ def _response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse
 
 
 def _location(upstream: UpstreamConfig, asked: URL, value: bytes) -> bytes:
-    """Where a redirect leads, relative to the request if that is at the upstream: an agent does not leave us for it.
+    """A redirect's target; within the upstream it is made relative to the request, so that the agent stays with us.
 
     Servers name themselves as we call them, in whatever scheme they believe to be called by.
     """
@@ -257,14 +229,14 @@ def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[s
 
 
 def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:
-    """`headers`: with lower-case names."""
+    """The headers that `Connection` says are for one hop only. `headers` have lower-case names."""
     named = [value for name, value in headers if name == b"connection"]
     return {token.strip().lower() for value in named for token in value.split(b",")}
 
 
 @lru_cache(1024)
 def _url(base_url: str, path: str, query: bytes) -> URL:
-    """Quoted anew from the decoded path: what was checked is what is asked for."""
+    """The URL to ask for, quoted anew from the decoded path: what was checked is what is asked for."""
     quoted = quote(path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~")
     asked = f"?{quote(query, safe=_QUERY_SAFE)}" if query else ""
     return URL(base_url + quoted + asked, encoded=True)
@@ -278,13 +250,13 @@ def _text(value: bytes) -> str:
 
 
 def why_not_connected(error: aiohttp.ClientConnectorError) -> str:
-    """In the system's words; asyncio puts an address in their place."""
+    """The reason in the system's words (Connection refused); asyncio would put an address in their place."""
     cause = error.os_error
     return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or type(cause).__name__
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
-    """aiohttp's errors may be empty, or quote what was received."""
+    """The error to show for an answer that broke off. aiohttp's own may be empty, or quote what was received."""
     text, mask = str(error), _key_mask(upstream)
     text = text if mask is None else mask.once(text.encode()).decode()
     return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text[:200] or type(error).__name__}")

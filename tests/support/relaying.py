@@ -11,14 +11,17 @@ from typing import Any
 import uvicorn
 
 from lightning_proxy.commands.serve import UVICORN
+from lightning_proxy.proxy.access.auth import Caller
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import Unauthorized
-from lightning_proxy.proxy.gateway.ports import Caller, Route
+from lightning_proxy.proxy.gateway.call import Gateway
 from lightning_proxy.proxy.gateway.relay import Relay
+from lightning_proxy.proxy.recording.metrics import Metrics
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstreams.attempts import Upstreams
+from lightning_proxy.proxy.upstreams.base import Route
 from lightning_proxy.proxy.upstreams.http import make_session
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -30,10 +33,10 @@ class MemoryRecorder:
         self.ends: list[CallEnd] = []
         self.ended = asyncio.Event()
 
-    async def start(self, start: CallStart) -> None:
+    async def start(self, start: CallStart, also: Any = ()) -> None:
         self.starts.append(start)
 
-    async def end(self, end: CallEnd) -> None:
+    async def end(self, end: CallEnd, also: Any = ()) -> None:
         self.ends.append(end)
         self.ended.set()
 
@@ -60,6 +63,10 @@ class OpenDoor:
         return Caller("of-key" if headers.get("authorization") == "Bearer rollout-key" else None, True)
 
 
+def relay_of(config: Config, upstreams: Upstreams, recorder: Any, router: Any) -> Relay:
+    return Relay(config, OpenDoor(), Gateway(config, router, upstreams, recorder, Metrics()))
+
+
 @asynccontextmanager
 async def relaying(
     base: str, recorder: Any, *, max_body_mb: float = 0.01, on_disconnect: Any = "abort", **upstream: Any
@@ -71,7 +78,7 @@ async def relaying(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         async with make_session() as session:
-            relay = Relay(config, Upstreams(session), recorder, OneUpstream(target), OpenDoor())
+            relay = relay_of(config, Upstreams(session), recorder, OneUpstream(target))
             server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", **UVICORN | {"log_level": "critical"}))
             task = asyncio.create_task(server.serve([listener]))
             while not server.started:

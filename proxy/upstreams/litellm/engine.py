@@ -1,4 +1,4 @@
-"""litellm in a thread and an event loop of its own: to import it takes seconds, and its first call imports more."""
+"""litellm in a thread of its own with an event loop: importing it takes seconds, and its first call imports more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import orjson
 
 from ...apis import sse
-from ...gateway.asgi import Header
+from ...types import Header
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -110,7 +110,7 @@ class Engine:
 
 
 def import_litellm() -> ModuleType:
-    """litellm, silent: what it would log or report may hold keys and whole conversations."""
+    """Import litellm and silence it: what it would log or report may hold keys and whole conversations."""
     os.environ.update(_SETTINGS)
     import litellm
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...errors import LightningError, Unsupported, UpstreamTimeout, UpstreamUnreachable
-from ...gateway.asgi import Header
-from ..http import NoConnection
+from ...types import Header
+from ..base import NoConnection
 
 # Of aiohttp and httpx; matched by name, so that neither is imported here.
 _NO_CONNECTION = frozenset({"ClientConnectorError", "ClientConnectorDNSError", "ConnectError", "ConnectTimeout"})
@@ -34,7 +34,7 @@ class ProviderError(LightningError):
 
 
 def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> LightningError:
-    """The error to show instead: ProviderError for an answer of the provider, else what kept it from answering."""
+    """The error to show instead: ProviderError if the provider answered, else what kept it from answering."""
     told = str(error).partition("\nTraceback (most recent call last)")[0]
     message = redacted(told, secrets)[:_LONGEST_MESSAGE]
     chain = list(_chain(error))
@@ -55,7 +55,7 @@ def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> Light
 
 
 def redacted(text: str, secrets: Iterable[str]) -> str:
-    """The text without these, and without what the environment says is secret."""
+    """The text without these secrets, and without those that the environment's variables name."""
     known = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     for secret in sorted({*secrets, *known}, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
@@ -70,14 +70,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _provider_status(chain: Iterable[BaseException]) -> int | None:
-    """litellm gives some answers another number, but keeps the error that it began with."""
+    """The status that the provider answered: litellm changes some, but keeps the error that it began with."""
     others = [e for e in chain if not type(e).__module__.startswith("litellm.exceptions")]
     found = [status for e in others if isinstance(status := getattr(e, "status_code", None), int)]
     return next((status for status in reversed(found) if 400 <= status < 600), None)
 
 
 def _own_status(error: Any) -> int:
-    """Of what litellm refuses by itself."""
+    """The status of a refusal that is litellm's own."""
     status = getattr(error, "status_code", None)
     return status if isinstance(status, int) and 400 <= status < 600 else 502
 

@@ -12,9 +12,8 @@ import orjson
 from ...apis.dialects import DIALECTS
 from ...config.upstreams import UpstreamConfig
 from ...errors import InvalidRequest, LightningError, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
-from ...gateway.asgi import Header
-from ..http import Request
-from ..key_mask import SHORTEST_KEY, KeyMask
+from ...types import Header
+from ..base import SHORTEST_KEY, KeyMask, Request
 from .engine import FUNCTIONS, Engine, LitellmStream
 from .errors import ProviderError, translated
 
@@ -81,7 +80,7 @@ class LitellmUpstream:
 
 
 def _is_conversation(messages: Any) -> bool:
-    """Others make litellm fail in ways that look like the provider's."""
+    """Whether messages are a list of objects; others make litellm fail in ways that look like the provider's."""
     return isinstance(messages, list) and bool(messages) and all(isinstance(message, dict) for message in messages)
 
 
@@ -137,7 +136,7 @@ class _Call:
             yield b"data: [DONE]\n\n"
 
     def _masked(self, data: bytes) -> bytes:
-        """As the answers of other upstreams: without the upstream's own key."""
+        """The data without the upstream's own key, as in the answers of other upstreams."""
         for secret in self._secrets:
             data = KeyMask(secret).once(data)
         return data
@@ -154,7 +153,7 @@ class _Call:
 
 
 class LitellmAnswer:
-    """Bytes that are there, and those to come."""
+    """An answer of litellm's: the bytes that are there, and those to come."""
 
     def __init__(
         self,

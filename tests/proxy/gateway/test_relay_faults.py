@@ -15,23 +15,22 @@ from lightning_proxy.proxy.apis.stream import MAX_EVENT_BYTES
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
-from lightning_proxy.proxy.gateway.relay import Relay
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstreams.attempts import Upstreams
 from lightning_proxy.proxy.upstreams.http import make_session
-from support.relaying import Handler, MemoryRecorder, OneUpstream, OpenDoor, relaying, speaking
+from support.relaying import Handler, MemoryRecorder, OneUpstream, relay_of, relaying, speaking
 
 CHAT = {"model": "policy", "messages": []}
 STREAM = CHAT | {"stream": True}
 
 
 class FullAtStart(MemoryRecorder):
-    async def start(self, start: CallStart) -> None:
+    async def start(self, start: CallStart, also: Any = ()) -> None:
         raise StoreUnavailable("disk full")
 
 
 class FullAtEnd(MemoryRecorder):
-    async def end(self, end: CallEnd) -> None:
+    async def end(self, end: CallEnd, also: Any = ()) -> None:
         raise StoreUnavailable("disk full")
 
 
@@ -40,7 +39,7 @@ class SlowAtEnd(MemoryRecorder):
         super().__init__()
         self.go = asyncio.Event()
 
-    async def end(self, end: CallEnd) -> None:
+    async def end(self, end: CallEnd, also: Any = ()) -> None:
         await self.go.wait()
         await super().end(end)
 
@@ -365,7 +364,7 @@ async def test_a_call_that_is_stopped_with_the_server_is_recorded():
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
     async with speaking(upstream) as base, make_session() as session:
         target = OneUpstream(UpstreamConfig(name="up", base_url=f"{base}/v1", kind="openai"))
-        relay = Relay(Config(), Upstreams(session), recorder, target, OpenDoor())
+        relay = relay_of(Config(), Upstreams(session), recorder, target)
         call = asyncio.create_task(relay(scope, messages.get, sent.put))
         while (await sent.get()).get("body") != event("a"):
             pass

@@ -26,9 +26,9 @@ from opentelemetry.trace import Status, StatusCode
 
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
-from lightning_proxy.proxy.gateway.asgi import unpack
+from lightning_proxy.proxy.gateway.body import unpack
 from lightning_proxy.proxy.otel.otlp import read_spans
-from lightning_proxy.proxy.otel.spans_in import read_all
+from lightning_proxy.proxy.otel.receive import read_all
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector

@@ -18,7 +18,7 @@ from traffic.server import serving
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.otel.genai_out import attributes_of
+from lightning_proxy.proxy.otel.genai_write import attributes_of
 from lightning_proxy.proxy.otel.otlp import Span, read_spans
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 

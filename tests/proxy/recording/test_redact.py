@@ -19,7 +19,6 @@ from lightning_proxy.proxy.config.server import RedactConfig, StoreConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.recording.redact import MASK, Redactor
-from lightning_proxy.proxy.recording.redacting import RedactingRecorder
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import new_key
 from lightning_proxy.proxy.store.store import Store
@@ -94,9 +93,8 @@ async def record(path: Path, redactor: Redactor, calls: list[Places]) -> None:
     history: list[Any] = []
     async with (
         opened(StoreConfig(url=f"sqlite:///{path}")) as database,
-        Recorder(Store(database), merged=False) as kept,
+        Recorder(Store(database), merged=False, redactor=redactor) as recorder,
     ):
-        recorder = RedactingRecorder(kept, redactor)
         for i, (request, response, error) in enumerate(calls):
             history = history + request["messages"]
             start = CallStart(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.upstreams.key_mask import KeyMask
+from lightning_proxy.proxy.upstreams.base import KeyMask
 
 KEYS = st.text("ab-", min_size=12, max_size=16)  # few letters: the key begins again within itself
 

@@ -183,7 +183,7 @@ def test_the_first_use_calls_nobody_but_the_provider_and_lets_the_event_loop_go_
     script = """
 import asyncio, socket, sys
 from lightning_proxy.proxy.upstreams.litellm.upstream import LitellmUpstream
-from lightning_proxy.proxy.upstreams.http import NoConnection, Request
+from lightning_proxy.proxy.upstreams.base import NoConnection, Request
 
 called = []
 sys.addaudithook(lambda event, args: called.append(args[1][0]) if event == "socket.connect" else None)

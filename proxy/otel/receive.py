@@ -17,9 +17,9 @@ from fastapi import APIRouter, Request, Response
 from ..apis.tools import tool_calls
 from ..control.parts import Parts
 from ..errors import InvalidRequest, LightningError
-from ..gateway.asgi import unpack
+from ..gateway.body import unpack
 from ..types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
-from .genai_in import action_of, is_action, is_call, request_of, response_of, tokens_of
+from .genai_read import action_of, is_action, is_call, request_of, response_of, tokens_of
 from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
 
 router = APIRouter()
@@ -146,12 +146,10 @@ async def _record_call(p: Parts, call: Imported) -> None:
         return
     if status is None and response_id and await p.store.calls.giver(call.end.rollout_id, response_id):
         return
-    start, shown = p.redactor.start(call.start) if p.redactor else (call.start, False)
-    end = p.redactor.end(call.end, shown=shown) if p.redactor else call.end
     if status is None:
-        await p.recorder.start(start)
-    await p.recorder.end(end)
-    p.metrics.call_ended(end, True)
+        await p.recorder.start(call.start)
+    await p.recorder.end(call.end)
+    p.metrics.call_ended(call.end, True)
 
 
 def _check(span: Span) -> None:

@@ -1,4 +1,4 @@
-"""Spans with OpenTelemetry's GenAI attributes, as the chat calls that they tell of. Pure.
+"""Reads OpenTelemetry's GenAI attributes of a span as a chat call or an action. Pure.
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. Two ways of telling what was said are known: that of
 the conventions (`gen_ai.input.messages`), and the older one of numbered attributes (`gen_ai.prompt.0.content`).
@@ -32,7 +32,7 @@ def is_call(attributes: Attributes) -> bool:
 
 
 def is_action(attributes: Attributes) -> bool:
-    """Whether it is one of a retriever, or of a tool that no model's answer asked for.
+    """Whether the span is one of a retriever, or of a tool that no model's answer asked for.
 
     What a tool got that one did ask for is told by the next request.
     """
@@ -125,7 +125,7 @@ def _answers(attributes: Attributes) -> Iterator[Json]:
 
 
 def _message(message: Any) -> Iterator[Json]:
-    """A message of the conventions, in parts, as those of a chat; one that is a chat's already as it is."""
+    """The chat messages in a message of the conventions, which has parts; a chat's own message stays as it is."""
     if not isinstance(message, dict):
         return
     if not isinstance(parts := message.get("parts"), list):
@@ -152,7 +152,7 @@ def _message(message: Any) -> Iterator[Json]:
 
 
 def _joined(content: list[Json]) -> Any:
-    """Text alone is a string, as most clients send it."""
+    """A message's content: a string where it is text alone, as most clients send it."""
     if all(part.get("type") == "text" and "text" in part for part in content):
         return "".join(part["text"] for part in content) if content else None
     return content
@@ -178,7 +178,7 @@ def _numbered(attributes: Attributes, prefix: str) -> list[Json]:
 
 
 def _tool(tool: Any) -> Any:
-    """A definition without a `function` around it gets one."""
+    """A tool's definition, with the `function` around it that chat has."""
     if not isinstance(tool, dict) or "function" in tool or "name" not in tool:
         return tool
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
@@ -197,7 +197,7 @@ def _first(attributes: Attributes, *names: str) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """On spans, what has a structure is mostly told as JSON text."""
+    """The value of an attribute: on spans, most structures are JSON text."""
     if not isinstance(value, str):
         return value
     try:

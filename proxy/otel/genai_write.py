@@ -1,4 +1,4 @@
-"""Recorded calls as spans with OpenTelemetry's GenAI attributes. Pure.
+"""Writes a recorded call as a span's attributes, by OpenTelemetry's GenAI conventions. Pure.
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. What they have no name for is `lightning.…`.
 """
@@ -87,7 +87,7 @@ def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str,
 
 
 def system_instructions(request: Json) -> list[Json]:
-    """Those that were given apart from the conversation, in parts."""
+    """The instructions that were given apart from the conversation, in parts."""
     return [part for name in ("system", "instructions") if request.get(name) for part in _parts(request[name])]
 
 
@@ -100,7 +100,7 @@ def input_messages(request: Json) -> list[Json]:
 
 
 def output_messages(response: Json) -> list[Json]:
-    """What it answered, each choice a message."""
+    """The model's answer, each choice a message."""
     if isinstance(output := response.get("output"), list):
         items = [part for item in dicts(output) for part in _message(item)["parts"]]
         return [{"role": "assistant", "parts": items, "finish_reason": _reason(response.get("status"))}]
@@ -116,7 +116,7 @@ def output_messages(response: Json) -> list[Json]:
 
 
 def _message(item: Json) -> Json:
-    """A chat's message, an item of Responses, or a message of Anthropic's."""
+    """A chat's message, an item of Responses, or a message of Anthropic's, in the conventions' shape."""
     kind = item.get("type")
     if kind in ("function_call", "custom_tool_call"):
         arguments = item.get("arguments", item.get("input"))
@@ -153,13 +153,13 @@ def _parts(content: Any) -> Iterator[Json]:
 
 
 def _reasoning(*contents: Any) -> list[Json]:
-    """A part for each text in them."""
+    """A part for each text in the contents."""
     parts = (part for content in contents for part in _parts(content))
     return [{"type": "reasoning", "content": part["content"]} for part in parts if part.get("content")]
 
 
 def _call(call_id: Any, name: Any, arguments: Any) -> Json:
-    """Arguments are a value; text that is no JSON stays as it is."""
+    """A tool call. Its arguments are a value; text that is no JSON stays as it is."""
     if isinstance(arguments, str):
         with suppress(ValueError):
             arguments = loads(arguments)
@@ -167,7 +167,7 @@ def _call(call_id: Any, name: Any, arguments: Any) -> Json:
 
 
 def _tool(tool: Json) -> Json:
-    """Chat's, Responses' or Anthropic's definition of a tool."""
+    """A tool's definition, from chat's, Responses' or Anthropic's."""
     function = tool["function"] if isinstance(tool.get("function"), dict) else tool
     found = {"name": function.get("name"), "description": function.get("description")}
     found["parameters"] = function.get("parameters", function.get("input_schema"))

@@ -1,19 +1,21 @@
-"""Recorded calls, exported as OpenTelemetry spans in the background: a collector that is away costs spans, no call."""
+"""Exports recorded calls as OpenTelemetry spans in the background. A collector that is away costs spans, no call."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
 from ..config.server import TelemetryConfig
 from ..errors import ConfigError
+from ..gateway.call import Listener
 from ..recording.redact import Redactor
 from ..types import CallEnd, CallStart
-from .genai_out import attributes_of, operation_of
+from .genai_write import attributes_of, operation_of
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ FLUSH_S = 3.0  # how long what is left may take at the end
 
 
 class Telemetry:
-    """Spans wait in memory, up to a limit, until a thread has sent them. `traceparent` of the agent is their parent."""
+    """Keeps spans in memory, up to a limit, until a thread has sent them. The agent's `traceparent` is their parent."""
 
     def __init__(self, config: TelemetryConfig, redactor: Redactor) -> None:
         """Raises ConfigError without the SDK."""
@@ -75,7 +77,7 @@ class Telemetry:
 
 
 def require_sdk(config: TelemetryConfig) -> None:
-    """Raise ConfigError where spans are to be exported and the SDK is not there."""
+    """Raise ConfigError if spans are to be exported and the SDK is not there."""
     if config.otlp_endpoint is None:
         return
     try:
@@ -87,6 +89,14 @@ def require_sdk(config: TelemetryConfig) -> None:
         ) from None
 
 
-def open_telemetry(config: TelemetryConfig, redactor: Redactor) -> Telemetry | None:
-    """None if there is nowhere to export to. Raises ConfigError without the SDK."""
-    return Telemetry(config, redactor) if config.otlp_endpoint else None
+@asynccontextmanager
+async def listening(config: TelemetryConfig, redactor: Redactor) -> AsyncIterator[list[Listener]]:
+    """The listeners that export calls while the block runs; none without an `otlp_endpoint`. Raises ConfigError."""
+    if config.otlp_endpoint is None:
+        yield []
+        return
+    telemetry = Telemetry(config, redactor)
+    try:
+        yield [telemetry.call_ended]
+    finally:
+        await telemetry.close()

@@ -1,0 +1,134 @@
+"""Request bodies: read from the agent, understood, and written again for an upstream."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any
+
+import orjson
+
+from ..apis.dialects import Dialect
+from ..apis.inject import Injection
+from ..errors import InvalidRequest, TooLarge, UnsupportedMediaType
+from ..json_text import as_utf8, encode, loads, with_model
+from ..upstreams.attempts import Target
+from ..upstreams.base import Request, Route
+from .asgi import ClientDisconnected, Receive
+
+_FORM_NAME = b'name="model"\r\n'
+# The form field's other headers, its value, and the boundary that ends it.
+_FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
+
+
+async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
+    """The request's body; raises TooLarge for more than `limit` bytes, ClientDisconnected."""
+    length = headers.get("content-length", "")
+    declared = int(length) if length.isdecimal() else 0
+    body = bytearray()
+    while max(len(body), declared) <= limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        part, more = message.get("body", b""), message.get("more_body")
+        if not (body or more) and len(part) <= limit:
+            return bytes(part)  # all at once, as most come: it is not copied
+        body += part
+        if not more and len(body) <= limit:
+            return bytes(body)
+    raise TooLarge(f"the request body is larger than {limit} bytes (proxy.max_body_mb)")
+
+
+def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
+    """The body without its compression; TooLarge for more than `limit` bytes, InvalidRequest if it is damaged."""
+    if content_encoding.lower() in ("", "identity"):
+        return body
+    if content_encoding.lower() not in ("gzip", "deflate"):
+        raise UnsupportedMediaType(f"Content-Encoding is gzip, deflate or none, got {content_encoding[:60]!r}")
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either kind
+    try:
+        raw = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not valid {content_encoding}: {error}") from None
+    if len(raw) > limit:
+        raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")
+    if not unpacker.eof:
+        raise InvalidRequest(f"the body is not valid {content_encoding}: it is cut off")
+    if unpacker.unused_data:
+        raise InvalidRequest(f"the body is {content_encoding} and more: what follows it would be lost")
+    return raw
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; raises InvalidRequest for anything else."""
+    try:
+        value = loads(body)
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    return value
+
+
+def parse_any(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body that is not recorded, or the `model` of a form; empty if it is neither."""
+    if _is_form(body):
+        match = _form_model(body)
+        return {} if match is None else {"model": match[1].decode(errors="replace")}
+    try:
+        body = as_utf8(body)
+        return parse_object(body) if body.lstrip().startswith(b"{") else {}
+    except InvalidRequest:
+        return {}
+
+
+def model_of(body: dict[str, Any]) -> str | None:
+    """The model that a body asks for; None for none, or for one of the wrong type."""
+    model = body.get("model")
+    return model if isinstance(model, str) else None
+
+
+def target_of(request: Request, body: dict[str, Any], dialect: Dialect | None, route: Route, plain: bool) -> Target:
+    """How this upstream is asked: with the dialect's additions if it is vLLM, unless `plain`."""
+    sent, injection = body, Injection()
+    if route.model is not None and isinstance(body.get("model"), str | None):  # the upstream refuses other types
+        sent = body | {"model": route.model}
+    if dialect is not None and not plain and route.upstream.kind == "vllm":
+        sent, injection = dialect.inject(sent)
+    return Target(route, _with_body(request, body, sent), sent, injection)
+
+
+def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
+    """The request with `sent` for its body, in the agent's own bytes where possible, with what was added at their end.
+
+    So numbers keep their digits, and nothing is lost that a parser would lose.
+    """
+    changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
+    if not changed:
+        return request
+    if _is_form(request.body):
+        return request.with_body(_with_form_model(request.body, sent["model"]))
+    text: bytes | None = request.body
+    if "model" in changed and "model" in body:
+        text = with_model(request.body, changed.pop("model"))
+    if text is None or not body or any(name in body for name in changed):
+        return request.with_body(encode(sent))
+    if not changed:
+        return request.with_body(text)
+    begun = memoryview(text.rstrip())[:-1]  # a large one is copied once
+    return request.with_body(b"".join((begun, b",", orjson.dumps(changed)[1:])))
+
+
+def _is_form(body: bytes) -> bool:
+    """Whether a body begins as multipart/form-data does, in which sound and pictures are sent."""
+    return body.startswith(b"--")
+
+
+def _form_model(body: bytes) -> re.Match[bytes] | None:
+    at = body.find(_FORM_NAME)
+    return None if at < 0 else _FORM_VALUE.match(body, at + len(_FORM_NAME))
+
+
+def _with_form_model(body: bytes, model: str) -> bytes:
+    match = _form_model(body)
+    return body if match is None else body[: match.start(1)] + model.encode() + body[match.end(1) :]

@@ -1,0 +1,130 @@
+"""Many records in one commit: those that wait when a commit is done make up the next. Nothing is ever dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import StoreUnavailable
+from ..store.calls import (
+    CALL_END,
+    CALL_LARGE_REQUEST,
+    CALL_START,
+    CALL_SUPERSEDED,
+    ROLLOUT_CALL_ENDED,
+    TOOL_CALL,
+    TOOL_RESULT,
+)
+from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
+from ..store.rollouts import ROLLOUT_SEEN
+from ..store.store import Store
+
+Rows = list[dict[str, Any]]
+# One of the store's statements, with its parameters.
+Statement = tuple[str, dict[str, Any]]
+GROUP = 512  # records in one commit, at most
+
+# A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
+_ORDER = {
+    statement: place
+    for place, statement in enumerate((
+        ROLLOUT_SEEN, CALL_START, CALL_LARGE_REQUEST, CALL_SUPERSEDED, CALL_END,
+        ROLLOUT_CALL_ENDED, TOOL_CALL, TOOL_RESULT, CONVERSATION_TIP, CONVERSATION_POINT,
+        CONVERSATION_ORIGIN,
+    ))
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Entry:
+    """A record that waits for its commit; `size`: about how many bytes it has."""
+
+    statements: Sequence[Statement]
+    size: int
+    done: asyncio.Future[None]
+
+
+class GroupCommit:
+    """The one writer of a process's records. Run it with `async with`; it ends when nothing waits any more."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: deque[Entry] = deque()
+        self._wanted = asyncio.Event()
+        self._closing = False
+        self._writer: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> GroupCommit:
+        self._writer = asyncio.create_task(self._write_groups())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._writer is not None
+        self._closing = True
+        self._wanted.set()
+        await self._writer
+
+    @property
+    def depth(self) -> int:
+        """Records that wait for their commit."""
+        return len(self._waiting)
+
+    def put(self, statements: Sequence[Statement], size: int) -> asyncio.Future[None]:
+        """A future that is done when the record is durable, or fails with StoreUnavailable."""
+        entry = Entry(statements, size, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        self._wanted.set()
+        return entry.done
+
+    async def _write_groups(self) -> None:
+        while self._waiting or not self._closing:
+            if not self._waiting:
+                self._wanted.clear()
+                await self._wanted.wait()
+                continue
+            group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
+            error = await self._write(group)
+            if error is not None and not isinstance(error, StoreUnavailable) and len(group) > 1:
+                # One of them cannot be stored at all; the others must not suffer for it.
+                for one in group:
+                    _settle([one], await self._write([one]))
+            else:
+                _settle(group, error)
+
+    async def _write(self, group: Sequence[Entry]) -> Exception | None:
+        """Commit the group; return any error, since those who wait must hear of it."""
+        by_statement: dict[str, Rows] = {}
+        for entry in group:
+            for statement, row in entry.statements:
+                by_statement.setdefault(statement, []).append(row)
+        runs = sorted(by_statement.items(), key=lambda run: _ORDER[run[0]])
+        size = sum(entry.size for entry in group)
+        try:
+            try:
+                await self._store.database.commit(runs, size)
+            except UnicodeEncodeError:
+                await self._store.database.commit([(statement, _readable(rows)) for statement, rows in runs], size)
+        except Exception as error:
+            return error
+        return None
+
+
+def _readable(rows: Rows) -> Rows:
+    """The rows with `?` for what UTF-8 cannot hold in a name or an id; JSON has such text escaped."""
+    return [
+        {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
+        for row in rows
+    ]
+
+
+def _settle(group: Sequence[Entry], error: Exception | None) -> None:
+    """Tell those who wait how the commit went."""
+    if error is not None and not isinstance(error, StoreUnavailable):
+        cause, error = error, StoreUnavailable(f"the call could not be recorded: {error!r}")
+        error.__cause__ = cause
+    for entry in group:
+        if not entry.done.done():  # cancelled: the agent left, and nobody waits any more
+            entry.done.set_result(None) if error is None else entry.done.set_exception(error)

@@ -1,0 +1,85 @@
+"""The recent calls of each rollout, in memory: a later call is stored as what it adds to one of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..apis.tools import conversation
+from ..store.delta import common_prefix
+from ..types import CallEnd
+
+
+@dataclass(slots=True)
+class RecentCall:
+    """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable."""
+
+    call_id: str
+    request: dict[str, Any]
+    row_ids: array[int] = field(default_factory=lambda: array("i"))
+
+
+@dataclass(slots=True)
+class _OfRollout:
+    """A rollout's recent calls, newest last. `size`: about how many bytes they take, what they share counted once."""
+
+    calls: list[RecentCall] = field(default_factory=list)
+    size: int = 0
+
+
+class RecentCalls:
+    """At most `each` calls of every rollout, and about `memory` bytes in all; quiet rollouts are forgotten first."""
+
+    def __init__(self, memory: int, each: int) -> None:
+        self._rollouts: OrderedDict[str, _OfRollout] = OrderedDict()
+        self._memory = memory
+        self._each = each
+        self._kept = 0
+
+    def parent_of(self, rollout_id: str, request: dict[str, Any]) -> RecentCall | None:
+        """The recent call of the rollout that the request has most in common with."""
+        messages = conversation(request)
+        recent = self._rollouts.get(rollout_id)
+        shared = [(common_prefix(messages, conversation(c.request)), c) for c in recent.calls] if recent else []
+        return max(shared, key=lambda pair: pair[0])[1] if shared else None
+
+    def add(self, rollout_id: str, call_id: str, request: dict[str, Any], parent: RecentCall | None, size: int) -> None:
+        """Remember a call that has `size` bytes more than its parent."""
+        recent = self._rollouts.setdefault(rollout_id, _OfRollout())
+        self._rollouts.move_to_end(rollout_id)
+        recent.calls.append(RecentCall(call_id, _sharing(request, parent)))
+        for forgotten in recent.calls[: -self._each]:
+            self._count(recent, -len(forgotten.row_ids) * forgotten.row_ids.itemsize)
+        del recent.calls[: -self._each]
+        self._count(recent, size)
+
+    def add_tokens(self, end: CallEnd) -> None:
+        """Remember the tokens of a call that has ended, if it is still remembered."""
+        recent = self._rollouts.get(end.rollout_id)
+        if recent is None or not end.choices:
+            return
+        for call in recent.calls:
+            if call.call_id == end.call_id:
+                call.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
+                self._count(recent, len(call.row_ids) * call.row_ids.itemsize)
+
+    def forget(self, rollout_id: str) -> None:
+        if (recent := self._rollouts.pop(rollout_id, None)) is not None:
+            self._kept -= recent.size
+
+    def _count(self, recent: _OfRollout, size: int) -> None:
+        recent.size += size
+        self._kept += size
+        while self._kept > self._memory and self._rollouts:
+            self._kept -= self._rollouts.popitem(last=False)[1].size
+
+
+def _sharing(request: dict[str, Any], parent: RecentCall | None) -> dict[str, Any]:
+    """The request with the messages that it repeats taken from its parent: kept in memory once."""
+    if parent is None or not (messages := conversation(request)):
+        return request
+    before = conversation(parent.request)
+    known = common_prefix(messages, before)
+    return request | {"messages" if "messages" in request else "input": before[:known] + messages[known:]}

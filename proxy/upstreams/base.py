@@ -1,0 +1,120 @@
+"""What an upstream is: where a call goes, what is sent there, and the answer that comes back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple, Protocol
+
+from ..config.upstreams import UpstreamConfig
+from ..errors import UpstreamTimeout, UpstreamUnreachable
+from ..types import Header
+
+# A shorter key is no secret ("EMPTY"), and might be a word of an answer.
+SHORTEST_KEY = 12
+
+
+class Route(NamedTuple):
+    """Where a call goes, under which model name (None: the agent's), and the policy version (None: not one of ours).
+
+    `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
+    `pins`: the rollout keeps this version; False where the agent asked for the version by its own name.
+    """
+
+    upstream: UpstreamConfig
+    model: str | None
+    version: int | None
+    fallbacks: tuple[Route, ...] = ()
+    pins: bool = True
+
+
+class Request(NamedTuple):
+    """A request as it goes upstream.
+
+    `path`: percent-decoded, from /v1/ on. `headers`: the agent's. `identity`: the answer is to come uncompressed.
+    `rollout_id`: requests with the same one go to the same replica.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[Header]
+    body: bytes
+    forward_authorization: bool
+    identity: bool = False
+    rollout_id: str = ""
+
+    def with_body(self, body: bytes) -> Request:
+        return self._replace(body=body)
+
+
+class Answer(Protocol):
+    """An upstream's answer that has begun: its status and headers are known."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is a stream of server-sent events."""
+
+    @property
+    def retry_after(self) -> str:
+        """The header of that name; empty if there is none."""
+
+    def headers(self, *, keep_length: bool) -> list[Header]:
+        """The headers for the agent, without Content-Length where the body may change."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
+
+    async def read(self) -> bytes:
+        """The whole body; raises as `chunks` does."""
+
+    def release(self) -> Any:
+        """Let go of it, whole or not."""
+
+
+class Upstream(Protocol):
+    """One configured upstream, at work."""
+
+    async def open(self, request: Request) -> Answer:
+        """Send the request and wait for the answer to begin. Raises UpstreamUnreachable, UpstreamTimeout, Unsupported.
+
+        NoConnection if it did not reach the upstream.
+        """
+
+    async def close(self) -> None: ...
+
+
+class NoConnection(UpstreamUnreachable):
+    """The request did not reach the upstream."""
+
+
+class NoConnectionInTime(UpstreamTimeout, NoConnection):
+    """The upstream did not accept a connection in time."""
+
+
+class KeyMask:
+    """Masks the upstream's own key in one answer: some upstreams name it when they refuse it, or echo headers.
+
+    As many asterisks stand in its place, so that lengths stay true.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+        self._held = b""
+
+    def once(self, data: bytes) -> bytes:
+        """Mask the key in data that is there as a whole."""
+        return data.replace(self._key, b"*" * len(self._key))
+
+    def feed(self, data: bytes) -> bytes:
+        """The next piece of a body, less an end that may be the beginning of the key."""
+        data = self.once(self._held + data)
+        size = next((n for n in range(min(len(self._key) - 1, len(data)), 0, -1) if data.endswith(self._key[:n])), 0)
+        self._held = data[len(data) - size :]
+        return data[: len(data) - size]
+
+    def end(self) -> bytes:
+        held, self._held = self._held, b""
+        return held
