@@ -41,7 +41,7 @@ class RewardBody(Body):
 
 
 class RolloutsBody(Body):
-    """Opens `n` sibling rollouts of one task; none only checks what is asked for.
+    """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model can be had.
 
     `policy_version` or `model`: what answers the policy's alias in them, if not the live version.
     """
@@ -68,7 +68,7 @@ class _EventBody(Body):
 
 
 class StateBody(_EventBody):
-    """The state that the agent is in: that of the actions that follow."""
+    """The state that the agent is in when it takes the actions that follow."""
 
     kind: Literal["state"]
     value: Any
@@ -86,7 +86,7 @@ class ActionBody(_EventBody):
 
 
 class NoteBody(_EventBody):
-    """Kept with the rollout, and no part of its transitions."""
+    """Something to keep with the rollout; it is no part of its transitions."""
 
     kind: Literal["note"]
     value: Any

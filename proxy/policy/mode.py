@@ -1,4 +1,4 @@
-"""How new weights reach vLLM on this machine: the one place that resolves `policy.publish: auto`."""
+"""How new weights reach vLLM on this machine: what `policy.publish: auto` means."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ..types import PublishMode
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU is there to be used; looks at device files only, so that no part needs torch to know."""
+    """Whether there is an NVIDIA GPU. Looks at device files only, so that nobody needs torch to know."""
     return Path("/dev/nvidia0").exists() or (Path("/dev/dxg").exists() and shutil.which("nvidia-smi") is not None)
 
 
 def publish_mode(config: Config) -> PublishMode:
-    """`lora` on a GPU, `merged` on a CPU (where a LoRA adapter makes vLLM ten times slower), unless configured.
+    """What the configuration says; for `auto`, `lora` on a GPU and `merged` on a CPU.
 
-    ConfigError if it is `merged` where agents have adapters of their own.
+    On a CPU, a LoRA adapter makes vLLM ten times slower. ConfigError if it is `merged` where agents have adapters of
+    their own.
     """
     if config.policy.publish != "auto":
         return config.policy.publish

@@ -85,10 +85,10 @@ class PowerSampler:
         cut = self.rng.randrange(len(answer.token_ids))
         answers = [answer, *await self._endings(answer.upto(cut), limit)]
         # An answer of n tokens is cut at this one with a chance of 1/n.
-        chosen = self._draw(answers, [self._weight(one, cut) - math.log(len(one.token_ids)) for one in answers])
+        drawn = self._draw(answers, [self._weight(one, cut) - math.log(len(one.token_ids)) for one in answers])
         self.moves += 1
-        self.changes += chosen is not answer
-        return chosen
+        self.changes += drawn is not answer
+        return drawn
 
     async def _endings(self, beginning: Answer, limit: int) -> list[Answer]:
         left = limit - len(beginning.token_ids)
