@@ -75,7 +75,9 @@ async def test_it_runs_and_all_that_it_emits_is_recorded(running: Running, tmp_p
     program.write_text(PROGRAM.replace(BEFORE, AFTER))
     tasks.write_text('{"task_id": "t", "question": "1+1"}\n')
     async with running(tmp_path) as system:
-        code, out, err = await system.lightning("run", "--tasks", tasks, "--", sys.executable, program)
+        code, out, err = await system.lightning(
+            "run", "--tasks", tasks, "--group-size", "1", "--", sys.executable, program
+        )
         assert code == 0, out + err
         _, page = await system.call("GET", "/rollouts")
         (rollout,) = page["data"]
