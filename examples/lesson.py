@@ -99,7 +99,8 @@ class Lesson:
             async with Supervisor(self._logs) as teachers:
                 teacher = ChildSpec("teacher", _shown(serve), self._env, url, start_timeout_s=60)
                 await teachers.wait_healthy(await teachers.start(teacher))
-                asked = ["--tasks", str(self._tasks("taught")), "--concurrency", str(TEACHER_CONCURRENCY)]
+                asked = ["--tasks", str(self._tasks("taught")), "--group-size", "1"]
+                asked += ["--concurrency", str(TEACHER_CONCURRENCY)]
                 await _run([*self._cli("run"), *asked, *self._agent], self._env | {"MODEL": "teacher"})
             # All agents learn to say what they should; which of them RL improves upon is trainer.agents.
             await _run([*self._cli("train"), "--method", "sft"], self._env | {"LIGHTNING_TRAINER__AGENTS": "null"})
