@@ -35,6 +35,8 @@ from support.paths import ROOT
 
 WIDE = {"COLUMNS": "80"}
 
+# Read when huggingface_hub is imported: TRL would tell its makers of every trainer, as in commands/train.py.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 
