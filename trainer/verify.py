@@ -83,7 +83,8 @@ class Verifier:
 
     async def _verify(self, model: str, samples: Sequence[Sample], adapter: str, stop: asyncio.Event) -> None:
         """Ask every replica. One that goes away meanwhile is left out: it gets the weights before it serves again."""
-        chosen = _varied(samples, self._config.verify_samples)
+        count = self._config.verify_samples
+        chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
         prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
         verified = 0
         for server in await self._swap.vllm.reachable():
@@ -146,8 +147,3 @@ def mean_difference(ours: Sequence[Sequence[float]], answers: Sequence[Answer]) 
         for a, b in zip(row[len(row) - len(ids) :], served, strict=True)
     ]
     return math.fsum(differences) / len(differences) if differences else math.nan
-
-
-def _varied(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
-    """Up to `count` samples, spread evenly."""
-    return samples[:: max(1, len(samples) // count)][:count]

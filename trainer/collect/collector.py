@@ -142,7 +142,7 @@ class Collector:
         """The groups of the next step, in order; empty while there are too few."""
         now, wanted = time.time(), self._config.tasks_per_step
         found = [group for group in await self._found() if since is None or group.oldest <= since]
-        ready = [group for group in found if self._is_ready(group, now)]
+        ready = [group for group in found if group.ended >= self._config.group_size or self._waited(group, now)]
         sizes = [self._groups_in(group) for group in ready]
         enough = sum(sizes) >= wanted or (ready and (fewer or self._waited(ready[0], now)))
         return [group for i, group in enumerate(ready) if sum(sizes[:i]) < wanted] if enough else []
@@ -173,10 +173,6 @@ class Collector:
                 calls = self._trained(await self._store.calls.of(rollout.rollout_id))
                 found += self._rows(calls, [0.0] * len(calls), rollout).samples
         return found
-
-    def _is_ready(self, group: Group, now: float) -> bool:
-        """Whether all siblings have ended, or the first of them has waited long enough."""
-        return group.ended >= self._config.group_size or self._waited(group, now)
 
     def _waited(self, group: Group, now: float) -> bool:
         return now - group.oldest >= self._config.group_timeout_s

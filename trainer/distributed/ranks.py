@@ -98,8 +98,13 @@ class Ranks(Processes):
         """Do what rank 0 does until it ends. Ctrl-C is rank 0's to act on."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        while (call := self._hear()) is not None:
-            method, args, kwargs = call
+        while True:
+            heard: list[Any] = [None]
+            with _lost_ranks_named():
+                dist.broadcast_object_list(heard, src=0, group=self._idle)
+            if heard[0] is None:
+                break
+            method, args, kwargs = heard[0]
             getattr(trainer, method)(*args, **kwargs)
         dist.destroy_process_group()
 
@@ -148,12 +153,6 @@ class Ranks(Processes):
 
     def _tell(self, what: object) -> None:
         dist.broadcast_object_list([what], src=0, group=self._idle)
-
-    def _hear(self) -> Any:
-        with _lost_ranks_named():
-            heard = [None]
-            dist.broadcast_object_list(heard, src=0, group=self._idle)
-        return heard[0]
 
 
 class _Alone:

@@ -46,7 +46,10 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():
         made = json.loads(note.read_text())
-        _check_same(source, made, directory)
+        if str(source) != made["source"]:
+            raise ConfigError(
+                f"{directory} holds a run over {made['source']}, not over {source}: name another directory (--dir)"
+            )
         _say_if_changed(source, made, directory)
         return config
     if (directory / "checkpoints").is_dir():
@@ -87,13 +90,6 @@ def _write_note(path: Path, note: dict[str, Any]) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(note))
     part.replace(path)
-
-
-def _check_same(source: Path, note: dict[str, Any], directory: Path) -> None:
-    if str(source) != note["source"]:
-        raise ConfigError(
-            f"{directory} holds a run over {note['source']}, not over {source}: name another directory (--dir)"
-        )
 
 
 def _say_if_changed(source: Path, note: dict[str, Any], directory: Path) -> None:

@@ -38,7 +38,7 @@ class Trackers:
         self._names = names
         self._file = directory / RUN_FILE
         known = json.loads(self._file.read_text()) if self._file.is_file() else {}
-        self.run_name: str = known.get("name") or f"{_word(directory.parent.name)}-{secrets.token_hex(3)}"
+        self.run_name: str = known.get("name") or f"{_policy_name(directory)}-{secrets.token_hex(3)}"
         self._mlflow_id: str | None = known.get("mlflow_id")
         self._begun = False
         self._go_on()
@@ -118,5 +118,5 @@ def _one_line(error: Exception) -> str:
     return " ".join((str(error) or type(error).__name__).split())
 
 
-def _word(name: str) -> str:
-    return re.sub(r"[^\w-]+", "-", name).strip("-")[:40] or "policy"
+def _policy_name(directory: Path) -> str:
+    return re.sub(r"[^\w-]+", "-", directory.parent.name).strip("-")[:40] or "policy"

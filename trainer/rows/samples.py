@@ -77,28 +77,22 @@ class _Row:
 
     def add(self, call: ModelCall, advantage: float) -> None:
         """Append a call whose prompt begins with this row."""
-        self._add_context(call.prompt_token_ids[len(self.token_ids) :])
+        context = call.prompt_token_ids[len(self.token_ids) :]
+        self._extend(context, 0, [0.0] * len(context), 0.0, 1.0)
         self.last_answer = len(self.token_ids)
         self.first_answer = self.first_answer or self.last_answer
-        self._add_answer(call, advantage)
+        self._extend(call.response_token_ids, 1, call.logprobs, advantage, call.temperature)
+        self.call_ids.append(call.call_id)
         self.ids = np.array(self.token_ids, np.int64)
 
-    def _add_context(self, token_ids: Sequence[int]) -> None:
-        n = len(token_ids)
-        self.token_ids += token_ids
-        self.mask += [0] * n
-        self.logprobs += [0.0] * n
-        self.advantages += [0.0] * n
-        self.temperatures += [1.0] * n
-
-    def _add_answer(self, call: ModelCall, advantage: float) -> None:
-        n = len(call.response_token_ids)
-        self.token_ids += call.response_token_ids
-        self.mask += [1] * n
-        self.logprobs += call.logprobs
-        self.advantages += [advantage] * n
-        self.temperatures += [call.temperature] * n
-        self.call_ids.append(call.call_id)
+    def _extend(
+        self, ids: Sequence[int], mask: int, logprobs: Sequence[float], advantage: float, temperature: float
+    ) -> None:
+        self.token_ids += ids
+        self.mask += [mask] * len(ids)
+        self.logprobs += logprobs
+        self.advantages += [advantage] * len(ids)
+        self.temperatures += [temperature] * len(ids)
 
     def sample(self, rollout_id: str, task_id: str, adapter: str) -> Sample:
         return Sample(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import LightningError, NotFound
 from ...proxy.store.store import Store
-from ...proxy.types import ModelCall, Rollout
+from ...proxy.types import Rollout
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.rewards import weighted_rewards
 from ..report.batch_metrics import Seen
@@ -148,18 +148,15 @@ class TraceReader:
         self._roll_call.look([calls])
         trained = [call for call in calls if self._agents.role(call.agent) is not None]
         seen.counts["calls_of_others"] += len(calls) - len(trained)
-        traces = [trace for call in trained if (trace := self._trace(call, seen)) is not None]
+        found = [as_trace(call, self._tokenizer) for call in trained]
+        traces = [trace for trace in found if trace is not None]
+        seen.counts["calls_untokenised"] += len(found) - len(traces)
         task = rollout.task_id or rollout.rollout_id
         made = rollout_samples(
             traces, [0.0] * len(traces), task_id=task, max_tokens=self._max_tokens, vocabulary=self._vocabulary
         )
         seen.counts.update(made.counts)
         return made.samples
-
-    def _trace(self, call: ModelCall, seen: Seen) -> ModelCall | None:
-        trace = as_trace(call, self._tokenizer)
-        seen.counts["calls_untokenised"] += trace is None
-        return trace
 
     def _order(self, task: str) -> bytes:
         """A sort key that looks random, and is the same in every process. The first tasks are held out."""
