@@ -40,18 +40,18 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks what only `make test-all` runs; of several processes, one runs all tests of a file."""
+    file = item.path.relative_to(ROOT)
+    if file.is_relative_to("tests/long"):
+        item.add_marker(pytest.mark.long)
+    if "gpu" in item.keywords and not has_gpu():
+        item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group(str(file)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what only `make test-all` runs, and sorts for several processes: a file's tests run in one of them."""
-    no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
-    for item in items:
-        file = item.path.relative_to(ROOT)
-        if file.is_relative_to("tests/long"):
-            item.add_marker(pytest.mark.long)
-        if "gpu" in item.keywords and not has_gpu():
-            item.add_marker(no_gpu)
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(file)))
     items.sort(key=lambda item: "vllm" not in item.keywords)  # the longest first
 
 

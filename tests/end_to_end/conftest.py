@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from support.spelling_model import save_spelling_model
 from support.tool_template import TEMPLATE
 from support.whole_system import System, free_port
 
@@ -18,6 +17,8 @@ NAME = "speller"
 
 @pytest.fixture(scope="session")
 def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from support.spelling_model import save_spelling_model  # imports torch
+
     return save_spelling_model(tmp_path_factory.mktemp("model") / NAME)
 
 

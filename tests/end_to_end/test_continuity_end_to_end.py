@@ -21,7 +21,6 @@ from typing import Any
 
 import openai
 import pytest
-import yaml
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
@@ -30,6 +29,7 @@ from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.rows.samples import rollout_samples
+from support.adapters import save_adapter
 from support.paths import EXAMPLES
 from support.whole_system import CLI, System, free_port
 
@@ -95,22 +95,6 @@ class Served:
         body = json.dumps({"version": version}).encode()
         headers = {"content-type": "application/json"}
         urllib.request.urlopen(urllib.request.Request(f"{self.url[way]}/policy/promote", body, headers)).close()
-
-
-def adapter(config: Path, directory: Path) -> Path:
-    """Files of an adapter of the model, with weights that change what it says."""
-    torch = pytest.importorskip("torch")
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(yaml.safe_load(config.read_text())["policy"]["model"])
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
-    model.save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +182,8 @@ def test_tool_calls_and_their_results_stay_in_the_row(served: Served, stream: bo
     assert served.rows("text", name) > 1
 
 
-def test_a_conversation_with_an_adapter_is_one_row_too(served: Served, tmp_path: Path) -> None:
-    served.serve_adapter("exact", adapter(served.config, tmp_path / "v1"))
+def test_a_conversation_with_an_adapter_is_one_row_too(served: Served, speller: Path, tmp_path: Path) -> None:
+    served.serve_adapter("exact", save_adapter(speller, tmp_path / "v1"))
     before = served.outcomes("exact")
     try:
         converse(served.client("exact", "adapted"), stream=True)

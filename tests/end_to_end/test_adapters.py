@@ -1,0 +1,52 @@
+"""Requests for different adapters that vLLM answers in one batch: each is answered by its own weights."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.adapters import logprobs_with, save_adapter
+from support.whole_system import System
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(600)]
+
+
+def test_different_adapters_in_one_batch_answer_with_their_own_weights(
+    lora: System, speller: Path, tmp_path: Path
+) -> None:
+    adapters = {name: save_adapter(speller, tmp_path / name, seed) for seed, name in enumerate(("one", "other"))}
+    for name, path in adapters.items():
+        post(lora, "load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda name: (name, ask(lora, name)), [*adapters] * 2))
+    finally:
+        for name in adapters:
+            post(lora, "unload_lora_adapter", {"lora_name": name})
+    for name, (prompt, answer, logprobs) in answers:
+        for other, path in adapters.items():
+            differences = [
+                abs(a - b) for a, b in zip(logprobs, logprobs_with(speller, path, prompt, answer), strict=True)
+            ]
+            assert (max(differences) < 1e-3) == (other == name), (name, other, differences)
+
+
+def ask(system: System, model: str) -> tuple[list[int], list[int], list[float]]:
+    """The tokens of the prompt and of the answer, and the log-probabilities of the latter."""
+    asked = {"model": model, "messages": [{"role": "user", "content": "Spell."}], "max_tokens": 64, "temperature": 1}
+    said = json.loads(post(system, "chat/completions", asked | {"logprobs": True, "return_token_ids": True}))
+    (choice,) = said["choices"]
+    return said["prompt_token_ids"], choice["token_ids"], [one["logprob"] for one in choice["logprobs"]["content"]]
+
+
+def post(system: System, path: str, body: dict[str, Any]) -> bytes:
+    url = f"http://127.0.0.1:{system.vllm_port}/v1/{path}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        found: bytes = answer.read()
+        return found
