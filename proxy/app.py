@@ -101,11 +101,13 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         )
         relay = Relay(config, keys, gateway)
         # The control API's view of them, and what runs beside the calls.
-        check, servers = ModelCheck(config, store, swap), upstreams.health
         parts = Parts(
-            config, mode, store, recorder, swap, watch, pins, keys, metrics, redactor, relay, exact, model_check, health
-        )
-        beside = [keys.watch(), check_health(config, operator, health), Keeper(database, config, parts.forget).run()]
+            config=config, publish=mode, store=store, recorder=recorder, swap=swap, watch=watch, pins=pins, keys=keys,
+            metrics=metrics, redactor=redactor, relay=relay, exact=exact, model_check=ModelCheck(config, store, swap),
+            health=upstreams.health,
+        )  # fmt: skip
+        beside = [keys.watch(), check_health(config, operator, upstreams.health)]
+        beside.append(Keeper(database, config, parts.forget).run())
         await stack.enter_async_context(_running([*beside, watch.run()] if watch is not None else beside))
         yield parts
 

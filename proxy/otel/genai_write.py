@@ -67,14 +67,9 @@ def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str,
         "lightning.untrainable_reason": end.untrainable_reason,
         "lightning.ttft_ms": end.ttft_ms,
     }
-    for name, as_name in _PARAMETERS.items():
-        value = start.request.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[f"gen_ai.request.{as_name}"] = value
-    found["gen_ai.request.stop_sequences"] = _stops(start.request)
-    if start.request.get("stream") is True:
-        found["gen_ai.request.stream"] = True
-        found["gen_ai.response.time_to_first_chunk"] = None if end.ttft_ms is None else end.ttft_ms / 1000
+    found |= _asked_for(start.request)
+    if start.request.get("stream") is True and end.ttft_ms is not None:
+        found["gen_ai.response.time_to_first_chunk"] = end.ttft_ms / 1000
     if content:
         said = {
             "gen_ai.system_instructions": system_instructions(start.request),
@@ -84,6 +79,15 @@ def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str,
         }
         found |= {name: dumps(value) for name, value in said.items() if value}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _asked_for(request: Json) -> dict[str, Any]:
+    found: dict[str, Any] = {"gen_ai.request.stop_sequences": _stops(request)}
+    for name, as_name in _PARAMETERS.items():
+        value = request.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"gen_ai.request.{as_name}"] = value
+    return found | ({"gen_ai.request.stream": True} if request.get("stream") is True else {})
 
 
 def system_instructions(request: Json) -> list[Json]:

@@ -27,58 +27,30 @@ class Metrics:
         self._shared = Path(shared) if (shared := os.environ.get(SHARED)) else None
         if self._shared is not None:
             _forget_dead(self._shared)
-        r = self._registry
-        calls = Counter("lightning_calls", "Recorded calls by how they ended", ["status"], registry=r)
+        calls = self._counter("calls", "Recorded calls by how they ended", "status")
         self._calls = {status: calls.labels(status) for status in get_args(CallStatus)}
-        unrecorded = Counter(
-            "lightning_unrecorded_calls", "Calls of which nothing is kept, by how they ended", ["status"], registry=r
-        )
+        unrecorded = self._counter("unrecorded_calls", "Calls of which nothing is kept, by how they ended", "status")
         self._unrecorded = {status: unrecorded.labels(status) for status in get_args(CallStatus)}
-        self._untrainable = Counter("lightning_untrainable_calls", "Answered calls unfit for training", registry=r)
-        self.redacted = Counter(
-            "lightning_redacted_calls", "Calls that could be trained on but for what was redacted", registry=r
-        )
-        tokens = Counter("lightning_tokens", "Tokens of recorded calls", ["kind"], registry=r)
+        self._untrainable = self._counter("untrainable_calls", "Answered calls unfit for training")
+        self.redacted = self._counter("redacted_calls", "Calls that could be trained on but for what was redacted")
+        tokens = self._counter("tokens", "Tokens of recorded calls", "kind")
         self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
-        self._latency = Histogram("lightning_call_seconds", "Whole calls", buckets=_SECONDS, registry=r)
-        self._ttft = Histogram(
-            "lightning_first_byte_seconds", "Until the answer's first byte", buckets=_SECONDS, registry=r
-        )
-        self._continuity = Counter(
-            "lightning_token_continuity", "Policy chats by how their prompt was made", ["outcome"], registry=r
-        )
-        self.rewards = Counter("lightning_rewards", "Recorded rewards", registry=r)
-        self.deleted = Counter(
-            "lightning_rollouts_deleted", "Rollouts deleted: by request, or for their age or the store's size", ["why"],
-            registry=r,
-        )  # fmt: skip
-        self.queue = Gauge(
-            "lightning_recorder_queue", "Records that wait for their commit", registry=r, multiprocess_mode="livesum"
-        )
-        # Of the store: whoever looked last is right.
-        self.live_version = Gauge(
-            "lightning_policy_version", "The live policy version", registry=r, multiprocess_mode="livemostrecent"
-        )
-        self._collapsed = Gauge(
-            "lightning_policy_collapsed", "1: publication is stopped, for this sign of collapse", ["sign"], registry=r,
-            multiprocess_mode="livemostrecent",
-        )  # fmt: skip
-        self._step = Gauge(
-            "lightning_step", "The last training step's numbers, as docs/metrics.md names them; its own: step",
-            ["metric"], registry=r, multiprocess_mode="livemostrecent",
-        )  # fmt: skip
-        self.upstream_up = Gauge(
-            "lightning_upstream_up", "Servers that are watched: 1 if up", ["upstream", "replica"], registry=r,
-            multiprocess_mode="livemostrecent",
-        )  # fmt: skip
-        self.rollouts = Gauge(
-            "lightning_rollouts", "Rollouts in the store", ["mode", "status"], registry=r,
-            multiprocess_mode="livemostrecent",
-        )  # fmt: skip
-        self.waiting = Gauge(
-            "lightning_rollouts_waiting", "Complete rollouts that no training step has taken yet", registry=r,
-            multiprocess_mode="livemostrecent",
-        )  # fmt: skip
+        self._latency = self._histogram("call_seconds", "Whole calls")
+        self._ttft = self._histogram("first_byte_seconds", "Until the answer's first byte")
+        self._continuity = self._counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
+        self.rewards = self._counter("rewards", "Recorded rewards")
+        deleted = "Rollouts deleted: by request, or for their age or the store's size"
+        self.deleted = self._counter("rollouts_deleted", deleted, "why")
+        # Each worker has a queue of its own. All else that is shown now is the store's: whoever looked last is right.
+        self.queue = self._gauge("recorder_queue", "Records that wait for their commit", mode="livesum")
+        self.live_version = self._gauge("policy_version", "The live policy version")
+        collapsed = "1: publication is stopped, for this sign of collapse"
+        self._collapsed = self._gauge("policy_collapsed", collapsed, "sign")
+        step = "The last training step's numbers, as docs/metrics.md names them; its own: step"
+        self._step = self._gauge("step", step, "metric")
+        self.upstream_up = self._gauge("upstream_up", "Servers that are watched: 1 if up", "upstream", "replica")
+        self.rollouts = self._gauge("rollouts", "Rollouts in the store", "mode", "status")
+        self.waiting = self._gauge("rollouts_waiting", "Complete rollouts that no training step has taken yet")
 
     def call_ended(self, end: CallEnd, recorded: bool) -> None:
         if not recorded:
@@ -106,6 +78,15 @@ class Metrics:
         """Show the sign of collapse that publication is stopped for, if it is."""
         for sign in get_args(CollapseSign):
             self._collapsed.labels(sign).set(collapse is not None and collapse.sign == sign)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"lightning_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"lightning_{name}", text, buckets=_SECONDS, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str, mode: str = "livemostrecent") -> Gauge:
+        return Gauge(f"lightning_{name}", text, labels, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import openai
 import pytest
+import yaml
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
