@@ -1,4 +1,4 @@
-"""`keys create|list|revoke|purge`: who may call. Works on the store; a running proxy notices within a second."""
+"""`keys create|list|revoke|purge`: who may call. A running proxy notices a change within a second."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from ..proxy.store.keys import Keyring, Role, StoredKey
 
-app = typer.Typer(no_args_is_help=True, help="Make and revoke the keys that agents and admins call the proxy with.")
+app = typer.Typer(no_args_is_help=True, help="Make and revoke the keys of agents and admins.")
 
 T = TypeVar("T")
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 Name = Annotated[str, typer.Argument(metavar="NAME")]
 Number = Annotated[int | None, typer.Option(min=1, max=2**31 - 1, help="default: proxy.limits")]
 
@@ -29,14 +29,14 @@ Number = Annotated[int | None, typer.Option(min=1, max=2**31 - 1, help="default:
 def create(
     context: typer.Context,
     name: Name,
-    admin: Annotated[bool, typer.Option("--admin", help="for /policy and deletions, too")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="may also change the policy and delete rollouts")] = False,
     requests_per_minute: Number = None,
     tokens_per_minute: Number = None,
     concurrent: Number = None,
     recording: Annotated[bool, typer.Option("--recording/--no-recording", help="record its calls")] = True,
     as_json: Json = False,
 ) -> None:
-    """Make a key and print it, once: the store keeps only its hash."""
+    """Make a key and print it. It is shown only once: the store keeps its hash."""
     from ..proxy.types import Limits
     from .formats import print_json
 
@@ -52,7 +52,7 @@ def create(
 
 @app.command("list")
 def list_keys(context: typer.Context, as_json: Json = False) -> None:
-    """List the keys, oldest first, the revoked ones too."""
+    """List all keys, also revoked ones, oldest first."""
     from rich.console import Console
 
     from .formats import print_json
@@ -66,7 +66,7 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def revoke(context: typer.Context, name: Name) -> None:
-    """End a key, and the rollouts' keys that were asked for with it."""
+    """End a key and the rollout keys that it asked for."""
 
     async def work(ring: Keyring) -> list[StoredKey]:
         await ring.revoke(name)
@@ -75,14 +75,14 @@ def revoke(context: typer.Context, name: Name) -> None:
     left = any(key.live for key in _with_keyring(context, work))
     typer.echo(f"revoked {name!r}")
     if not left:
-        typer.echo("no key is left in the store, and one is still needed; `keys purge` undoes that for this machine")
+        typer.echo("no key is left, but calls still need one; `keys purge` lets this machine call without a key again")
 
 
 @app.command()
 def purge(context: typer.Context) -> None:
-    """Forget revoked keys. With no key left, here or in the configuration, this machine is served without one again."""
+    """Delete revoked keys. If no key is left here or in the configuration, this machine may call without one again."""
     n = _with_keyring(context, lambda ring: ring.purge())
-    typer.echo(f"forgot {n} revoked key{'s' * (n != 1)}")
+    typer.echo(f"deleted {n} revoked key{'s' * (n != 1)}")
 
 
 def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]]) -> T:

@@ -1,4 +1,4 @@
-"""`store info|compact`: how large the store is, and the space of what was deleted given back."""
+"""`store info|compact`: shows how large the store is, and gives free space back to the disk."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from ..proxy.config.server import StoreConfig
     from ..proxy.store.retention import Pages
 
-app = typer.Typer(no_args_is_help=True, help="Look at the store's file, and make it smaller.")
+app = typer.Typer(no_args_is_help=True, help="Show how large the store is, and make its file smaller.")
 
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 
 
 @app.command()
 def info(context: typer.Context, as_json: Json = False) -> None:
-    """Show how much is in the store and how large it is; the proxy need not run."""
+    """Show what is in the store and how large it is. The proxy need not run."""
     from .formats import print_json
     from .signals import run_until_signal
 
@@ -36,7 +36,7 @@ def info(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def compact(context: typer.Context) -> None:
-    """Give the space of deleted rollouts back to the disk, in small steps; the proxy may go on serving."""
+    """Give the space of deleted rollouts back to the disk, in small steps. The proxy may go on serving."""
     from .formats import size
     from .signals import run_until_signal
 
@@ -45,7 +45,7 @@ def compact(context: typer.Context) -> None:
 
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:
-    """What `store info` shows, as plain data; sizes in bytes."""
+    """Collect what `store info` shows; sizes in bytes."""
     from ..proxy.store.database import opened
     from ..proxy.store.retention import read_pages, read_totals
     from ..proxy.store.rollouts import Rollouts
@@ -89,7 +89,7 @@ def _gib(value: float | None) -> str:
 
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
-    """Give back what is free; the file before and after."""
+    """Give free space back, and return the file's size before and after."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,4 +1,4 @@
-"""Every error that a user can meet, and the HTTP status and exit code that it becomes."""
+"""The errors that users meet, each with its HTTP status and exit code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 class LightningError(Exception):
-    """Shown to the user as it is: says what was wrong, where, and what to do."""
+    """The base of all errors here. Its message is shown as it is: what was wrong, where, and what to do."""
 
     status = 500
     type = "server_error"
@@ -76,7 +76,7 @@ class Unprocessable(LightningError):
 
 
 class RateLimited(LightningError):
-    """A key's limit is reached; `headers` say when to come again, as those of OpenAI's API do."""
+    """A key has reached its limit. The headers say when to try again, as those of OpenAI's API do."""
 
     status = 429
     type = "rate_limit_error"
@@ -96,14 +96,14 @@ class Unsupported(LightningError):
 
 
 class UpstreamUnreachable(LightningError):
-    """No connection to the upstream, or it broke off or answered garbage before anything was sent to the agent."""
+    """The upstream could not be reached, or broke off or sent garbage before the agent got anything."""
 
     status = 502
     type = "upstream_error"
 
 
 class StoreUnavailable(LightningError):
-    """The store cannot be written (locked, disk full): nothing was recorded; try again."""
+    """The store cannot be opened, read or written: locked, disk full, damaged. Nothing was recorded; try again."""
 
     status = 503
     type = "server_error"
@@ -115,7 +115,7 @@ class UpstreamTimeout(LightningError):
 
 
 class NotSaved(LightningError):
-    """A checkpoint or weights could not be written (disk full, no permission): nothing of them is left behind."""
+    """A checkpoint or weights could not be written (disk full, no permission). Nothing of them is left behind."""
 
 
 class PublishError(LightningError):

@@ -1,4 +1,4 @@
-"""JSON text: fast, and without loss for what UTF-8 cannot hold."""
+"""Reads and writes JSON text: fast, and without loss where UTF-8 cannot hold a character."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import orjson
 
-# A number that is no integer; now and then something in a string that looks like one.
+# A number with a fraction or an exponent, or, now and then, something like it in a string.
 _FLOAT = re.compile(rb"[:,\[]-?\d+[.eE]")
-# Nothing to come back to: the name may be megabytes long.
+# Possessive: a name may be megabytes long, and backtracking would take minutes.
 _NAMED_MODEL = re.compile(rb'"model"\s*+:\s*+("(?:[^"\\]++|\\.)*+")')
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
 
 
 def encode_as_vllm(body: Any) -> bytes:
-    """JSON as vLLM's own server encodes it, down to the digits of a float, where orjson differs."""
+    """Encode JSON as vLLM's own server does. orjson writes other digits for some floats."""
     try:
         fast = orjson.dumps(body)
     except orjson.JSONEncodeError:
@@ -26,7 +26,7 @@ def encode_as_vllm(body: Any) -> bytes:
 
 
 def as_utf8(text: bytes) -> bytes:
-    """JSON without a byte order mark, and not in UTF-16 or 32: servers in Python, vLLM's too, read them all."""
+    """Turn JSON in UTF-16, UTF-32 or with a byte order mark, all of which vLLM reads, into plain UTF-8."""
     encoding = json.detect_encoding(text)
     try:
         return text if encoding == "utf-8" else text.decode(encoding).encode()
@@ -35,9 +35,9 @@ def as_utf8(text: bytes) -> bytes:
 
 
 def with_model(text: bytes, model: str) -> bytes | None:
-    """The text of an object that names a model, with another one's name and nothing else changed.
+    """Replace the model's name in the text of a request and change nothing else.
 
-    None where it is not seen at once which name that is: `"model"` stands there twice, or perhaps in escapes; and for a
+    None if the name cannot be found for certain: `"model"` occurs twice, or may be written in escapes. Also None for a
     text with a byte order mark, which not all servers read.
     """
     found = _NAMED_MODEL.search(text)
@@ -48,7 +48,7 @@ def with_model(text: bytes, model: str) -> bytes | None:
 
 
 def encode(value: Any) -> bytes:
-    """JSON. Lone surrogates and integers over 64 bits, which orjson refuses, go through the standard library."""
+    """Encode a value as JSON. The standard library does what orjson refuses: lone surrogates, integers over 64 bits."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
@@ -56,12 +56,12 @@ def encode(value: Any) -> bytes:
 
 
 def dumps(value: Any) -> str:
-    """The same as text."""
+    """Encode a value as JSON text."""
     return encode(value).decode()
 
 
 def loads(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError if it is none. Lone surrogates are read by the standard library."""
+    """Decode a JSON text; raises ValueError if it is not JSON. The standard library reads lone surrogates."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -76,7 +76,7 @@ def _refuse(constant: str) -> None:
 
 
 def dumps_or_none(value: Any) -> str | None:
-    """None (SQL NULL) for None."""
+    """Encode a value as JSON text; None stays None (SQL NULL)."""
     return None if value is None else dumps(value)
 
 

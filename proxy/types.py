@@ -1,6 +1,6 @@
-"""The records that the proxy writes and everything else reads: frozen, checked once, free of I/O.
+"""The records that the proxy writes and everything else reads: frozen, and free of I/O.
 
-Those that every call makes are named tuples, which are made four times as fast as frozen dataclasses.
+The records of every call are named tuples, which are created four times as fast as frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_id(value: str, what: str) -> str:
 
 
 class RolloutName(NamedTuple):
-    """Which rollout a request belongs to, as its header, URL or key says; `named`: whether one of them did."""
+    """The rollout that a request belongs to. `named`: a header, URL or key named it."""
 
     rollout_id: str
     task_id: str | None = None
@@ -47,7 +47,7 @@ class RolloutName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call in an answer. `arguments` is the text that the model wrote; it need not be valid JSON."""
+    """One tool call in an answer. `arguments` is the text that the model wrote, which may be invalid JSON."""
 
     id: str | None
     name: str
@@ -58,7 +58,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the agent sent back for a tool call, found by id in a later request of the same rollout."""
+    """The result of a tool call, which the agent sent back in a later request of the same rollout."""
 
     tool_call_id: str
     content: Any
@@ -67,7 +67,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled answer. Token ids and log-probabilities are of one length wherever both are present."""
+    """One sampled answer. Token ids and log-probabilities have the same length if both are present."""
 
     index: int
     token_ids: tuple[int, ...] = ()
@@ -76,12 +76,12 @@ class Choice:
 
 
 class CallStart(NamedTuple):
-    """What is known of a call when it is sent upstream. Stored at once, as `incomplete`.
+    """A call as it is sent upstream. It is stored at once, as `incomplete`.
 
     `request` is the body as the agent sent it, `request_text` its text if that is at hand.
     `policy_version`: 0 is the base model, None a model outside the policy.
-    `pins`: the rollout is to be answered by this policy version from now on.
-    `is_retry`: the agent's client says that it sends the same request again.
+    `pins`: this policy version answers the rollout from now on.
+    `is_retry`: the client says that it sends the same request again.
     """
 
     call_id: str
@@ -98,11 +98,11 @@ class CallStart(NamedTuple):
 
 
 class CallEnd(NamedTuple):
-    """How a call ended. `response` is the answer as the agent received it (a stream: assembled), or the error body.
+    """How a call ended. `response` is the answer that the agent received (a stream: assembled), or the error body.
 
-    `fallback`: the upstream that got the call in the end, and the `model` that it was asked for, if it was not the
-    one that the call was started for; no policy version has answered it then. `imported`: another process made the
-    call and told of it later; what is live now says nothing of it.
+    `fallback`: the upstream that answered instead of the one that the call was started for, and `model`, what it was
+    asked for; then no policy version answered. `imported`: another process made the call and reported it later, so
+    that the version that is live now says nothing about it.
     """
 
     call_id: str
@@ -215,7 +215,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What an agent said of itself between its calls. `seq`: of the call that came next.
+    """A step of the agent that is not a call. `seq` is that of the call that came next.
 
     `value`: of a state or a note. `arguments`, `result`, `is_error`: of an action.
     """

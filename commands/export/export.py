@@ -1,4 +1,4 @@
-"""`export`: transitions or SFT conversations out of the store, rollout by rollout; the proxy need not run."""
+"""`export`: writes transitions or SFT conversations of the store to a file. The proxy need not run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...proxy.config.server import StoreConfig
 from ...proxy.control.transitions import transitions
 from ...proxy.control.views import call_view
 from ...proxy.errors import ConfigError, LightningError, NotFound
-from ...proxy.store.database import Database
+from ...proxy.store.database import opened
 from ...proxy.store.store import Store
 from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
 from ..show.conversation import longest, whole
@@ -33,7 +33,7 @@ PAGE = 100
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rollouts are exported. `since` is Unix time; rollouts without a reward fail any `min_reward`."""
+    """Which rollouts are exported. `since` is Unix time; a rollout without a reward fails any `min_reward`."""
 
     mode: str | None = None
     status: str | None = None
@@ -52,7 +52,7 @@ class Selection:
 
 
 def export_command(config: Config, target: Path, format: str | None, kind: str, filters: dict[str, Any]) -> None:
-    """Everything the command does; ConfigError for a wrong option, LightningError if it could not."""
+    """Run `export`. Raises ConfigError for a wrong option, LightningError if it fails."""
     if kind not in get_args(Kind):
         raise ConfigError(f"--kind is transitions or sft, got {kind!r}")
     for name, values in (("mode", get_args(Mode)), ("status", get_args(RolloutStatus))):
@@ -65,7 +65,7 @@ def export_command(config: Config, target: Path, format: str | None, kind: str, 
 
 
 def since(text: str, now: float) -> float:
-    """Unix time of a date, a date with time (local), or so many minutes, hours or days ago: 90m, 12h, 7d."""
+    """Return the Unix time of a local date, a date with time, or a time ago: 90m, 12h, 7d."""
     if ago := re.fullmatch(r"(\d+)([mhd])", text):
         return now - int(ago[1]) * {"m": 60, "h": 3600, "d": 86400}[ago[2]]
     try:
@@ -75,7 +75,7 @@ def since(text: str, now: float) -> float:
 
 
 async def export(store: StoreConfig, target: Path, format: str, kind: Kind, selection: Selection) -> int:
-    """Write the rows to `target` (`-`: standard output) and return how many; a file appears whole or not at all."""
+    """Write the rows to `target` (`-`: standard output) and return how many. A file appears whole or not at all."""
     if not store.path.expanduser().is_file():
         raise LightningError(f"there is no store at {store.path.expanduser().absolute()} (store.url)")
     in_place = str(target) == "-" or (target.exists() and not target.is_file())  # a pipe, a device
@@ -87,7 +87,7 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
         writer.close()
         if not in_place:
             writing.replace(target)
-    except BrokenPipeError:  # whoever read it has had enough
+    except BrokenPipeError:  # the reader has closed the pipe
         raise
     except OSError as error:
         raise LightningError(f"cannot write {target}: {error.strerror or error}") from None
@@ -102,8 +102,8 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
 
 
 async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selection: Selection) -> int:
-    database, written = await Database.open(config), 0
-    try:
+    written = 0
+    async with opened(config) as database:
         store = Store(database)
         counts = await store.rollouts.counts()
         total = sum(n for (m, s), n in counts.items() if selection.mode in (None, m) and selection.status in (None, s))
@@ -114,22 +114,18 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
                     progress.advance(bar)
                     if not selection.takes(rollout):
                         continue
-                    try:
+                    with suppress(NotFound):  # deleted meanwhile, for its age perhaps
                         calls = await store.calls.of(rollout.rollout_id)
-                    except NotFound:  # deleted meanwhile, for its age perhaps
-                        continue
-                    told = await store.events.of(rollout.rollout_id)
-                    rewards = await store.rewards.of(rollout.rollout_id)
-                    for row in rows_of(rollout, calls, kind, told, rewards):
-                        writer.write(row)
-                        written += 1
-    finally:
-        await database.close()
+                        told = await store.events.of(rollout.rollout_id)
+                        rewards = await store.rewards.of(rollout.rollout_id)
+                        for row in rows_of(rollout, calls, kind, told, rewards):
+                            writer.write(row)
+                            written += 1
     return written
 
 
 async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[Rollout, None]:
-    """Newest first, a page in memory at a time."""
+    """Yield rollouts, newest first, with one page in memory at a time."""
     cursor: int | None = None
     while True:
         page, cursor = await store.rollouts.page(selection.filters, PAGE, cursor)
@@ -142,14 +138,14 @@ async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[Rollou
 def rows_of(
     rollout: Rollout, calls: list[ModelCall], kind: Kind, events: Sequence[Event] = (), rewards: Sequence[Reward] = ()
 ) -> Iterator[dict[str, Any]]:
-    """The rollout's rows of this kind."""
+    """Return the rollout's rows of this kind."""
     return _transitions(rollout, calls, events, rewards) if kind == "transitions" else _conversations(rollout, calls)
 
 
 def _transitions(
     rollout: Rollout, calls: list[ModelCall], events: Sequence[Event], rewards: Sequence[Reward]
 ) -> Iterator[dict[str, Any]]:
-    """`rewards`, the newest of each name and call, are in the rollout's first row."""
+    """Yield a row for each transition. The first one holds the rollout's rewards, the newest of each name and call."""
     newest = {(r.call_id, r.name): r for r in rewards}.values()
     by_id = {call.call_id: call for call in calls}
     for transition in transitions(rollout, calls, events):
@@ -182,7 +178,7 @@ def _untrainable(call: ModelCall) -> str | None:
 
 
 def _without_ids(value: Any) -> Any:
-    """A state or action without its token ids: they have columns of their own."""
+    """Drop the token ids of a state or action: they have columns of their own."""
     if not isinstance(value, dict):
         return value
     return {name: part for name, part in value.items() if name not in ("prompt_token_ids", "token_ids")}

@@ -1,4 +1,4 @@
-"""Files that `export` writes, row by row: JSON Lines and Parquet."""
+"""Writes the files of `export`, row by row: JSON Lines and Parquet."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...proxy.json_text import dumps
 ROW_GROUP = 256
 TEXTS = ("rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id", "untrainable_reason")
 NUMBERS = ("rollout_reward", "reward", "call_reward", "temperature")
-# Their shape differs from row to row, so that Parquet holds them as JSON text.
+# Their shape differs from row to row, so Parquet holds them as JSON text.
 JSON_COLUMNS = {"transitions": ("state", "action", "next_state", "rewards"), "sft": ("messages", "tools")}
 
 
 class RowWriter(Protocol):
-    """`close` may be called twice."""
+    """Writes rows; `close` may be called twice."""
 
     def write(self, row: dict[str, Any]) -> None: ...
 
@@ -26,7 +26,7 @@ class RowWriter(Protocol):
 
 
 def file_format(path: Path, wanted: str | None) -> str:
-    """`wanted`, or what the suffix says; ConfigError for anything but jsonl and parquet."""
+    """Return `wanted`, or what the suffix says; ConfigError for anything but jsonl and parquet."""
     found = wanted or {".parquet": "parquet", ".jsonl": "jsonl"}.get(path.suffix, "jsonl")
     if found not in ("jsonl", "parquet"):
         raise ConfigError(f"--format is jsonl or parquet, got {found!r}")
@@ -36,14 +36,14 @@ def file_format(path: Path, wanted: str | None) -> str:
 
 
 def open_writer(path: Path, format: str, kind: str) -> RowWriter:
-    """A writer to a new file, or to standard output for `-`; OSError if it cannot be written."""
+    """Open a writer to a new file, or to standard output for `-`; OSError if it cannot be written."""
     if format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise LightningError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'")
     return ParquetRows(path, kind) if format == "parquet" else JsonLines(path)
 
 
 class JsonLines:
-    """One JSON object a line."""
+    """Writes one JSON object a line."""
 
     def __init__(self, path: Path) -> None:
         self._own = str(path) != "-"
@@ -60,7 +60,7 @@ class JsonLines:
 
 
 class ParquetRows:
-    """Row groups of a few hundred rows; nothing more is held in memory."""
+    """Writes row groups of a few hundred rows, and holds no more in memory."""
 
     def __init__(self, path: Path, kind: str) -> None:
         import pyarrow.parquet

@@ -1,4 +1,4 @@
-"""One commented YAML, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by options, as a `Config`."""
+"""Reads the configuration: a YAML file, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENV_NOT_CONFIG = {"LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK",
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
-    """Read `path` (all keys optional), then the environment, then `overrides` ({"proxy.port": 1}); the last one wins.
+    """Read `path`, then the environment, then `overrides` (such as {"proxy.port": 1}). The last one wins.
 
     Raises ConfigError with one line that names the wrong key or value, and where it comes from.
     """
@@ -76,18 +76,18 @@ def _load(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what is there twice: of two sections, the first would count for nothing, and nobody would notice."""
+    """Refuses a key that occurs twice. YAML would silently ignore the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [name for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
         for i, name in enumerate(names):
             if any(name.value == earlier.value for earlier in names[:i]):
-                raise yaml.constructor.ConstructorError(None, None, f"{name.value!r} is there twice", name.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{name.value!r} occurs twice", name.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def _problem(error: Exception) -> str:
-    """What is wrong and where, without the text itself: it may hold a key."""
+    """Say what is wrong and where, without quoting the text: it may hold a key."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, ValueError):

@@ -11,11 +11,11 @@ from pydantic import Field, field_validator, model_validator
 
 from .section import Port, Seconds, Section
 
-# The adapter of every agent that has none of its own; PEFT's name for it.
+# The adapter of agents that have none of their own. PEFT calls it so.
 DEFAULT_ADAPTER = "default"
 
 
-# Part of file names, of names of served models, and of PyTorch modules.
+# It becomes part of names of files, served models and PyTorch modules.
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
@@ -58,7 +58,7 @@ class PolicyConfig(Section):
         return {agent: name for name, agents in self.adapters.items() for agent in agents}
 
     def adapter_of(self, agent: str | None) -> str:
-        """The adapter that answers the calls of this agent."""
+        """Return the name of the adapter that answers this agent's calls."""
         return self._adapter_by_agent.get(agent or "", DEFAULT_ADAPTER)
 
 

@@ -1,4 +1,4 @@
-"""The whole configuration: its sections, and what must fit between them. `file.py` reads it."""
+"""The whole configuration: its sections, and checks across them. `file.py` reads it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Config(Section):
         return self
 
     def keys(self) -> list[str]:
-        """Every key that the configuration holds: ours and the upstreams'."""
+        """Return every secret key in the configuration: ours and the upstreams'."""
         headers = self.telemetry.otlp_headers.values()
         ours = [key.get_secret_value() for key in (*self.proxy.api_keys, *self.proxy.admin_keys, *headers)]
         return [*ours, *(secret for upstream in self.upstreams for secret in upstream.secrets())]

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""The base class and the types of all sections of the configuration."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-NOT_SENDABLE = "it may not be empty, nor hold spaces, line ends or other than ASCII characters"
+NOT_SENDABLE = "it must be ASCII without spaces or line ends, and not empty"
 
 
 def is_sendable(key: SecretStr) -> bool:
-    """Whether a header can carry it, and nothing else is read as it."""
+    """Return whether a header can carry this key unchanged."""
     text = key.get_secret_value()
     return text != "" and text.isascii() and text.isprintable() and " " not in text
 

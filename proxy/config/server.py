@@ -29,7 +29,7 @@ class ProxyConfig(Section):
     @field_validator("api_keys", "admin_keys")
     @classmethod
     def _can_be_sent(cls, keys: list[SecretStr]) -> list[SecretStr]:
-        """An empty one, from a variable that is not set, say, would let everybody in."""
+        """Refuse keys that no header can carry. An empty one (an unset variable, say) would let everybody in."""
         if not all(is_sendable(key) for key in keys):
             raise ValueError(f"a key cannot be sent: {NOT_SENDABLE}")
         return keys

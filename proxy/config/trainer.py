@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from . import cron
 from .section import Number, Positive, Seconds, Section
 
-# Fewer earlier rollouts than these say too little of what a reward is usually like.
+# The fewest earlier rollouts from which a usual reward can be told.
 MIN_EARLIER = 4
 
 
@@ -42,7 +42,7 @@ class ScheduleConfig(Section):
     @field_validator("at", mode="before")
     @classmethod
     def _unquoted(cls, times: Any) -> Any:
-        """12:30 without quotes is a number to YAML: 12 times 60 and 30."""
+        """Turn numbers back into times: YAML reads 12:30 without quotes as 12 * 60 + 30."""
         if not isinstance(times, list):
             return times
         return [f"{t // 60:02}:{t % 60:02}" if isinstance(t, int) and not isinstance(t, bool) else t for t in times]
@@ -90,7 +90,7 @@ class CollapseConfig(Section):
     @model_validator(mode="after")
     def _warns_before_it_stops(self) -> CollapseConfig:
         if self.reward_stop < self.reward_warn:
-            raise ValueError("reward_stop is less than reward_warn: it would stop without a warning")
+            raise ValueError("reward_stop is less than reward_warn: it training would stop without a warning")
         return self
 
 
@@ -177,7 +177,7 @@ class TrainerConfig(Section):
 
     @property
     def judged(self) -> bool:
-        """Whether any call is scored by a judge."""
+        """Whether a judge scores any calls."""
         return "judge" in ([self.credit] if isinstance(self.credit, str) else self.credit.values())
 
     @property
@@ -187,7 +187,7 @@ class TrainerConfig(Section):
 
     @property
     def failed_reward(self) -> float | None:
-        """What a failed rollout counts for; None: it is dropped."""
+        """The reward of a failed rollout; None: it is dropped."""
         return {"drop": None, "zero": 0.0}[value] if isinstance(value := self.failed_rollouts, str) else value
 
     @model_validator(mode="after")

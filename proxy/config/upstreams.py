@@ -36,19 +36,19 @@ class UpstreamConfig(Section):
 
     @cached_property
     def urls(self) -> tuple[str, ...]:
-        """The servers: `base_url` and its replicas, without a slash at the end."""
+        """The URLs of its servers, `base_url` and `replicas`, without a slash at the end."""
         return tuple(url.rstrip("/") for url in (self.base_url, *self.replicas) if url is not None)
 
     @cached_property
     def credentials(self) -> dict[str, str]:
-        """The header that carries its key; none without a key."""
+        """The header that carries its key; empty without a key."""
         if self.api_key is None:
             return {}
         key, header = self.api_key.get_secret_value(), self.api_key_header
         return {header: f"Bearer {key}" if header == "authorization" else key}
 
     def secrets(self) -> list[str]:
-        """Its key, and what `litellm_params` holds under a name that sounds secret."""
+        """Return its key, and the values in `litellm_params` whose names sound secret."""
         own = [] if self.api_key is None else [self.api_key.get_secret_value()]
         return [*own, *_secret_texts(self.litellm_params, secret=False)]
 
@@ -86,7 +86,7 @@ def check_fallbacks(fallbacks: Mapping[str, Sequence[str]], upstreams: int) -> N
     for name, following in fallbacks.items():
         for other in following:
             if other not in fallbacks:
-                raise ValueError(f"upstreams: {name} falls back to {other!r}, which is no upstream")
+                raise ValueError(f"upstreams: {name} falls back to {other!r}, which is not the name of an upstream")
     try:
         TopologicalSorter(fallbacks).prepare()
     except CycleError as error:

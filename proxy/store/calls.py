@@ -51,7 +51,7 @@ UPDATE rollouts SET
 WHERE rollout_id = :rollout_id AND EXISTS (SELECT 1 FROM calls WHERE call_id = :call_id)
 """
 CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"
-# Of a call that is still there: its rollout may have been deleted meanwhile.
+# Inserts nothing for a call that is gone: its rollout may have been deleted meanwhile.
 TOOL_CALL = """
 INSERT INTO tool_calls (rollout_id, call_id, position, tool_call_id, name, arguments)
 SELECT rollout_id, call_id, :position, :tool_call_id, :name, :arguments FROM calls WHERE call_id = :call_id
@@ -67,11 +67,10 @@ CALLS = """
 SELECT calls.*, large_requests.request AS large_request FROM calls LEFT JOIN large_requests USING (call_id)
 WHERE rollout_id = :rollout_id ORDER BY seq
 """
-# Of another rollout's there is nothing to be done.
 CALL_STATUS = """
 SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
 """
-# By the order of insertion: an index on the time would have to be kept up at every call.
+# The newest by order of insertion: every call would have to keep up an index on the time.
 CALL_NEWEST = "SELECT started_at, latency_ms FROM calls WHERE rowid = (SELECT MAX(rowid) FROM calls)"
 RESPONSES_WITH = "SELECT response, upstream FROM calls WHERE rollout_id = :rollout_id AND response LIKE :pattern"
 POLICY_LOG_DURING = """
@@ -89,7 +88,7 @@ class Calls:
         self._rewards = rewards
 
     async def of(self, rollout_id: str) -> list[ModelCall]:
-        """The rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout."""
+        """Return the rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout."""
         await self._rollouts.get(rollout_id)
         params: dict[str, object] = {"rollout_id": rollout_id}
         tools = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
@@ -103,10 +102,10 @@ class Calls:
     async def superseded(
         self, rollout_id: str, request: dict[str, Any], running: Container[str] = ()
     ) -> ModelCall | None:
-        """The call of the rollout that this request sends again: the newest like it that did not end well.
+        """Return the call that this request repeats: the newest one with the same request that did not end well.
 
-        Rather one that failed than one that was not ended: another process may be answering that. Else the rollout's
-        newest call, if it is like it: its answer did not reach the client. Never one of `running`.
+        A failed call goes before one that has not ended, which another process may be answering. Otherwise it is the
+        rollout's newest call, if it has the same request: its answer did not reach the client. Never one of `running`.
         """
         try:
             calls = await self.of(rollout_id)
@@ -118,12 +117,12 @@ class Calls:
         return failed[-1] if failed else next((c for c in alike if c is calls[-1]), None)
 
     async def status(self, rollout_id: str, call_id: str) -> CallStatus | None:
-        """None: there is no such call. One of another rollout counts as ok."""
+        """Return a call's status, or None if there is no such call. A call of another rollout counts as ok."""
         row = await self._db.one(CALL_STATUS, {"rollout_id": rollout_id, "call_id": call_id})
         return None if row is None else row["status"]
 
     async def giver(self, rollout_id: str, response_id: str) -> tuple[str, str | None] | None:
-        """The rollout, and the upstream that gave an answer of this `id` in it; None if none such is recorded."""
+        """Return the rollout and the upstream that gave the answer with this `id`; None if none is recorded."""
         params: dict[str, object] = {"rollout_id": rollout_id, "pattern": f"%{response_id}%"}
         for row in await self._db.all(RESPONSES_WITH, params):
             answer = loads_or_none(row["response"])
@@ -132,19 +131,19 @@ class Calls:
         return None
 
     async def newest(self) -> float | None:
-        """When the newest call ended, or began if it did not end (Unix time)."""
+        """Return when the newest call ended, or began if it has not ended (Unix time)."""
         row = await self._db.one(CALL_NEWEST)
         return None if row is None else float(row["started_at"] + (row["latency_ms"] or 0.0) / 1000)
 
     async def under_way(self, since: float) -> int:
-        """How many calls that began after `since` were not ended."""
+        """Count the calls that began after `since` and have not ended."""
         statement = "SELECT COUNT(*) AS n FROM calls WHERE status = 'incomplete' AND started_at > :since"
         row = await self._db.one(statement, {"since": since})
         return 0 if row is None else int(row["n"])
 
 
 def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
-    """Parameters of `CALL_END`; the first `prompt_shared` prompt tokens are those of the parent's row."""
+    """Parameters of CALL_END. The first `prompt_shared` prompt tokens are those of the parent's row."""
     first = end.choices[0] if end.choices else Choice(0)
     more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
     return end._asdict() | {
@@ -167,7 +166,7 @@ def read_calls(
     rewards: dict[str, float],
     log: Sequence[sqlite3.Row],
 ) -> list[ModelCall]:
-    """A rollout's calls, in order of `seq`, so that a call's parent comes before it. `log`: `POLICY_LOG_DURING`."""
+    """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
     tools: dict[str, list[ToolCall]] = {}
     for row in tool_calls:
         tools.setdefault(row["call_id"], []).append(_read_tool_call(row))
@@ -206,7 +205,7 @@ def _read_call(
 
 
 def _stored_request(text: str) -> dict[str, Any]:
-    """One as deep as a parser takes them is a level too deep inside of what it is stored in."""
+    """Parse a stored request. One nested as deep as a parser allows is a level too deep in its stored form."""
     try:
         stored: dict[str, Any] = loads(text)
         return stored
@@ -215,7 +214,7 @@ def _stored_request(text: str) -> dict[str, Any]:
 
 
 def _extended(prompt: tuple[int, ...], parent: ModelCall | None, earlier: dict[str, ModelCall]) -> str | None:
-    """The call whose row of tokens the prompt begins with: mostly its parent, else the newest such call."""
+    """Return the call whose tokens the prompt begins with: usually the parent, else the newest such call."""
     for call in (*([parent] if parent else ()), *reversed(earlier.values())):
         row = call.row_token_ids
         if row and call.choices and prompt[: len(row)] == row:
@@ -233,7 +232,7 @@ def _untrainable_reason(row: sqlite3.Row) -> str | None:
 
 
 def _versions(row: sqlite3.Row, log: Sequence[sqlite3.Row]) -> tuple[int, ...]:
-    """The version at the start, those that went live while the call ran, and the one at its end."""
+    """Return the version at the call's start, those that went live meanwhile, and the one at its end."""
     first, last = row["policy_version"], row["policy_version_end"]
     if first is None or last is None:
         return () if first is None else (first,)

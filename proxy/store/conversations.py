@@ -1,4 +1,4 @@
-"""The conversations of rollouts that nobody names, by digest: where each leads, and what waits to be gone on with."""
+"""Digests of conversations, by which a request without a rollout's name finds the rollout that it continues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CONVERSATION_POINT = """
 INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)
 ON CONFLICT (digest) DO UPDATE SET rollout_id = excluded.rollout_id, at = excluded.at
 """
-# Said in several rollouts, it tells nothing.
+# What was said in several rollouts leads to none of them.
 CONVERSATION_ORIGIN = """
 INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)
 ON CONFLICT (digest) DO UPDATE SET
@@ -22,7 +22,7 @@ ON CONFLICT (digest, at, call_id) DO NOTHING
 CONVERSATION_LEADS_TO = """
 SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :digest
 """
-# The newest; of requests, rather one that failed than one that may still be answered, and that than one that was.
+# Takes the newest. Of requests, one that failed goes before one that is under way, and that before an answered one.
 CONVERSATION_TAKE = """
 DELETE FROM conversation_tips WHERE digest = :digest AND (at, call_id) = (
     SELECT recent.at, recent.call_id
@@ -56,18 +56,18 @@ POINT_DELETE = "DELETE FROM conversation_points WHERE digest = :digest AND rollo
 
 
 class ConversationIndex:
-    """Finds the rollout of a digest. The recorder writes the digests, in the commit of their call."""
+    """Finds the rollout of a digest. The recorder writes digests, in the commit of their call."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def leads_to(self, digest: bytes) -> str | None:
-        """The last rollout that was at this point, if there is one that tells; at once."""
+        """Return the last rollout that was at this point, if one rollout alone was. Reads at once."""
         row = self._db.one_now(CONVERSATION_LEADS_TO, {"digest": digest})
         return None if row is None else row["rollout_id"]
 
     async def take(self, digest: bytes) -> str | None:
-        """The rollout of what waits under this digest; of several requests, in whatever process, each takes another."""
+        """Take one of the calls that wait under this digest and return its rollout. No two requests take the same."""
         row = {"digest": digest}
         if self._db.one_now("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:
             return None
@@ -76,7 +76,7 @@ class ConversationIndex:
 
 
 async def forget_conversations(database: Database, rollout_id: str) -> None:
-    """Forget a rollout's digests. They are looked for without an index, which every call would have to keep up."""
+    """Forget a rollout's digests. They have no index by rollout: every call would have to keep it up."""
     for of_it, delete in ((TIPS_OF, TIP_DELETE), (POINTS_OF, POINT_DELETE)):
         if rows := await database.all(of_it, {"rollout_id": rollout_id}):
             await database.commit([(delete, [dict(row) for row in rows])])

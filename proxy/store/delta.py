@@ -1,4 +1,4 @@
-"""Requests and token ids as what they add to an earlier call: an agent re-sends its whole history at every turn. Pure.
+"""Stores a request as what it adds to an earlier one: an agent re-sends its whole history every turn. Pure.
 
 A stored request is `{"same": [keys], "grown": {key: [kept, suffix]}, "new": {key: value}}`, relative to its parent's.
 """
@@ -13,7 +13,7 @@ from ..json_text import dumps
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many leading elements `a` and `b` share."""
+    """Count the leading elements that `a` and `b` share."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:  # the usual case, at the speed of one comparison
         return length
@@ -48,12 +48,12 @@ def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal as JSON. Python alone takes True for 1 and 1.0."""
+    """Compare as JSON: Python takes True, 1 and 1.0 for equal."""
     return bool(a == b) and dumps(a) == dumps(b)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as 32-bit integers, in the machine's byte order."""
+    """Pack token ids as 32-bit integers, in the machine's byte order."""
     return array("i", ids).tobytes()
 
 
@@ -62,7 +62,7 @@ def unpack_ids(data: bytes | None) -> tuple[int, ...]:
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Log-probabilities as 32-bit floats: what the server computed them in."""
+    """Pack log-probabilities as 32-bit floats, which the server computed them in."""
     return array("f", values).tobytes()
 
 

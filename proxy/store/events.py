@@ -1,4 +1,4 @@
-"""What an agent says of itself between its calls: the state it is in, actions that no model chose, notes."""
+"""The events: what an agent says of itself between its calls, such as states, actions that no model chose, notes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RETURNING event_id
 
 
 class Events:
-    """Reads and writes of events. They are context: no token of theirs is ever trained on."""
+    """The table of events. They are context: nothing of them is ever trained on."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -35,9 +35,9 @@ class Events:
     async def post(
         self, rollout: RolloutName, events: Sequence[Event], key: str | None = None, body: bytes = b""
     ) -> Answer:
-        """Record all of `events` or none, after all calls that have begun; a rollout unknown so far is opened.
+        """Record all of `events` or none, after all calls that have begun. Opens a rollout that is unknown so far.
 
-        `key` (the Idempotency-Key) with the same body gives the first answer again; with another body a Conflict.
+        `key` as in `Rewards.post`.
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "agent": rollout.agent}
         row |= {"mode": rollout.mode, "pin": None, "at": time.time()}
@@ -50,7 +50,7 @@ class Events:
         return await self._db.write(lambda db: answer_once(db, key, said, lambda: work(db)))
 
     async def of(self, rollout_id: str) -> list[Event]:
-        """The rollout's, in order."""
+        """Return the rollout's events in order."""
         statement = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY event_id"
         return [_event(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
 

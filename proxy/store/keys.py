@@ -1,4 +1,4 @@
-"""Keys given out by `lightning-proxy keys`, as the store has them: hashed, named, with limits, until revoked."""
+"""The keys that `lightning-proxy keys` gives out: stored as hashes, with a name and limits."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ ROLLOUT_KEY_PREFIX = KEY_PREFIX + "rollout-"
 
 
 def new_key(role: Role) -> str:
-    """A key that says what it is for, with 256 random bits."""
+    """Make a key of 256 random bits that says what it is for."""
     return f"{KEY_PREFIX}{role}-{secrets.token_urlsafe(32)}"
 
 
 def hash_key(key: str) -> str:
-    """What is kept of a key. One round of SHA-256 is enough: 256 random bits cannot be guessed, however fast one tries.
+    """Hash a key for the store. One round of SHA-256 is enough: nobody can guess 256 random bits.
 
     (Passwords need a slow hash because people choose them.)
     """
@@ -46,7 +46,7 @@ def hash_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A key without the key. `recording`: whether its calls are recorded."""
+    """What the store knows of a key. `recording`: whether its calls are recorded."""
 
     key_id: str
     key_hash: str
@@ -63,17 +63,17 @@ class StoredKey:
 
 
 class Keyring:
-    """The table of keys. Few rows: it is read as a whole."""
+    """The table of keys. It has few rows and is read as a whole."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     async def all(self) -> list[StoredKey]:
-        """All keys, the revoked ones too, oldest first."""
+        """Return all keys, also revoked ones, oldest first."""
         return [_read(row) for row in await self._db.all("SELECT * FROM keys ORDER BY created_at, key_id")]
 
     async def create(self, name: str, role: Role, limits: Limits, *, recording: bool) -> tuple[str, StoredKey]:
-        """A new key, which only the caller ever sees; Conflict if a live one has this name."""
+        """Make a key, which only the caller ever sees; Conflict if a live one has this name."""
         key = new_key(role)
         stored = StoredKey(
             uuid4().hex[:12], hash_key(key), check_id(name, "name"), role, limits, recording, time.time()
@@ -85,22 +85,22 @@ class Keyring:
         return key, stored
 
     async def revoke(self, name: str) -> StoredKey:
-        """End a key, and the rollouts' keys that were asked for with it; NotFound if no live key has this name."""
+        """End a key and the rollout keys that it asked for; NotFound if no live key has this name."""
         row = {"name": name, "at": time.time()}
         revoked = await self._db.write(lambda db: db.execute(KEY_REVOKE, row).fetchall())
         if not revoked:
-            raise NotFound(f"no key named {name!r} lets anybody in")
+            raise NotFound(f"no live key is named {name!r}")
         return _read(revoked[0])
 
     async def purge(self) -> int:
-        """Forget the revoked keys; how many they were."""
+        """Delete the revoked keys and return how many there were."""
         return await self._db.write(lambda db: db.execute("DELETE FROM keys WHERE revoked_at IS NOT NULL").rowcount)
 
 
 async def require_keys(config: Config) -> None:
-    """Raise ConfigError where other machines could reach the proxy and there is no key for agents to show.
+    """Raise ConfigError if other machines can reach the proxy and there is no key.
 
-    StoreUnavailable for a store that cannot be opened: better now than when a server has begun to start.
+    Raises StoreUnavailable if the store cannot be opened: better now than when a server has begun to start.
     """
     proxy = config.proxy
     async with opened(config.store) as database:

@@ -1,9 +1,9 @@
-"""Keeps the store within `store.retention`, in steps so small that no agent waits for them noticeably.
+"""Keeps the store within `store.retention`, in steps so small that no agent notices them.
 
-Deleted are rollouts that are over, oldest first, with all that was recorded of them. Never one with a call under way
-or of a step that is being trained or published; policy versions and the steps' metrics stay. One that nobody ends is
-over after a day without a call. By age it makes no difference whether the trainer has seen a rollout; by size, those
-that still wait for it, by `trainer.failed_rollouts` and `lone_rollouts`, go last.
+Rollouts that are over are deleted, oldest first, with all that was recorded of them; policy versions and the steps'
+metrics stay. A rollout with a call under way, or of a step that is being trained or published, is not over. One that
+nobody ends is over after a day without a call. Rollouts that wait for the trainer are deleted like others by age, and
+last by size.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ OnDelete = Callable[[str, str], None]  # rollout id, and why: age or size
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is over: ended before `before`; not ended, but nothing was asked since `quiet`. Unix times."""
+    """A rollout is over if it ended before `before`, or has not ended and made no call since `quiet`. Unix times."""
 
     before: float
     quiet: float
@@ -97,7 +97,7 @@ class Pages:
 
 
 class Keeper:
-    """Runs beside the proxy; of several processes on one store, one at a time does the work."""
+    """Runs beside the proxy. Of several processes on one store, one at a time does the work."""
 
     def __init__(self, database: Database, config: Config, on_delete: OnDelete) -> None:
         self._db = database
@@ -107,18 +107,18 @@ class Keeper:
         self._on_delete = on_delete
 
     async def run(self, every_s: float = EVERY_S) -> None:
-        """Tidy up now and then, until cancelled."""
+        """Tidy up every minute, until cancelled."""
         while True:
             try:
                 with keeping(self._db.path) as alone:
                     if alone:
                         await self.tidy()
-            except (LightningError, OSError) as error:  # the next round may find it mended
+            except (LightningError, OSError) as error:  # the next round may succeed
                 log.warning("the store could not be tidied up: %s", error)
             await asyncio.sleep(every_s)
 
     async def tidy(self) -> None:
-        """Delete what the retention no longer allows, and give the space back."""
+        """Delete what `store.retention` no longer allows, and give the space back to the disk."""
         now = time.time()
         await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
         await self._forget_conversations(now - CONVERSATION_S)
@@ -168,7 +168,7 @@ class Keeper:
         return enough
 
     async def _forget_conversations(self, before: float) -> None:
-        """Those that were quiet for long, and, of too many, those that were quiet the longest."""
+        """Delete digests that were not used for long, and of too many, the ones unused the longest."""
         counts = await self._db.one(CONVERSATION_COUNTS)
         assert counts is not None
         for statement, count in ((POINTS_FORGET, counts["points"]), (TIPS_FORGET, counts["tips"])):
@@ -176,7 +176,7 @@ class Keeper:
             await self._forget_old(statement, before)
 
     async def _forget_old(self, statement: str, before: float, most: float = math.inf) -> None:
-        """Run a DELETE of `LOOK` rows as long as there are any, for `most` rows."""
+        """Run a DELETE of `LOOK` rows until none is left or `most` rows are deleted."""
         while most > 0:
             row = {"before": before, "limit": int(min(LOOK, most))}
             count = await _in_passing(self._db, lambda db, _, row=row: db.execute(statement, row).rowcount)  # type: ignore[misc]
@@ -184,7 +184,7 @@ class Keeper:
 
 
 async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[Pages], None] = lambda _: None) -> None:
-    """Shorten the file, in small steps, until no more than `spare` of it is free."""
+    """Shorten the file, in small steps, until at most the share `spare` of it is free."""
     pages = await read_pages(database)
     while pages.free > spare * pages.bytes:
         await _in_passing(database, lambda db, _: db.execute(f"PRAGMA incremental_vacuum({GIVE_BACK})").fetchall())
@@ -199,7 +199,7 @@ async def read_pages(database: Database) -> Pages:
 
 
 async def read_totals(database: Database) -> dict[str, Any]:
-    """How many calls and rewards there are, counted one by one, and when the oldest rollout was opened."""
+    """Count calls and rewards one by one, and say when the oldest rollout was opened."""
     row = await database.one(STORE_TOTALS)
     assert row is not None
     return dict(row)
@@ -212,7 +212,7 @@ def _read_pages(rows: Iterable[sqlite3.Row]) -> Pages:
 
 @contextmanager
 def keeping(store: Path) -> Iterator[bool]:
-    """Whether no other process keeps this store; none will while the block runs. The lock goes with the process."""
+    """Yield whether no other process keeps this store. None will while the block runs, or until this process dies."""
     with Path(f"{store}-keeper").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -38,19 +38,20 @@ class Rewards:
         self._db = database
 
     async def of(self, rollout_id: str) -> list[Reward]:
-        """All rewards ever posted for a rollout, oldest first."""
+        """Return all rewards ever posted for a rollout, oldest first."""
         statement = "SELECT * FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
         return [read_reward(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
 
     async def newest(self) -> int | None:
-        """The number of the newest reward; it grows with every reward."""
+        """Return the number of the newest reward; it grows with every reward."""
         row = await self._db.one("SELECT MAX(reward_id) AS n FROM rewards")
         return None if row is None else row["n"]
 
     async def post(self, rewards: Sequence[Reward], key: str | None = None, body: bytes = b"") -> list[dict[str, Any]]:
-        """Record all of `rewards` or none, and answer one object each.
+        """Record all of `rewards` or none, and return one answer for each.
 
-        `key` (the Idempotency-Key) with the same body gives the first answer again; with another body a Conflict.
+        A second post with the same `key` (Idempotency-Key) and body gets the first answer again; with another body it
+        is a Conflict.
         """
         return await self._db.write(lambda db: answer_once(db, key, body, lambda: [_post(db, one) for one in rewards]))
 

@@ -15,7 +15,7 @@ from .conversations import forget_conversations
 from .database import Database
 from .rows import read
 
-# Runs with the start of every call: the first one opens the rollout, later ones may name what was not named so far.
+# Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
 ROLLOUT_SEEN = """
 INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, created_at)
 VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :at)
@@ -60,7 +60,7 @@ ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
 
 
 class Rollouts:
-    """The table of rollouts, their keys and the models that were chosen for them."""
+    """The tables of rollouts, their keys and the models chosen for them."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -74,9 +74,10 @@ class Rollouts:
         policy_version: int | None = None,
         model: str | None = None,
     ) -> None:
-        """Open rollouts, each with the hash of the key that names it; `key_id`: the stored key that asked for them.
+        """Open rollouts, each with the hash of its own key.
 
-        `policy_version`, `model`: what answers the alias in them, if not the live version.
+        `key_id`: the stored key that asked for them. `policy_version`, `model`: what answers the alias in them, if not
+        the live version.
         """
         same = {"metadata": dumps(metadata), "policy_version": policy_version, "model": model, "at": time.time()}
         opened = [same | {"rollout_id": n.rollout_id, "task_id": n.task_id, "mode": n.mode} for n, _ in names]
@@ -92,13 +93,13 @@ class Rollouts:
         return read_rollout(row)
 
     def model_of(self, rollout_id: str) -> str | None:
-        """The model that answers the alias in this rollout, where it was opened for one; at once, for every call."""
+        """Return the model that answers the alias in this rollout, if it was opened for one. Reads at once."""
         statement = "SELECT model FROM rollout_models WHERE rollout_id = :rollout_id"
         row = self._db.one_now(statement, {"rollout_id": rollout_id})
         return None if row is None else row["model"]
 
     async def of_key(self, key_hash: str) -> tuple[str, str | None] | None:
-        """The rollout that a key was given out for, and the stored key (if one) that it was asked for with."""
+        """Return the rollout that a key names, and the id of the stored key (if any) that asked for it."""
         statement = "SELECT rollout_id, key_id FROM rollout_keys WHERE key_hash = :key_hash"
         row = await self._db.one(statement, {"key_hash": key_hash})
         return None if row is None else (row["rollout_id"], row["key_id"])
@@ -106,7 +107,7 @@ class Rollouts:
     async def page(
         self, filters: dict[str, str], limit: int, cursor: int | None = None
     ) -> tuple[list[Rollout], int | None]:
-        """A page, newest first, and the cursor of the next page (None: this is the last). Filters: ROLLOUT_FILTERS."""
+        """Return a page, newest first, and the next page's cursor (None after the last). Filters: ROLLOUT_FILTERS."""
         page_of = ROLLOUTS_PAGE_OF_AGENT if "agent" in filters else ROLLOUTS_PAGE
         statement = page_of.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
         rows = await self._db.all(statement, {**filters, "cursor": cursor or 2**62, "limit": limit + 1})
@@ -114,11 +115,11 @@ class Rollouts:
         return [read_rollout(row) for row in page], page[-1]["n"] if len(rows) > limit else None
 
     async def counts(self) -> dict[tuple[str, str], int]:
-        """How many rollouts there are by (mode, status)."""
+        """Count rollouts by (mode, status)."""
         return {(r["mode"], r["status"]): r["rollouts"] for r in await self._db.all(ROLLOUT_COUNTS)}
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None) -> Rollout:
-        """End a rollout; ending it again in the same way changes nothing, in another way is a Conflict."""
+        """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""
         row = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
         await self._db.commit([(ROLLOUT_END, [row])])
         rollout = await self.get(rollout_id)
@@ -127,9 +128,9 @@ class Rollouts:
         return rollout
 
     async def delete(self, rollout_id: str) -> None:
-        """Forget a rollout and all that was recorded of it; Conflict while it runs or is trained on.
+        """Delete a rollout and all that was recorded of it; Conflict while it runs or is trained on.
 
-        Its pages are overwritten and the log is cut off; SQLite may leave bits at the unused end of pages of others.
+        Its pages are overwritten and the log is cut off. SQLite may leave remains at the unused end of other pages.
         """
         rollout = await self.get(rollout_id)
         if rollout.status == "running":

@@ -1,4 +1,4 @@
-"""The store as everybody uses it: one object over the database, with a part for each kind of record."""
+"""The store: one object over the database, with a part for each kind of record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .waiting import Waiting
 
 
 class Store:
-    """Reads and writes of all records. Every method of its parts that writes is one transaction."""
+    """Reads and writes all records. Every method that writes is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self.database = database

@@ -44,7 +44,7 @@ SELECT * FROM steps WHERE status = 'trained'
     AND json_extract(metrics, '$.method') IS NULL AND NOT json_extract(metrics, '$.skipped')
 ORDER BY step LIMIT :limit
 """
-# A copy of a store knows nothing of the training that was done on the original.
+# For a copy of a store: the training on the original does not count.
 FORGET_TRAINING = (
     "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL WHERE step IS NOT NULL OR dropped IS NOT NULL",
     "DELETE FROM steps",
@@ -70,9 +70,8 @@ class Step:
 class Collapse:
     """Why publication is stopped since `at` (Unix time), until a version is made live by hand.
 
-    `sign`, `what`: what was seen. `live_at`: since when the version is live that was live then. `go_back_to`: the
-    newest version from before that can be served, or else the oldest since. Kept in the metrics of the last step as
-    `collapse`.
+    `sign`, `what`: what was seen. `live_at`: when the version went live that was live at the time. `go_back_to`: the
+    newest servable version from before, or else the oldest since. The last step's metrics keep it as `collapse`.
     """
 
     sign: CollapseSign
@@ -83,13 +82,13 @@ class Collapse:
 
     @classmethod
     def of(cls, last: Step | None, live: PolicyVersion) -> Collapse | None:
-        """None if nothing is stopped, or was, and another version was made live since, or the same once more."""
+        """Return the collapse of the last step; None if there is none, or a version was made live by hand since."""
         stored = last.metrics.get("collapse") if last else None
         return cls(**stored) if stored and stored["live_at"] == live.live_at else None
 
     @property
     def story(self) -> str:
-        """For a person: what was seen, what is so now, what can be done."""
+        """Tell a person what was seen, what it means now, and what to do."""
         return (
             f"{self.what}. Agents are served as before; nothing is trained or published until a version is made live "
             f"by hand: `lightning-proxy policy promote {self.go_back_to}` goes back"
@@ -106,7 +105,7 @@ class Steps:
     async def claim(
         self, rollout_ids: Sequence[str], base: int, dropped: Mapping[str, Sequence[str]] = MappingProxyType({})
     ) -> int:
-        """Give rollouts to a new step and return its number; with `dropped` as `drop` does, but for this step."""
+        """Give rollouts to a new step and return its number. `dropped` as in `drop`; undone with the step."""
 
         def work(db: sqlite3.Connection) -> int:
             (inserted,) = db.execute(STEP_NEW, {"base": base, "at": time.time()}).fetchall()
@@ -118,16 +117,16 @@ class Steps:
         return await self._db.write(work)
 
     async def drop(self, dropped: Mapping[str, Sequence[str]]) -> None:
-        """Never offer these rollouts again, and say why: ids by reason."""
+        """Never offer these rollouts again. `dropped`: ids by reason."""
         await self._db.commit([(DROP, _drops(dropped, None))])
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
-        """The step is done and its checkpoint is whole: its rollouts are never offered again."""
+        """Commit a step whose checkpoint is whole: its rollouts are never offered again."""
         row = {"step": step, "checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
         await self._db.commit([(STEP_TRAINED, [row])])
 
     async def release_unfinished(self) -> list[int]:
-        """Give back what steps took and dropped that a killed trainer left behind; returns those steps."""
+        """Undo the steps that a killed trainer left unfinished, and return their numbers."""
 
         def work(db: sqlite3.Connection) -> list[int]:
             steps = [dict(row) for row in db.execute("SELECT step FROM steps WHERE status = 'claimed'")]
@@ -138,7 +137,7 @@ class Steps:
         return await self._db.write(work)
 
     async def end_epoch(self, step: int, metrics: dict[str, Any], offer: bool) -> None:
-        """Say so in the metrics of the last step, and (if `offer`) offer what was trained on again: both or neither."""
+        """Write an epoch's last metrics and, if `offer`, offer all trained rollouts again: both or neither."""
 
         def work(db: sqlite3.Connection) -> None:
             db.execute(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
@@ -148,44 +147,44 @@ class Steps:
         await self._db.write(work)
 
     async def forget_all(self) -> None:
-        """As if nothing had been trained on and nothing published; the base model is live."""
+        """Forget all training: nothing was trained on or published, and the base model is live."""
         await self._db.write(lambda db: [db.execute(statement) for statement in FORGET_TRAINING])
         await self._versions.set_live(0)
 
     async def rollouts_of(self, step: int) -> list[Rollout]:
-        """The rollouts that a step took."""
+        """Return the rollouts that a step took."""
         statement = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
         return [read_rollout(row) for row in await self._db.all(statement, {"step": step})]
 
     async def took_any(self) -> bool:
-        """Whether steps took any rollouts since all were offered again (`end_epoch`)."""
+        """Return whether any rollout is taken; none is after `end_epoch` has offered all again."""
         return await self._db.one("SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1") is not None
 
     async def last(self) -> Step | None:
-        """The newest finished step."""
+        """Return the newest finished step."""
         return next(iter(await self.newest(1)), None)
 
     async def newest(self, limit: int) -> list[Step]:
-        """The last finished steps, newest first."""
+        """Return the last finished steps, newest first."""
         statement = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step DESC LIMIT :limit"
         return [_read_step(row) for row in await self._db.all(statement, {"limit": limit})]
 
     async def first(self, limit: int) -> list[Step]:
-        """The first steps of RL that changed the policy, oldest first."""
+        """Return the first RL steps that changed the policy, oldest first."""
         return [_read_step(row) for row in await self._db.all(STEPS_FIRST, {"limit": limit})]
 
     async def all(self) -> list[Step]:
-        """All finished steps, oldest first."""
+        """Return all finished steps, oldest first."""
         rows = await self._db.all("SELECT * FROM steps WHERE status = 'trained' ORDER BY step")
         return [_read_step(row) for row in rows]
 
     async def of_version(self, version: int) -> Step | None:
-        """The step that a policy version was published from; None for the base model."""
+        """Return the step that a policy version was published from; None for the base model."""
         row = await self._db.one(STEP_OF_VERSION, {"version": version})
         return None if row is None else _read_step(row)
 
     async def collapse(self) -> Collapse | None:
-        """What publication is stopped for."""
+        """Return why publication is stopped, or None if it is not."""
         return Collapse.of(await self.last(), await self._versions.live())
 
     async def update_metrics(self, step: int, metrics: dict[str, Any]) -> None:
@@ -193,7 +192,7 @@ class Steps:
         await self._db.commit([(STEP_METRICS, [{"step": step, "metrics": dumps(metrics)}])])
 
     async def forget_checkpoint(self, step: int) -> None:
-        """The checkpoint's directory is gone."""
+        """Note that a step's checkpoint is gone."""
         await self._db.commit([("UPDATE steps SET checkpoint = NULL WHERE step = :step", [{"step": step}])])
 
 

@@ -48,13 +48,13 @@ class Versions:
         self._live: tuple[int, PolicyVersion] | None = None  # since which row of the log; the version
 
     async def live(self) -> PolicyVersion:
-        """The version that the alias means."""
+        """Return the version that the alias stands for."""
         row = await self._db.one(VERSION_LIVE_NOW)
         assert row is not None  # the first migration inserts version 0
         return read_version(row)
 
     def live_now(self) -> PolicyVersion:
-        """The same at once, for every call that is routed; of the record, what does not change while it is live."""
+        """Return the live version at once, for routing. Fields that change while it is live may be out of date."""
         since = self._db.one_now("SELECT MAX(n) AS n FROM policy_log")
         assert since is not None
         if self._live is None or self._live[0] != since["n"]:
@@ -64,11 +64,11 @@ class Versions:
         return self._live[1]
 
     async def all(self) -> list[PolicyVersion]:
-        """Every version, by number."""
+        """Return every version, by number."""
         return [read_version(row) for row in await self._db.all("SELECT * FROM policy_versions ORDER BY version")]
 
     async def get(self, version: int) -> PolicyVersion:
-        """The version of this number; NotFound if there is none."""
+        """Return the version of this number; NotFound if there is none."""
         row = await self._db.one("SELECT * FROM policy_versions WHERE version = :version", {"version": version})
         if row is None:
             raise NotFound(f"no policy version {version}", param="version")
@@ -80,18 +80,18 @@ class Versions:
         return int(await self._db.write(lambda db: db.execute(VERSION_NEW, row).fetchall()[0]["version"]))
 
     async def reserve(self, versions: Iterable[int]) -> None:
-        """Keep the numbers of versions that rollouts from elsewhere were sampled by; their files are not here."""
+        """Reserve the numbers of versions that imported rollouts were sampled by; their files are not here."""
         await self._db.commit([(VERSION_OF_OTHERS, [{"version": v, "at": time.time()} for v in versions])])
 
     async def saved(
         self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
     ) -> None:
-        """The version's files are whole; it is served as this, and its further adapters by name."""
+        """Note that the version's files are whole, and the names that it and its further adapters are served as."""
         row = {"version": version, "path": path, "served_model": served_model, "adapters": dumps(adapters or {})}
         await self._db.commit([(VERSION_SAVED, [row])])
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
-        """Move the alias: calls from now on count for this version."""
+        """Make the version live: the alias stands for it from now on."""
         row = {"version": version, "at": time.time(), "step": step}
         statements = [POLICY_LOG, VERSION_LIVE, VERSION_RETIRE]
         statements += [VERSION_VERIFIED] if verified else []
@@ -99,27 +99,27 @@ class Versions:
         await self._db.commit([(statement, [row]) for statement in statements])
 
     async def verified(self, version: int) -> None:
-        """vLLM was seen to serve these weights."""
+        """Note that vLLM was seen to serve these weights."""
         await self._db.commit([(VERSION_VERIFIED, [{"version": version}])])
 
     async def failed(self, version: int, error: str) -> None:
-        """The version did not go live, and never will."""
+        """Note why the version did not go live; it never will."""
         row = {"version": version, "error": error}
         await self._db.commit(
             [(VERSION_FAILED, [row]), ("UPDATE steps SET version = NULL WHERE version = :version", [row])]
         )
 
     async def forget_unfinished(self, version: int) -> None:
-        """The version that was being published never was."""
+        """Delete a version whose publishing was broken off."""
         await self._db.commit([(VERSION_FORGET, [{"version": version}])])
 
     async def forget_files(self, version: int) -> None:
-        """The version's files are gone: it cannot be promoted any more."""
+        """Note that the version's files are gone: it cannot be promoted any more."""
         statement = "UPDATE policy_versions SET path = NULL WHERE version = :version"
         await self._db.commit([(statement, [{"version": version}])])
 
     async def pinned(self, since: float) -> set[int]:
-        """Versions that running rollouts opened after `since` (Unix time) began with."""
+        """Return the versions that running rollouts, opened after `since` (Unix time), began with."""
         return {int(r["policy_version"]) for r in await self._db.all(PINNED_VERSIONS, {"since": since})}
 
 

@@ -11,9 +11,9 @@ from .database import Database
 from .rewards import read_reward
 from .rollouts import read_rollout
 
-# Of an ended rollout. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
+# Whether an ended rollout has a reward. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
 HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
-# Not answered by other models than the policy alone: those count nowhere, and are dropped when a step takes their task.
+# At least one call was answered by the policy. Others count nowhere, and are dropped when a step takes their task.
 IS_OWN = "(foreign_calls = 0 OR foreign_calls < calls)"
 CLAIMABLE_GROUPS = f"""
 SELECT task_id,
@@ -33,7 +33,7 @@ SELECT * FROM rollouts
 WHERE task_id = :task_id AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
 ORDER BY ended_at
 """
-# Rollouts without a task: nothing says which others they are siblings of.
+# Rollouts without a task have no siblings.
 CLAIMABLE_LONE = f"""
 SELECT COUNT(*) AS completed, MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END) AS oldest
 FROM rollouts
@@ -52,14 +52,14 @@ WHERE n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
   AND mode = 'train' AND {HAS_REWARD} AND {IS_OWN}
 ORDER BY n DESC LIMIT :limit
 """
-# Not with `=`: SQLite would go through the rollouts of all tasks that have this mode and status.
+# With `mode =` SQLite would go through the rollouts of all tasks that have this mode and status.
 EARLIER_OF_TASK = f"""
 SELECT * FROM rollouts
 WHERE task_id = :task_id AND n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
   AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN}
 ORDER BY n DESC LIMIT :limit
 """
-# A reward of another name than `reward` counts as one by the trainer's configuration only, so the trainer says so.
+# Only the trainer's configuration says whether a reward of another name than `reward` counts.
 ROLLOUTS_REWARDED_AS = """
 UPDATE rollouts SET rewarded_at = (
     SELECT MIN(created_at) FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.name = :name
@@ -67,7 +67,7 @@ UPDATE rollouts SET rewarded_at = (
 WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND rewarded_at IS NULL
   AND EXISTS (SELECT 1 FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.name = :name)
 """
-# Of the newest rollouts. Not with `=`: SQLite would go through all that have this mode and status.
+# Of the newest rollouts. With `=` SQLite would go through all rollouts of this mode and status.
 _ENDED_SINCE_VERSION = """
 rollouts.n > (SELECT MAX(n) FROM rollouts) - :newest AND policy_version >= :version
 AND mode <> 'eval' AND status NOT IN ('running', 'discarded')
@@ -81,10 +81,10 @@ WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ended, not yet trained rollouts of one task. `completed` of `ended` have a reward.
+    """The ended rollouts of one task that no step has taken. `completed` of `ended` have a reward.
 
-    `task_id` None: those without a task, which are no siblings; only rewarded ones are counted. Where failed rollouts
-    count for something (`trainer.failed_rollouts`), each of them has a reward: `failed` in the methods below.
+    `task_id` None: rollouts without a task, which are no siblings; only rewarded ones are counted. If `failed` is true
+    in the methods below, a failed rollout counts as rewarded (`trainer.failed_rollouts`).
     """
 
     task_id: str | None
@@ -94,51 +94,51 @@ class Group:
 
 
 class Waiting:
-    """Reads of what waits; `store.steps` takes it."""
+    """Reads what waits; `store.steps` takes it."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     async def groups(self, failed: bool = False) -> list[Group]:
-        """Tasks with at least one rollout to train on, the longest waiting first."""
+        """Return the tasks with at least one rollout to train on, the longest waiting first."""
         return [
             Group(r["task_id"], r["completed"], r["ended"], r["oldest"])
             for r in await self._db.all(CLAIMABLE_GROUPS, {"failed": failed})
         ]
 
     async def of_task(self, task_id: str) -> list[Rollout]:
-        """The rollouts of a `Group`, in the order in which they ended."""
+        """Return the rollouts of a task's group, in the order in which they ended."""
         return [read_rollout(r) for r in await self._db.all(CLAIMABLE_OF_TASK, {"task_id": task_id})]
 
     async def lone(self, failed: bool = False) -> Group | None:
-        """The rewarded rollouts without a task, if there are any."""
+        """Return the group of rewarded rollouts without a task, if there are any."""
         row = await self._db.one(CLAIMABLE_LONE, {"failed": failed})
         assert row is not None  # it counts
         return Group(None, row["completed"], row["completed"], row["oldest"]) if row["completed"] else None
 
     async def lone_rollouts(self, limit: int, failed: bool = False) -> list[Rollout]:
-        """Those rollouts, in the order in which they ended."""
+        """Return rewarded rollouts without a task, in the order in which they ended."""
         return [read_rollout(r) for r in await self._db.all(LONE, {"limit": limit, "failed": failed})]
 
     async def count(self, *, lone: bool, failed: bool = False) -> int:
-        """How many complete rollouts no step has taken yet; those without a task only if `lone`."""
+        """Count the rewarded rollouts that no step has taken; those without a task only if `lone`."""
         of_nothing = await self.lone(failed) if lone else None
         return sum(group.completed for group in [*await self.groups(failed), *([of_nothing] if of_nothing else [])])
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
-        """Rewarded rollouts that were opened before this one, newest first: of a task, or (None) all."""
+        """Return rewarded rollouts that were opened before this one, newest first: of one task, or (None) of all."""
         statement = EARLIER if task_id is None else EARLIER_OF_TASK
         params = {"rollout_id": rollout_id, "limit": limit, "failed": failed}
         params |= {} if task_id is None else {"task_id": task_id}
         return [read_rollout(r) for r in await self._db.all(statement, params)]
 
     async def rewarded_as(self, names: Sequence[str]) -> None:
-        """Rollouts that wait for a reward have one if any of these names was posted."""
+        """Mark waiting rollouts as rewarded if a reward of any of these names was posted."""
         rows = [{"name": name} for name in names]
         await self._db.write(lambda db: db.executemany(ROLLOUTS_REWARDED_AS, rows))
 
     async def rewarded_since(self, version: int, newest: int) -> list[tuple[Rollout, list[Reward]]]:
-        """Of the `newest` rollouts those that ended and began with this version or a later one, in order of opening."""
+        """Return those of the `newest` rollouts that ended and began with this version or a later one, oldest first."""
         params: dict[str, object] = {"version": version, "newest": newest}
         rewards = defaultdict[str, list[Reward]](list)
         for row in await self._db.all(REWARDS_SINCE_VERSION, params):

@@ -60,7 +60,7 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
         ("proxy: {port: high}", "proxy.port"),
         ("proxy: {limits: {concurrent: 0}}", "proxy.limits.concurrent"),
         ("proxy: {max_body_mb: .inf}", "proxy.max_body_mb"),
-        ("proxy: {api_keys: ['']}", "proxy.api_keys: a key cannot be sent: it may not be empty"),
+        ("proxy: {api_keys: ['']}", "proxy.api_keys: a key cannot be sent: it must be ASCII"),
         ("proxy: {admin_keys: [good, 'two words']}", "proxy.admin_keys: a key cannot be sent"),
         (f"upstreams: [{{name: a, {URL}, api_key: ''}}]", "upstreams.0: api_key cannot be sent"),
         ("upstreams: []", "upstreams"),
@@ -69,7 +69,10 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
         (f"upstreams: [{{name: a, {URL}, replicas: ['http://h']}}]", "upstreams.0: replicas must be"),
         (f"upstreams: [{{name: a, {URL}, replicas: ['http://h/v1/']}}]", "replicas must differ"),
         (f"upstreams: [{{name: a, {URL}}}, {{name: a, {URL}}}]", "a name of its own"),
-        (f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}]", "a falls back to 'b', which is no upstream"),
+        (
+            f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}]",
+            "a falls back to 'b', which is not the name of an upstream",
+        ),
         (f"upstreams: [{{name: a, {URL}, fallbacks: [a]}}]", "in a circle: a -> a"),
         (
             f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}, {{name: b, {URL}, fallbacks: [a]}}]",
@@ -91,8 +94,8 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
         ("proxy: [", "not valid YAML"),
         ("policy: {model: 2026-13-01}", "not valid YAML: what looks like a date"),
         ("proxy: " + "[" * 3000, "not valid YAML: it is nested too deeply"),
-        ("proxy: {port: 1}\nstore: {}\nproxy: {workers: 2}", "'proxy' is there twice, line 3, column 1"),
-        ("proxy: {port: 1, port: 2}", "'port' is there twice"),
+        ("proxy: {port: 1}\nstore: {}\nproxy: {workers: 2}", "'proxy' occurs twice, line 3, column 1"),
+        ("proxy: {port: 1, port: 2}", "'port' occurs twice"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_line_that_names_it(tmp_path: Path, text: str, named: str) -> None:

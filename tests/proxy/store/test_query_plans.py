@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import AsyncIterator, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -116,3 +117,14 @@ async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Data
 )
 async def test_what_waits_or_came_before_is_read_off_its_index(database: Database, statement: str, index: str) -> None:
     assert f"INDEX {index} " in (await plan(database, getattr(waiting, statement)))[0]
+
+
+def test_no_statement_stands_outside_of_the_store() -> None:
+    root = Path(store.__path__[0]).parents[1]
+    sources = [file for room in ("proxy", "trainer", "commands", "client") for file in (root / room).rglob("*.py")]
+    for file in (file for file in sources if file.parent != Path(store.__path__[0])):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not re.match(
+                    r"\s*(SELECT .* FROM|INSERT INTO|UPDATE \w+ SET|DELETE FROM|PRAGMA) ", node.value
+                ), file

@@ -68,8 +68,8 @@ def test_the_machine_is_idle_without_calls_and_without_other_programs() -> None:
     ("schedule", "what"),
     [
         ("{when: times}", "needs schedule.at"),
-        ('{when: times, at: ["25:00"]}', "'25:00' is no time of day"),
-        ("{when: times, at: [tomorrow]}", "'tomorrow' is no time of day"),
+        ('{when: times, at: ["25:00"]}', "'25:00' is neither a time of day"),
+        ("{when: times, at: [tomorrow]}", "'tomorrow' is neither a time of day"),
         ("{when: nightly}", "continuous"),
         ("{max_load: 2}", "less than or equal to 1"),
     ],
