@@ -16,7 +16,11 @@ from lightning_proxy.proxy.config.root import Config
 @asynccontextmanager
 async def proxy_of(config: Config, wrapped: Callable[[ASGIApp], ASGIApp] = lambda app: app) -> AsyncIterator[str]:
     """Yields its root URL. `wrapped` is given its app, and what it returns is run."""
-    server = uvicorn.Server(uvicorn.Config(wrapped(create_app(config)), port=0, log_level="warning", access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            wrapped(create_app(config)), port=0, log_level="warning", access_log=False, timeout_keep_alive=75
+        )
+    )
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
