@@ -55,12 +55,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "vllm" not in item.keywords)  # the longest first
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_open() -> Iterator[None]:
-    """A test that leaves a file, a pipe or a process fails itself, not one that runs later."""
+@pytest.fixture(autouse=True, scope="module")
+def left_open(request: pytest.FixtureRequest) -> Iterator[LeftOpen | None]:
+    """A file whose tests leave files, pipes, sockets or processes fails, and not a test that runs later."""
+    if request.node.get_closest_marker("vllm"):  # shared with other files
+        yield None
+        return
     left = LeftOpen()
+    yield left
+    assert not (found := left.at_last()), "\n".join(found)
+
+
+@pytest.fixture(autouse=True)
+def told_when_it_was_left_open(left_open: LeftOpen | None, request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    assert not (found := left.now()), "left open: " + "; ".join(found)
+    if left_open is not None:
+        left_open.after(request.node.name)
 
 
 @pytest.fixture(autouse=True)

@@ -39,22 +39,30 @@ def processes() -> dict[str, str]:
 
 
 class LeftOpen:
-    """Compares with what was open when it was made."""
+    """What a module's tests opened since it was made, with the test that did."""
 
     def __init__(self) -> None:
-        self._before = _all()
+        self._before = set(_all())
+        self._by: dict[str, str] = {}
 
-    def now(self) -> list[str]:
-        """What was opened since and is not closed. What nobody refers to is collected, and warns of itself."""
-        if self._new():
-            gc.collect()
-        deadline = time.monotonic() + SECONDS
-        while (new := self._new()) and time.monotonic() < deadline:
+    def after(self, test: str) -> None:
+        """Called at the end of each test. What is open and nobody refers to warns of itself, in this test."""
+        new = _all().keys() - self._before - self._by.keys()
+        if new:
+            gc.collect(1)  # young objects: a full collection takes long once torch is there
+        self._by |= dict.fromkeys(new, test)
+
+    def at_last(self, seconds: float = SECONDS) -> list[str]:
+        """What is still open when the module's own servers are gone."""
+        gc.collect()
+        deadline = time.monotonic() + seconds
+        while (found := self._found()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return sorted(new.values())
+        return found
 
-    def _new(self) -> dict[str, str]:
-        return {key: said for key, said in _all().items() if key not in self._before}
+    def _found(self) -> list[str]:
+        new = {key: said for key, said in _all().items() if key not in self._before}
+        return [f"{self._by.get(key, 'the module')} left {said} open" for key, said in new.items()]
 
 
 def _all() -> dict[str, str]:

@@ -1,0 +1,41 @@
+"""The checks that the tests' own conftest makes: what is left open is found and named, other machines are not asked."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.left_open import LeftOpen
+from support.network import Elsewhere, watch
+
+
+def test_files_pipes_and_processes_are_named_with_the_test_that_left_them(tmp_path: Path) -> None:
+    left = LeftOpen()
+    with (tmp_path / "kept").open("w") as file:
+        left.after("the first")
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            left.after("the second")
+            found = left.at_last(0)
+        assert f"the first left {file.name}" in found[0]
+        assert any(f"the second left process {process.pid}" in line for line in found)
+        assert any("the second left pipe:" in line for line in found)
+    assert left.at_last() == []
+
+
+@pytest.mark.parametrize("host", ["8.8.8.8", "example.com"])
+def test_other_machines_are_not_asked(host: str) -> None:
+    asked: list[str] = []
+    watch(asked)
+    with pytest.raises(Elsewhere, match=host):
+        socket.create_connection((host, 80))
+    assert [line.split()[1] for line in asked] == [host]
+    watch([])
+
+
+def test_this_machine_is_asked() -> None:
+    with socket.create_server(("localhost", 0)) as server, socket.create_connection(server.getsockname()):
+        pass
