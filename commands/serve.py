@@ -31,7 +31,7 @@ UVICORN: dict[str, Any] = {
     "ws": "none",
     "log_level": "warning",
     "access_log": False,
-    # The upstream's own headers are passed on; a second `server` and `date` would not be transparent.
+    # The upstream's own `server` and `date` are passed on; a second one of each would not be transparent.
     "server_header": False,
     "date_header": False,
     "timeout_graceful_shutdown": 5,
@@ -77,20 +77,23 @@ def _serve_here(config: Config) -> None:
 
 
 def _serve_in_workers(config: Config, shared: str) -> None:
-    """Under uvicorn's own supervisor, which starts a worker again that dies."""
+    """Serve in several workers, under uvicorn's supervisor, which starts one again that dies.
+
+    The supervisor is no public API: pyproject.toml bounds uvicorn to the version that the tests ran with.
+    """
     from uvicorn import Config as Server
     from uvicorn.config import STARTUP_FAILURE
     from uvicorn.supervisors import Multiprocess
 
     from ..proxy.recording.metrics import SHARED
 
-    os.environ[SHARED] = shared  # for the workers: they are started anew, not forked
+    os.environ[SHARED] = shared  # the workers are started anew, not forked
     proxy = config.proxy
     server = Server(
         partial(_worker, config), factory=True, host=proxy.host, port=proxy.port, workers=proxy.workers, **UVICORN
     )
     listener = server.bind_socket()
-    listener.listen(server.backlog)  # who comes before the workers are there waits for them
+    listener.listen(server.backlog)  # clients that come before the workers do wait for them
     supervisor = Multiprocess(server, sockets=[listener])
     _tell(config, listener.getsockname()[1])
     supervisor.run()
@@ -118,12 +121,12 @@ def _app(config: Config) -> ASGIApp:
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """Not so a call that is cut off because the proxy ends, for which uvicorn shows a traceback: it is recorded."""
+    """False for a call that is cut off because the proxy ends: it is recorded, and needs no traceback of uvicorn's."""
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def _end_with_parent() -> None:
-    """A worker whose supervisor was killed would keep the port, and nobody could stop it."""
+    """End this worker when its supervisor is killed: it would keep the port, and nobody could stop it."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -31,7 +31,7 @@ REFRESH_S = 0.5
 
 
 def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Where no key is asked for, refuse what a web page can send: by its Origin, or under a name that points at us.
+    """Where no key is needed, refuse what a web page could send: by its Origin, or by a host name that points at us.
 
     Raises Forbidden. https://owasp.org/www-community/attacks/DNS_Rebinding
     """
@@ -88,10 +88,10 @@ class Grant:
 
 
 class Keys:
-    """Checks the keys of requests. Without any key everybody is let in, if only this machine can reach the proxy.
+    """Checks the keys of requests. While no key was ever made, everybody on this machine is let in.
 
-    Stored keys are read twice a second, as a whole: a request asks no database. A revoked key still counts as one that
-    was made: revoking the last one, or the last admin's, lets nobody in who was not before.
+    Stored keys are read twice a second, all at once: a request asks no database. A revoked key still counts as made:
+    revoking the last one, or the last admin's, lets nobody in who was kept out before.
     """
 
     def __init__(self, config: ProxyConfig, store: Store) -> None:
@@ -112,7 +112,7 @@ class Keys:
         self._rollouts: OrderedDict[str, tuple[tuple[str, str | None], float]] = OrderedDict()
 
     async def refresh(self) -> None:
-        """Take over the keys that were made and revoked since; raises StoreUnavailable."""
+        """Read the stored keys; raises StoreUnavailable."""
         stored = await self._store.keys.all()
         if stored == self._stored:
             return
@@ -123,7 +123,7 @@ class Keys:
         self.required = self._always_required or bool(stored)
 
     async def watch(self) -> None:
-        """Refresh until cancelled; while the store cannot be read, the keys are those that were read last."""
+        """Refresh until cancelled. While the store cannot be read, the keys that were read last count."""
         failing = False
         while True:
             await asyncio.sleep(REFRESH_S)
@@ -136,7 +136,7 @@ class Keys:
                 failing = True
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Who makes a call of the data path; raises Unauthorized. Header names are lower-case."""
+        """Who makes a call of the data path; raises Unauthorized. `headers` have lower-case names."""
         keys = _keys(headers)
         for key in keys:
             if key.startswith(ROLLOUT_KEY_PREFIX):
@@ -180,17 +180,16 @@ class Keys:
         return hashlib.blake2b(key_hash.encode(), key=self._salt, digest_size=32).digest()
 
     async def _of_rollout(self, key: str) -> Caller:
-        """A rollout's key counts as long as the key that it was asked for with, and against its limits."""
+        """Who calls with a rollout's key: it counts as long as the key that it was asked for with, and against its limits."""
         digest = hash_key(key)
-        cached, until = self._rollouts.get(digest, (None, 0.0))
-        if cached is None or until < monotonic():
-            cached, until = await self._store.rollouts.of_key(digest), monotonic() + CACHED_S
-        found = cached
-        rollout_id, key_id = found or (None, None)
+        owner, until = self._rollouts.get(digest, (None, 0.0))
+        if owner is None or until < monotonic():
+            owner, until = await self._store.rollouts.of_key(digest), monotonic() + CACHED_S
+        rollout_id, key_id = owner or (None, None)
         grant = None if key_id is None else self._by_id.get(key_id)
-        if found is None or (key_id is not None and grant is None):
+        if owner is None or (key_id is not None and grant is None):
             raise Unauthorized("this rollout key is not known, or was revoked", code="invalid_api_key")
-        self._rollouts[digest] = (found, until)
+        self._rollouts[digest] = (owner, until)
         if len(self._rollouts) > CACHED_KEYS:
             self._rollouts.popitem(last=False)
         giver = self._anybody if grant is None else grant.caller

@@ -1,4 +1,4 @@
-"""How much one key may ask for: requests and tokens a minute, requests at once. Pure: the clock is handed in."""
+"""How much one key may ask for: requests and tokens a minute, and requests at once. The clock is handed in."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def _refusal(what: str, bucket: Bucket, wait: float, now: float) -> RateLimited:
 
 
 def _tokens(end: CallEnd, request_bytes: int) -> float:
-    """Of prompt and answer, under the names of OpenAI's and Anthropic's APIs; what is no count counts as none.
+    """How many tokens prompt and answer have, by the names of OpenAI's or Anthropic's API; what is no count is none.
 
-    A streamed answer may come without: its bytes, and the request's, are then taken for tokens of `BYTES_A_TOKEN`.
+    A streamed answer may come without usage: then there is a token for every `BYTES_A_TOKEN` of request and answer.
     """
     if end.usage is None:
         seen = len(end.prompt_token_ids) + sum(len(choice.token_ids) for choice in end.choices)

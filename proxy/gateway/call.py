@@ -36,7 +36,7 @@ Listener = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 
 
 class Question(NamedTuple):
-    """A request for a model's answer. `body`: what its bytes say. `name`: the rollout, new where it is not named."""
+    """A request for a model's answer. `body`: its JSON. `name`: its rollout, a new one if the request names none."""
 
     request: Request
     body: dict[str, Any]
@@ -48,12 +48,12 @@ class Question(NamedTuple):
 
     @property
     def is_retry(self) -> bool:
-        """Whether the agent's client sends it again by itself; OpenAI's clients count these retries."""
+        """Whether the agent's client sends the request again by itself; OpenAI's clients count these retries."""
         return self.headers.get("x-stainless-retry-count", "0") != "0"
 
     @property
     def is_unnamed(self) -> bool:
-        """Whether its conversation is all that tells which rollout it belongs to."""
+        """Whether only its conversation tells which rollout it belongs to."""
         return self.recorded and not self.name.named
 
 
@@ -84,11 +84,12 @@ class Gateway:
 
     async def answer(self, question: Question, reply: Reply) -> None:
         """Answer a call; its record is durable before the answer's last byte leaves."""
-        rollout = await self._rollout(question)  # as it is named, or of the conversation that it goes on with
+        rollout = await self._rollout(question)  # the one named, or that of the conversation which it goes on with
         route = await self.policy.route(rollout, model_of(question.body))  # which weights answer
         call = Call(self, question, rollout, route, reply)  # what is known before the answer
         async with call.under_way():
             await call.record_start()
+            # The answer comes after retries and fallbacks, and to a prompt of exact tokens where that is possible.
             async with asyncio.timeout(route.upstream.total_timeout_s) as limit, call.attempts as answer:
                 transcript, head = call.transcript_of(answer), call.head_of(answer)
                 if answer.is_stream:
@@ -103,7 +104,8 @@ class Gateway:
                 if not transcript.may_end:
                     raise UpstreamUnreachable(f"{call.upstream}: the stream ended before its last event")
                 limit.reschedule(None)  # what comes now is not the upstream's: the commit, and a slow agent
-                await call.record_end("error" if transcript.error else "ok", transcript.error)  # then it tells of it
+                await call.record_end("error" if transcript.error else "ok", transcript.error)
+                # Only now the last bytes. Limits, metrics and telemetry were told when the record was durable.
                 if answer.is_stream:
                     await reply.body(transcript.done or b"")
                     async for piece in pieces:

@@ -1,4 +1,4 @@
-"""The door of the data path: /v1/… and /rollouts/{id}/…/v1/… as a raw ASGI app. Contract, section 1."""
+"""The data path's door: lets in /v1/… and /rollouts/{id}/…/v1/…, as a raw ASGI app. Contract, section 1."""
 
 from __future__ import annotations
 

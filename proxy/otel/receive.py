@@ -1,7 +1,7 @@
-"""`POST /otlp/v1/traces`: model calls and actions that another process told its OpenTelemetry exporter of.
+"""`POST /otlp/v1/traces`: records model calls and actions from the spans of an OpenTelemetry exporter.
 
-They are recorded in their rollout, durable before they are acknowledged, and taken once however often they are sent.
-Of calls, what has no token ids, log-probabilities and policy version is not trained on.
+They are recorded in their rollout, durable before they are acknowledged, and once however often they are sent. A call
+without token ids, log-probabilities and a policy version is not trained on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Action:
 
 @router.post("/otlp/v1/traces", include_in_schema=False)
 async def post_traces(request: Request) -> Response:
-    """Record the model calls and the actions among the spans. Errors are told as OTLP's exporters expect them."""
+    """Record the model calls and the actions among the spans. Errors come in the shape that OTLP has for them."""
     encoding: Encoding = "json"
     try:
         encoding = encoding_of(request.headers.get("content-type", ""))
@@ -139,7 +139,7 @@ def read_call(span: Span) -> Imported:
 
 
 async def _record_call(p: Parts, call: Imported) -> None:
-    """What is there already, by an earlier try or because it went through the proxy, is passed over."""
+    """Record the call, unless it is there already: by an earlier try, or because it went through the proxy."""
     status = await p.store.calls.status(call.end.rollout_id, call.end.call_id)
     response_id = _text((call.end.response or {}).get("id"))
     if status not in (None, "incomplete"):
@@ -161,7 +161,7 @@ def _check(span: Span) -> None:
 
 
 def _rollout(span: Span) -> RolloutName:
-    """As the span or its resource names it, else its trace."""
+    """The rollout that the span or its resource names; else its trace is one."""
     found = {name: _named(span.attributes, name) for name in ("rollout_id", "task_id", "agent_name", "rollout_mode")}
     for name in ("rollout_id", "task_id", "agent_name"):
         if found[name] is not None:
