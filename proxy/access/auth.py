@@ -180,7 +180,7 @@ class Keys:
         return hashlib.blake2b(key_hash.encode(), key=self._salt, digest_size=32).digest()
 
     async def _of_rollout(self, key: str) -> Caller:
-        """Who calls with a rollout's key: it counts as long as the key that it was asked for with, and against its limits."""
+        """The caller behind a rollout's key. The key that asked for it must still be live, and its limits count."""
         digest = hash_key(key)
         owner, until = self._rollouts.get(digest, (None, 0.0))
         if owner is None or until < monotonic():

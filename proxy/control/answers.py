@@ -44,7 +44,7 @@ class Rewarded(BaseModel):
     status: Literal["recorded"]
 
 
-class Told(BaseModel):
+class EventRecorded(BaseModel):
     event_id: int
     rollout_id: str
     status: Literal["recorded"]

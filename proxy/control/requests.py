@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import Query, Request, Response
 
-from ..conversation.unnamed import caller_id
+from ..conversation.unnamed import credentials
 from ..json_text import dumps
 from ..types import check_id
 from .parts import Parts
@@ -30,7 +30,7 @@ async def parts_for(request: Request, rollout_id: str) -> Parts:
 
 def own_key(request: Request, idempotency_key: str | None) -> str | None:
     """The `Idempotency-Key`, made the sender's own: another API key may use the same one for another request."""
-    sender = caller_id(request.headers)
+    sender = credentials(request.headers)
     if idempotency_key is None or not sender.strip():
         return idempotency_key
     return f"{blake2b(sender.encode(), digest_size=16).hexdigest()} {idempotency_key}"

@@ -12,7 +12,7 @@ from ..errors import InvalidRequest
 from ..gateway.naming import DataPath, name_rollout
 from ..store.keys import hash_key, new_key
 from ..types import Event, Rollout, RolloutName, check_id
-from .answers import ERRORS, Opened, RolloutDetail, RolloutPage, Told, Transitions, answers
+from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
 from .bodies import Cursor, EndBody, EventBody, EventList, Id, PathId, RolloutsBody
 from .requests import Limit, json_response, own_key, parts, parts_for, redacted_text
 from .transitions import transitions
@@ -81,7 +81,7 @@ async def get_transitions(request: Request, rollout_id: PathId) -> Response:
     return json_response({"data": [asdict(transition) for transition in made]})
 
 
-@router.post("/{rollout_id}/events", response_model=None, responses=answers(Told | list[Told]))
+@router.post("/{rollout_id}/events", response_model=None, responses=answers(EventRecorded | list[EventRecorded]))
 async def post_events(
     request: Request,
     rollout_id: PathId,

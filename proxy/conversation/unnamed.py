@@ -25,8 +25,8 @@ Json = dict[str, Any]
 QUOTATIONS = 500  # are looked for in a request that goes on with nothing that is known
 
 
-def caller_id(headers: Mapping[str, str]) -> str:
-    """The credentials that a request came with: requests with different ones never share a rollout."""
+def credentials(headers: Mapping[str, str]) -> str:
+    """What a request proved itself with. Requests with different credentials never share a rollout."""
     return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
 
 

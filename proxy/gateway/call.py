@@ -18,7 +18,7 @@ from ..apis.tokens import NOT_THE_POLICY, Tokens
 from ..apis.tools import tool_calls
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
-from ..conversation.unnamed import UnnamedRollouts, answered, asked, caller_id
+from ..conversation.unnamed import UnnamedRollouts, answered, asked, credentials
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from ..policy.routing import PolicyRouter
 from ..recording.metrics import Metrics
@@ -117,7 +117,7 @@ class Gateway:
     async def _rollout(self, question: Question) -> RolloutName:
         if self.unnamed is None or not question.is_unnamed:
             return question.name
-        caller = caller_id(question.headers)
+        caller = credentials(question.headers)
         rollout_id = await self.unnamed.find(caller, question.body, question.name, is_retry=question.is_retry)
         return question.name if rollout_id is None else question.name._replace(rollout_id=rollout_id)
 
@@ -163,7 +163,7 @@ class Call:
     async def record_start(self) -> None:
         """Return when the call's start is durable."""
         if self._question.recorded:
-            also = asked(caller_id(self._question.headers), self._start) if self._remembers else ()
+            also = asked(credentials(self._question.headers), self._start) if self._remembers else ()
             await self._gateway.recorder.start(self._start, also)
 
     def transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
@@ -271,7 +271,7 @@ class Call:
             nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             nothing.set_result(None)
             return nothing
-        also = answered(caller_id(self._question.headers), self._start, end) if self._remembers else ()
+        also = answered(credentials(self._question.headers), self._start, end) if self._remembers else ()
         return asyncio.ensure_future(self._gateway.recorder.end(end, also))
 
     def _tell(self, end: CallEnd, written: asyncio.Future[None]) -> None:

@@ -13,7 +13,7 @@ import orjson
 from ..access.auth import Caller, Keys
 from ..apis.dialects import DIALECTS, Dialect
 from ..config.root import Config
-from ..conversation.unnamed import caller_id
+from ..conversation.unnamed import credentials
 from ..errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from ..json_text import as_utf8
 from ..types import RolloutName
@@ -177,7 +177,7 @@ class Relay:
         if unnamed is None or not visit.path.startswith(_RESPONSES):
             return None
         response_id = visit.path.removeprefix(_RESPONSES).partition("/")[0]
-        giver = await unnamed.giver(caller_id(visit.headers), visit.rollout, response_id)
+        giver = await unnamed.giver(credentials(visit.headers), visit.rollout, response_id)
         rollout_id, name = giver or (None, None)
         if rollout_id is None or name not in self._named:
             return None

@@ -28,6 +28,7 @@ Statement = tuple[str, dict[str, Any]]
 GROUP = 512  # records in one commit, at most
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
+# Every statement that the recorder uses must be named here.
 _ORDER = {
     statement: place
     for place, statement in enumerate((

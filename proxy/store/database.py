@@ -43,7 +43,8 @@ class Database:
         self._writing, self._reading = ThreadPoolExecutor(1, "store-writer"), ThreadPoolExecutor(1, "store-reader")
         self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
         self._commits = self._written = 0  # since the last checkpoint; bytes, about
-        self._checkpoint: asyncio.Future[None] | None = None
+        self._checkpoint: asyncio.Task[None] | None = None  # that a commit began
+        self._checkpointing = asyncio.Lock()  # SQLite turns a second one away without waiting
 
     @classmethod
     async def open(cls, config: StoreConfig) -> Database:
@@ -125,12 +126,12 @@ class Database:
         due = self._commits >= CHECKPOINT_EVERY or self._written >= LONG_LOG // 4
         if due and (self._checkpoint is None or self._checkpoint.done()):
             self._commits = self._written = 0
-            loop = asyncio.get_running_loop()
-            self._checkpoint = loop.run_in_executor(None, _checkpoint, self.path, self._config)
+            self._checkpoint = asyncio.create_task(self.checkpoint())
 
     async def checkpoint(self) -> None:
         """Move what was committed into the file, which gets shorter only then."""
-        await asyncio.to_thread(_checkpoint, self.path, self._config)
+        async with self._checkpointing:
+            await asyncio.to_thread(_checkpoint, self.path, self._config)
 
     async def empty_log(self) -> None:
         """Cut off the write-ahead log: it holds what was deleted until that is written over.
@@ -138,7 +139,8 @@ class Database:
         While another process reads, or is in the middle of a write, it stays as it is.
         """
         await self.checkpoint()  # what takes long, while others write
-        await self._in_writers_thread(_empty_log, self._writer)
+        async with self._checkpointing:
+            await self._in_writers_thread(_empty_log, self._writer)
 
     # Reads ---------------------------------------------------------------------------------------------------------
 
@@ -191,8 +193,10 @@ def _connect_all(path: Path, config: StoreConfig) -> list[sqlite3.Connection]:
     return connections
 
 
-def _connect(path: Path, config: StoreConfig) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=config.busy_timeout_s, isolation_level=None, check_same_thread=False)
+def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Connection:
+    """Open the file in one of SQLite's modes; by default it is created if it is not there."""
+    address, wait = f"{path.as_uri()}?mode={mode}", config.busy_timeout_s
+    connection = sqlite3.connect(address, wait, isolation_level=None, check_same_thread=False, uri=True)
     connection.row_factory = sqlite3.Row
     try:
         # SQLite does not wait for another process that is just making the same new file a WAL one.
@@ -267,7 +271,7 @@ def _checkpoint(path: Path, config: StoreConfig) -> None:
     begins anew by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says: cutting
     it off, to let it grow again, cost a tenth of a large call.
     """
-    with suppress(sqlite3.DatabaseError), closing(_connect(path, config)) as connection:
+    with suppress(sqlite3.DatabaseError), closing(_connect(path, config, "rw")) as connection:
         _set_timeout(connection, CHECKPOINT_S)
         _, pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         (page_size,) = connection.execute("PRAGMA page_size").fetchone()

@@ -13,6 +13,8 @@ FIRST = 100
 
 def require_ours(connection: sqlite3.Connection) -> None:
     """Raise NotSupportedError for a file that this release cannot use. Nothing is written to it."""
+    # In this order: another process that makes the store commits its tables and its version at once.
+    has_tables = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
     version = _version(connection)
     if version > FIRST + max(_scripts()):
         raise sqlite3.NotSupportedError("a newer lightning-proxy has worked on it; update this one, or set store.url")
@@ -21,7 +23,7 @@ def require_ours(connection: sqlite3.Connection) -> None:
             "a lightning-proxy before 1.0 made it, which this one cannot read; "
             "set store.url to a new file, or export the old one with the release that made it"
         )
-    if version == 0 and connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+    if version == 0 and has_tables:
         raise sqlite3.NotSupportedError("it belongs to another program; set store.url to a new file")
 
 

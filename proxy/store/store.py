@@ -15,7 +15,7 @@ from .waiting import Waiting
 
 
 class Store:
-    """Reads and writes all records. Every method that writes is one transaction."""
+    """Reads and writes all records. A method that writes is one transaction, unless it says otherwise."""
 
     def __init__(self, database: Database) -> None:
         self.database = database

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
+from lightning_proxy.proxy.store import migrate
 from lightning_proxy.proxy.store.database import Database, opened
 
 AT = "UPDATE policy_log SET at = :at"
@@ -49,6 +50,23 @@ async def test_a_store_that_is_not_of_this_release_is_refused_and_left_as_it_is(
     assert "\n" not in str(refused.value)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["store.db"]
+
+
+async def test_a_store_that_another_process_is_just_making_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read_version = tmp_path / "store.db", migrate._version
+
+    def made_meanwhile(connection: sqlite3.Connection) -> int:
+        version = read_version(connection)
+        monkeypatch.setattr(migrate, "_version", read_version)
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            migrate.migrate(other)
+        return version
+
+    monkeypatch.setattr(migrate, "_version", made_meanwhile)
+    async with opened(config_of(tmp_path)) as database:
+        assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]
 
 
 async def test_a_store_of_this_release_is_opened_again(tmp_path: Path) -> None:
@@ -132,3 +150,19 @@ async def test_the_log_does_not_grow_for_ever(database: Database, monkeypatch: p
         await database.commit([(AT, [{"at": i}])])
         await asyncio.sleep(0.002)
     assert Path(f"{database.path}-wal").stat().st_size < 200 * 4096
+
+
+async def test_the_log_is_cut_off_also_where_a_checkpoint_is_under_way(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Path(f"{database.path}-wal")
+    answer = {"key": "k", "answer": "secret" * 100_000}
+    insert = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key || :n, 'h', :answer, 0)"
+    for n in range(30):
+        await database.commit([(insert, [answer | {"n": n}])])
+    monkeypatch.setattr("lightning_proxy.proxy.store.database.CHECKPOINT_EVERY", 1)
+    await database.commit([(AT, [{"at": 1.0}])])
+    await asyncio.sleep(0.002)
+    assert log.stat().st_size > 10_000_000
+    await database.empty_log()
+    assert log.stat().st_size == 0
