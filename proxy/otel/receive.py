@@ -148,6 +148,8 @@ async def _record_call(p: Parts, call: Imported) -> None:
         return
     if status is None:
         await p.recorder.start(call.start)
+    else:
+        p.recorder.resume(call.start)
     await p.recorder.end(call.end)
     p.metrics.call_ended(call.end, True)
 

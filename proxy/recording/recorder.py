@@ -89,6 +89,11 @@ class Recorder:
             self._shown.discard(start.call_id)
             raise
 
+    def resume(self, start: CallStart) -> None:
+        """Take up a call whose start is recorded already, by another process perhaps, so that its end can follow."""
+        if self._redactor is not None and self._redactor.start(start)[1]:
+            self._shown.add(start.call_id)
+
     def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
         """Record how a call ended, and `also` with it.
 

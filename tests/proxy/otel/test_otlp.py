@@ -451,14 +451,18 @@ async def test_keys_are_asked_for_and_a_rollouts_key_is_for_that_rollout(running
         assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT), Authorization="Bearer k"))[0] == 200
 
 
-async def test_redaction_applies_and_takes_the_tokens_with_it(running: Running, tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["at once", "its end on a second try"])
+async def test_redaction_applies_and_takes_the_tokens_with_it(running: Running, tmp_path: Path, again: bool) -> None:
     secret = {
         "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "pin 123456"}]}])
     }
     async with running(tmp_path, recording={"redact": {"patterns": [r"\d{6}"]}}) as system:
-        await system.call(
-            "POST", "/otlp/v1/traces", by_hand({**CHAT, **TOKENS, **secret, "lightning.policy_version": 0})
-        )
+        spans = by_hand({**CHAT, **TOKENS, **secret, "lightning.policy_version": 0})
+        await system.call("POST", "/otlp/v1/traces", spans)
+        if again:
+            async with system.store() as store:
+                await store.database.commit([("UPDATE calls SET status = 'incomplete', response = NULL", [{}])])
+            await system.call("POST", "/otlp/v1/traces", spans)
         _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
     (call,) = rollout["calls"]
     assert call["request"]["messages"][0]["content"] == "pin [redacted]"
