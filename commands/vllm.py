@@ -96,7 +96,7 @@ def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
     if publish_mode(config) == "lora":
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     else:
-        # Opens vLLM's operator routes (pause, reload_weights), so vllm.host must be loopback.
+        # Opens vLLM's operator routes (pause, reload_weights): keep vllm.host on loopback, as it is by default.
         env["VLLM_SERVER_DEV_MODE"] = "1"
     if not gpu:
         # Spinning threads would starve the trainer on the same cores.

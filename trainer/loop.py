@@ -132,7 +132,7 @@ class TrainingLoop:
             if self._may_publish(batch.step, metrics):
                 await self._publish(batch.step, batch.samples, metrics)
         except Stopped:
-            log.warning("stopped before step %d was saved and published: the next start goes on from there", batch.step)
+            log.warning("stopped before step %d was saved or published: the next start does what is left", batch.step)
             return False
         await self._report(batch.step, metrics)
         self._free_since = time.perf_counter()

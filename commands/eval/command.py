@@ -21,7 +21,7 @@ from ..run.run import RolloutResult, RunOptions
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from .eval import Evaluation, Row, parse_models
-from .power import serving_power
+from .power import check_power, serving_power
 from .report import Scoring, check_writable, print_tables, report, save
 
 
@@ -50,7 +50,9 @@ def eval_command(config: Config, asked: EvalRequest) -> None:
     runner, view = make_runner(asked.command, asked.preload), ProgressView(Console(stderr=True))
     options = RunOptions(asked.samples, asked.concurrency, "eval", logs_directory(asked.logs))
     api = ApiClient.of(config, patience_s=60)
-    power = serving_power(config, [model.name for model in models])
+    names = [model.name for model in models]
+    check_power(config, names)
+    power = serving_power(config, names)
     evaluation = Evaluation(api, runner, options, models, promote=asked.promote, say=view.say)
     try:
         run_until_signal(_run(api, power, runner, evaluation, tasks, view, options.group_size))

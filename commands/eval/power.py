@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
 
 from ...proxy.config.root import Config
@@ -15,19 +15,27 @@ from ...proxy.power.server import power_server
 HERE = ("127.0.0.1", "localhost", "::1")
 
 
-def serving_power(config: Config, models: Iterable[str]) -> AbstractAsyncContextManager[None]:
-    """Answer for the `power:…` among the models at their upstream's address; ConfigError if there is no such upstream.
+def check_power(config: Config, models: Iterable[str]) -> None:
+    """Raise ConfigError if one of the models samples from a power and no upstream has it."""
+    has_vllm = any(upstream.kind == "vllm" for upstream in config.upstreams)
+    for name in models:
+        if power_of(name) is not None and not (has_vllm and name in models_by_upstream(config.upstreams)):
+            raise ConfigError(
+                f"{name} needs an upstream of its own beside vLLM, which eval then serves: {{name: power, kind: "
+                f'openai, base_url: "http://127.0.0.1:8101/v1", models: ["{name}"]}}'
+            )
+
+
+@asynccontextmanager
+async def serving_power(config: Config, models: Iterable[str]) -> AsyncIterator[None]:
+    """Answer for the `power:…` among the models at their upstreams' addresses until the block is left.
 
     An upstream on another machine is left to whoever serves it there.
     """
-    wanted = [name for name in models if power_of(name) is not None]
-    if not wanted:
-        return nullcontext()
-    upstream = models_by_upstream(config.upstreams).get(wanted[0])
-    vllm = next((other for other in config.upstreams if other.kind == "vllm"), None)
-    if upstream is None or vllm is None:
-        raise ConfigError(
-            f"{wanted[0]} needs an upstream of its own beside vLLM, which eval then serves: {{name: power, kind: "
-            f'openai, base_url: "http://127.0.0.1:8101/v1", models: ["{wanted[0]}"]}}'
-        )
-    return power_server(upstream, vllm) if urlsplit(upstream.urls[0]).hostname in HERE else nullcontext()
+    by_model, vllm = models_by_upstream(config.upstreams), next((u for u in config.upstreams if u.kind == "vllm"), None)
+    upstreams = {by_model[name].name: by_model[name] for name in models if power_of(name) is not None}
+    async with AsyncExitStack() as stack:
+        for upstream in upstreams.values():
+            if vllm is not None and urlsplit(upstream.urls[0]).hostname in HERE:
+                await stack.enter_async_context(power_server(upstream, vllm))
+        yield

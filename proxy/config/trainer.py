@@ -117,7 +117,7 @@ class TrainerConfig(Section):
     lone_rollouts: Literal["drop", "running"] = "drop"
     running_window: Annotated[int, Field(ge=MIN_EARLIER)] = 32
     failed_rollouts: Literal["drop", "zero"] | Number = "drop"
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, Field(ge=2, le=1000)] = 8
     tasks_per_step: Annotated[int, Field(ge=1)] = 8
     group_timeout_s: Seconds = 600.0
     max_steps: Annotated[int, Field(ge=1)] | None = None

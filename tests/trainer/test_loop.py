@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,10 +193,11 @@ async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
 
 
 async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
-        [await b.rollout("t1", None, status=status) for status in ("completed", "failed")]
+    async with bench(base, tmp_path, group_timeout_s=30.0) as b:
+        old = [await b.rollout("t1", None, status=status) for status in ("completed", "failed")]
         late = [await b.rollout("t2", None, status="completed") for _ in range(4)]
-        await asyncio.sleep(1.1)
+        hour_ago = [{"rollout_id": rollout, "at": time.time() - 3600} for rollout in (*old, *late)]
+        await b.store.database.commit([("UPDATE rollouts SET ended_at = :at WHERE rollout_id = :rollout_id", hour_ago)])
         new = await b.rollout("t1", 1.0)
         await b.store.rewards.post([Reward(late[0], 1.0)], None, b"")  # the others' rewards are on their way
         await b.loop().run(asyncio.Event(), once=True)

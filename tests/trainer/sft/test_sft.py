@@ -455,8 +455,8 @@ def test_the_command_tunes_says_how_it_goes_and_rl_goes_on(base: Path, tmp_path:
     ("arguments", "what"),
     [
         (("--method", "dpo"), "--method is rl or sft, got 'dpo'"),
-        (("--min-reward", "1"), "--min-reward goes with --method sft"),
-        (("--epochs", "2"), "--epochs with it or with --method sft"),
+        (("--min-reward", "1"), "--min-reward needs --method sft"),
+        (("--epochs", "2"), "--epochs needs --offline or --method sft"),
     ],
 )
 def test_options_that_do_not_fit_are_named(tmp_path: Path, arguments: tuple[str, ...], what: str) -> None:
