@@ -13,7 +13,7 @@ import pytest
 from support.adapters import logprobs_with, save_adapter
 from support.whole_system import System
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(900)]
 
 
 def test_different_adapters_in_one_batch_answer_with_their_own_weights(

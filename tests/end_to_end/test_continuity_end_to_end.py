@@ -34,7 +34,7 @@ from support.adapters import save_adapter
 from support.paths import EXAMPLES
 from support.whole_system import CLI, System, free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(900)]
 
 Json = dict[str, Any]
 ADDITION = EXAMPLES / "addition" / "agent.py"

@@ -6,7 +6,7 @@ import pytest
 
 from support.whole_system import System, wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(

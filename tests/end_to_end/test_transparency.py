@@ -16,7 +16,7 @@ import pytest
 from support.clients import EACH_CLIENT, Client
 from support.whole_system import System
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 
 NAME = "speller"
 SAY = [{"role": "user", "content": "Say hello to Zoë, in French."}]

@@ -101,7 +101,7 @@ class System:
                 [*CLI, "--config", str(self.config), "up", "--logs", str(self.directory / "logs")],
                 stdout=log, stderr=log, cwd=self.directory, start_new_session=True,
             )  # fmt: skip
-        wait_until(lambda: self.get("/readyz").get("status") == "ready", 240, "the system is ready")
+        wait_until(lambda: self.get("/readyz").get("status") == "ready", 480, "the system is ready")
 
     def stop(self) -> None:
         assert self.process is not None
