@@ -165,9 +165,12 @@ async def test_a_call_of_the_real_sdk_becomes_one_of_its_rollout(
 
 
 INSTRUMENTED_AGENT = """
+import sys
 import openai
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.genai.openai import OpenAIInstrumentor
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 provider = TracerProvider()

@@ -182,6 +182,7 @@ def test_litellm_is_imported_only_when_it_is_used() -> None:
 def test_the_first_use_calls_nobody_but_the_provider_and_lets_the_event_loop_go_on() -> None:
     script = """
 import asyncio, socket, sys
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.upstreams.litellm.upstream import LitellmUpstream
 from lightning_proxy.proxy.upstreams.base import NoConnection, Request
 
