@@ -175,7 +175,9 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 async def test_what_could_be_read_in_two_ways_is_refused(proxy: Proxy, name: str) -> None:
-    assert statuses(await proxy.send(POST + AMBIGUOUS[name]))[:1] == [400]
+    answers = await proxy.send(POST + AMBIGUOUS[name])
+    assert statuses(answers)[:1] == [400]
+    assert json.loads(answers[0].partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     assert [seen for seen in proxy.upstream.seen if b"smuggled" in seen[3] or "smuggled" in seen[1]] == []
     assert proxy.upstream.seen == []
 
