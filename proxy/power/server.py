@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from ..config.upstreams import UpstreamConfig
-from ..errors import InvalidRequest, LightningError, Unsupported
-from ..json_text import loads
+from ..errors import LightningError, Unsupported
+from ..gateway.body import parse_object
 from ..policy.vllm import operator_session
 from .chat import CHAT, PowerChat
 
@@ -54,20 +54,10 @@ class _Handler:
         try:
             if request.path != CHAT:
                 raise Unsupported(f"power sampling answers {CHAT} only, not {request.path}")
-            status, content_type, body = await self._chat.answer(_object(await request.read()), headers)
+            status, content_type, body = await self._chat.answer(parse_object(await request.read()), headers)
         except LightningError as error:
             return web.json_response(error.body(), status=error.status)
         except Exception:
             log.exception("power sampling: internal error")
             return web.json_response(LightningError("internal error of power sampling").body(), status=500)
         return web.Response(body=body, status=status, headers={"content-type": content_type})
-
-
-def _object(body: bytes) -> dict[str, object]:
-    try:
-        value = loads(body)
-    except ValueError as error:
-        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the request body must be a JSON object")
-    return value
