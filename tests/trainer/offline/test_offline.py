@@ -120,7 +120,7 @@ class Run:
     def train(self, *arguments: str | Path, script: Path | None = None, **env: str) -> tuple[int, str]:
         process = self.start(*arguments, script=script, **env)
         try:
-            text, _ = process.communicate(timeout=55)
+            text, _ = process.communicate(timeout=200)
         finally:
             process.kill()
         return process.returncode, text
@@ -482,7 +482,7 @@ def test_a_step_that_finds_the_disk_full_waits_for_space(
             if "waits to be saved" in line:
                 break
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        rest, _ = process.communicate(timeout=55)
+        rest, _ = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 0, "".join(said) + rest

@@ -428,7 +428,7 @@ class Run:
     def train(self, *arguments: str, script: Path | None = None, **env: str) -> tuple[int, str]:
         program = [str(script)] if script else ["-m", "lightning_proxy.cli"]
         found = subprocess.run(
-            [sys.executable, *program, "train", "--offline", *arguments], cwd=self.directory, timeout=55, text=True,
+            [sys.executable, *program, "train", "--offline", *arguments], cwd=self.directory, timeout=200, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | env, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -461,7 +461,7 @@ def test_the_command_tunes_says_how_it_goes_and_rl_goes_on(base: Path, tmp_path:
 )
 def test_options_that_do_not_fit_are_named(tmp_path: Path, arguments: tuple[str, ...], what: str) -> None:
     command = [sys.executable, "-m", "lightning_proxy.cli", "train", *arguments]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55)
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert found.returncode == 2 and what in found.stderr, found.stderr
 
 
