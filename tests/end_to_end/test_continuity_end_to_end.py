@@ -22,6 +22,7 @@ from typing import Any
 import openai
 import pytest
 import yaml
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
@@ -133,7 +134,7 @@ def say(client: openai.OpenAI, messages: list[Any], text: str, *, stream: bool, 
     asked["extra_body"] = {"structured_outputs": {"choice": [text]}}
     if not stream:
         return client.chat.completions.create(**asked).choices[0]
-    state = openai.lib.streaming.chat.ChatCompletionStreamState(input_tools=more.get("tools", openai.NOT_GIVEN))
+    state = ChatCompletionStreamState(input_tools=more.get("tools", openai.NOT_GIVEN))
     for chunk in client.chat.completions.create(**asked, stream=True):
         state.handle_chunk(chunk)
     return state.current_completion_snapshot.choices[0]
