@@ -37,6 +37,8 @@ WIDE = {"COLUMNS": "80"}
 
 # Read when huggingface_hub is imported: TRL would tell its makers of every trainer, as in commands/train.py.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# Several processes of tests share the cores: threads that wait for each other's cores take ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 

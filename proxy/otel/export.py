@@ -36,10 +36,10 @@ class Telemetry:
 
         self._content, self._redactor = config.content, redactor
         headers = {name: value.get_secret_value() for name, value in config.otlp_headers.items()}
-        exporter = OTLPSpanExporter(endpoint=config.traces_url, headers=headers, timeout=config.timeout_s)
+        self._exporter = OTLPSpanExporter(endpoint=config.traces_url, headers=headers, timeout=config.timeout_s)
         resource = Resource.create({"service.name": "lightning-proxy", "service.version": version("lightning-proxy")})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("lightning_proxy")
         self._propagator = TraceContextTextMapPropagator()
 
@@ -55,6 +55,8 @@ class Telemetry:
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, FLUSH_S)
+        if closing.is_alive():
+            self._exporter.shutdown()  # gives up its tries; the SDK's threads end
 
     def _export(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode

@@ -14,13 +14,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 )
 def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequest, publish: str) -> None:
     system: System = request.getfixturevalue(publish)
-    before = system.run_agents(repeat=2, mode="eval")["mean_reward"]
+    before = system.run_agents(repeat=1, mode="eval")["mean_reward"]
     rounds = 0
     while system.steps() < 8 and rounds < 8:
         rounds += 1
         summary = system.run_agents(repeat=2)
         assert summary["failed"] == 0
-    after = system.run_agents(repeat=2, mode="eval")["mean_reward"]
+    after = system.run_agents(repeat=1, mode="eval")["mean_reward"]
     assert before < 0.35
     assert after > before + 0.25, (before, after)
     if publish == "lora":
@@ -28,7 +28,7 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
         assert (base["policy_versions"], trained["policy_versions"]) == ([0], [system.live()["version"]])
         assert trained["versus"]["difference"] > 0.25, "versions are evaluated side by side"
     versions = {v["version"]: v for v in system.get("/policy/versions")["data"]}
-    assert all(v["status"] in ("live", "ready") for v in versions.values()), versions
+    assert all(v["status"] != "failed" for v in versions.values()), versions
     calls = [
         call
         for rollout in system.get("/rollouts?limit=200&status=completed")["data"]

@@ -21,21 +21,24 @@ from support.paths import EXAMPLES
 CLI = [sys.executable, "-m", "lightning_proxy.cli"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz ?"
 GROUP, TASKS = 8, 4
+LIGHT = ["--preload", "urllib.request"]
 PLANNER_EXECUTOR = EXAMPLES / "planner_executor"
 
 # The reward is the share of vowels: a random model writes few, and every answer says a little about how to get more.
 AGENT = """
 import json, os, urllib.request
-from openai import OpenAI
 
-task = json.loads(os.environ["LIGHTNING_TASK"])
-messages = [{"role": "user", "content": task["prompt"]}]
-answer = OpenAI().chat.completions.create(model="policy", messages=messages, max_tokens=12, temperature=1.0)
-text = answer.choices[0].message.content or ""
-reward = sum(c in "aeiou" for c in text) / 12
-body = json.dumps({"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": reward}).encode()
-headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-urllib.request.urlopen(urllib.request.Request(os.environ["LIGHTNING_URL"] + "/reward", body, headers)).close()
+def post(url, body):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)
+
+messages = [{"role": "user", "content": json.loads(os.environ["LIGHTNING_TASK"])["prompt"]}]
+asked = {"model": "policy", "messages": messages, "max_tokens": 12, "temperature": 1.0}
+answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked)
+text = answer["choices"][0]["message"]["content"] or ""
+reward = {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": sum(c in "aeiou" for c in text) / 12}
+post(os.environ["LIGHTNING_URL"] + "/reward", reward)
 """
 
 
@@ -128,13 +131,13 @@ class System:
         agent.write_text(AGENT)
         lines = [{"task_id": f"{mode}-{time.time_ns()}-{i}", "prompt": LETTERS[i] * 3} for i in range(TASKS * repeat)]
         tasks.write_text("\n".join(map(json.dumps, lines)))
-        return self.run(agent, tasks, "--mode", mode)
+        return self.run(agent, tasks, *LIGHT, "--mode", mode)
 
     def run(self, agent: Path, tasks: Path, *options: str, **environment: str) -> dict[str, Any]:
         """What `lightning-proxy run` says in the end."""
         done = subprocess.run(
             [*CLI, "--config", str(self.config), "run", "--tasks", str(tasks), "--group-size", str(GROUP), "--json",
-             "--concurrency", "16", "--preload", "openai,openai.resources", *options, "--", sys.executable, str(agent)],
+             "--concurrency", "16", *options, "--", sys.executable, str(agent)],
             capture_output=True, text=True, cwd=self.directory, check=False,
             env=os.environ | {"COLUMNS": "80"} | environment,
         )  # fmt: skip
@@ -146,7 +149,7 @@ class System:
         """What `lightning-proxy eval` finds on the agent's last tasks, a row for each model."""
         done = subprocess.run(
             [*CLI, "--config", str(self.config), "eval", "--tasks", "tasks.jsonl", "--models", ",".join(models),
-             "--samples", "4", "--json", "--preload", "openai,openai.resources", "--", sys.executable, "agent.py"],
+             "--samples", "4", "--json", *LIGHT, "--", sys.executable, "agent.py"],
             capture_output=True, text=True, cwd=self.directory, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -156,7 +159,7 @@ class System:
     def play(self, boards: str, *options: str) -> float:
         """The mean reward of the planner and the executor on the example's boards, trained on or held out."""
         agent, tasks = PLANNER_EXECUTOR / "agent.py", PLANNER_EXECUTOR / f"{boards}.jsonl"
-        return float(self.run(agent, tasks, *options)["mean_reward"])
+        return float(self.run(agent, tasks, "--preload", "openai,openai.resources", *options)["mean_reward"])
 
     def measure(self) -> float:
         """The same on boards that nothing is trained on."""

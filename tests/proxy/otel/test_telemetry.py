@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import json
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -203,6 +204,10 @@ async def test_a_collector_that_is_away_costs_no_call(running: Running, tmp_path
             async with running(tmp_path, telemetry={"otlp_endpoint": at, "timeout_s": 600}) as system:
                 answers = [await chat(system) for _ in range(20)]
     assert {answer["status"] for answer in answers} == {"200"}
+    for thread in threading.enumerate():
+        if thread.name.startswith("Otel"):
+            await asyncio.to_thread(thread.join, 10)
+            assert not thread.is_alive(), "it still tries"
 
 
 async def test_its_own_spans_sent_back_to_it_are_no_further_calls(running: Running, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def worker(config: Path, what: str, directory: Path) -> "subprocess.Popen[str]":
     return launch(config, str(ROOT / "tests/support/ranks.py"), what, str(directory))
 
 
-@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.long), "fsdp"])
 def test_two_processes_make_the_update_of_one(directory: Path, tmp_path: Path, kind: str) -> None:
     """Seven steps: unequal shares, a NaN that one rank meets, a single sample, none at all, before and after a load."""
     process = worker(launcher(tmp_path, kind), kind, directory)
@@ -87,6 +87,7 @@ def test_two_processes_make_the_update_of_one(directory: Path, tmp_path: Path, k
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_two_processes_move_each_of_several_adapters_as_one_does(directory: Path, tmp_path: Path, kind: str) -> None:
     what = f"adapters-{kind}"
@@ -107,7 +108,7 @@ def test_two_processes_move_each_of_several_adapters_as_one_does(directory: Path
         assert theirs == pytest.approx(mine, abs=1e-3)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_when_one_process_is_killed_the_others_end_and_say_why(directory: Path, tmp_path: Path, victim: int) -> None:
     out = directory / "waits"
     process = worker(launcher(tmp_path, "plain"), "waits", directory)
