@@ -292,6 +292,7 @@ def test_an_agent_is_evaluated_with_the_base_model_and_with_power_sampling(serve
     tasks.write_text("\n".join(json.dumps({"a": a, "b": 2}) for a in range(3)))
     command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(served.config), "eval"]
     command += ["--tasks", str(tasks), "--models", "base,power:4", "--samples", "2", "--json", "--concurrency", "6"]
+    command += ["--preload", "openai,openai.resources"]
     env = os.environ | {"LIGHTNING_PROXY__PORT": served.url["text"].rpartition(":")[2]}
     done = subprocess.run([*command, "--", sys.executable, str(ADDITION)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr

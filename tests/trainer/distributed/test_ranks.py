@@ -108,7 +108,8 @@ def test_two_processes_move_each_of_several_adapters_as_one_does(directory: Path
         assert theirs == pytest.approx(mine, abs=1e-3)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_process_is_killed_the_others_end_and_say_why(directory: Path, tmp_path: Path, victim: int) -> None:
     out = directory / "waits"
     process = worker(launcher(tmp_path, "plain"), "waits", directory)
