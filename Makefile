@@ -10,7 +10,7 @@ STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-credit bench-train soak
+.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-credit bench-train soak
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -83,6 +83,9 @@ bench-peers: setup  ## install the gateways that bench-proxy compares with, each
 
 bench-store: setup  ## a million calls in one store: what gets slower? (ten minutes, 6 GB)
 	$(BIN)/python benchmarks/store.py $(ARGS)
+
+bench-instructions: setup  ## how many instructions a call costs beside a bare forwarder (valgrind): three minutes
+	$(BIN)/python benchmarks/instructions.py $(ARGS)
 
 bench-credit: setup  ## what each credit strategy, choice of agents and baseline learns: small problems, a minute
 	$(BIN)/python benchmarks/credit.py

@@ -11,6 +11,8 @@ import aiohttp
 from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
 from ..upstreams.http import why_not_connected
 
+LOADING = "loading"  # the label of the weights while they are replaced
+
 T = TypeVar("T")
 
 
@@ -78,7 +80,7 @@ class VllmServer:
         Attention caches of running requests are kept; cached prefixes of finished requests are forgotten.
         """
         await self._request("POST", "/pause?mode=keep")
-        await self._request("POST", "/update_weight_version", {"new_version": "loading"})
+        await self._request("POST", "/update_weight_version", {"new_version": LOADING})
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._request("POST", "/collective_rpc", body)
         await self._request("POST", "/reset_prefix_cache")

@@ -20,7 +20,7 @@ from ..apis import sse
 from ..conversation.renderer import RENDER
 from ..errors import InvalidRequest, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ..json_text import encode
-from ..policy.vllm import VllmError, VllmServer
+from ..policy.vllm import LOADING, VllmError, VllmServer
 from ..types import SAMPLING
 from .sampling import Answer, PowerSampler
 
@@ -115,11 +115,16 @@ class _Vllm:
         self._root = base_url.rstrip("/").removesuffix("/v1")
 
     async def base_model(self, alpha: float) -> str:
-        """The name of the base model; NotFound where trained weights are served in its place."""
+        """The name of the base model.
+
+        Raises NotFound while trained weights are served in its place, UpstreamUnreachable while others are loaded.
+        """
         try:
             label = await self._operator.weight_version()
         except VllmError:  # without this route nothing can have replaced its weights
             label = "default"
+        if label == LOADING:
+            raise UpstreamUnreachable("vLLM is loading other weights: ask again")
         if label != "default" and not label.startswith("0-"):
             version = label.partition("-")[0]
             raise NotFound(f"power:{alpha:g} samples from the base model, and version {version} is in its place")

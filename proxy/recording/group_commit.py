@@ -86,6 +86,7 @@ class GroupCommit:
                 self._wanted.clear()
                 await self._wanted.wait()
                 continue
+            await asyncio.sleep(0)  # what else is ready in this turn of the event loop joins the group
             group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
             error = await self._write(group)
             if error is not None and not isinstance(error, StoreUnavailable) and len(group) > 1:

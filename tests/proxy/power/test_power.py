@@ -247,6 +247,9 @@ async def test_trained_weights_are_not_taken_for_the_base_model(running: Running
         await system.call("POST", "/policy/promote", {"version": version})
         with pytest.raises(openai.NotFoundError, match=f"version {version} is in its place"):
             await ask(system)
+        system.vllm.label = "loading"
+        with pytest.raises(openai.InternalServerError, match="loading other weights"):
+            await ask(system)
         await system.call("POST", "/policy/promote", {"version": 0})
         assert (await ask(system)).choices[0].message.content.endswith("5")
 
