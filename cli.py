@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +89,7 @@ def up(context: typer.Context, model: Model = None, port: Port = None, logs: Log
     from .commands.system.up import up as run
 
     overrides = {"policy.model": model, "proxy.port": port}
+    _write_for_the_owner_only()
     launch = Launch(context.obj, overrides)
     run_until_signal(run(_load(context, overrides), launch, logs, Console()))
 
@@ -97,6 +99,7 @@ def serve(context: typer.Context, port: Port = None) -> None:
     """Run the proxy alone."""
     from .commands.serve import serve as run
 
+    _write_for_the_owner_only()
     run(_load(context, {"proxy.port": port}))
 
 
@@ -140,6 +143,7 @@ def train(
     if min_reward is not None and not sft:
         raise ConfigError("--min-reward needs --method sft")
     overrides = {"trainer.sft.min_reward": min_reward, "trainer.sft.epochs": epochs if sft else None}
+    _write_for_the_owner_only()
     config = _load(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
     offline_run = Offline(data, directory, epochs or 1) if offline else None
     run(config, once=once, offline=offline_run, method=cast(Method, method))
@@ -150,6 +154,7 @@ def vllm(context: typer.Context, model: Model = None) -> None:
     """Run vLLM alone, with the options that the proxy and the trainer need."""
     from .commands.vllm import exec_vllm
 
+    _write_for_the_owner_only()
     exec_vllm(_load(context, {"policy.model": model}))
 
 
@@ -273,6 +278,11 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
 
     if not run(context.obj, as_json=as_json):
         raise typer.Exit(1)
+
+
+def _write_for_the_owner_only() -> None:
+    """Records, logs and weights hold what users said: files of this process and its children are 0600."""
+    os.umask(0o077)
 
 
 def _load(context: typer.Context, overrides: dict[str, Any]) -> Config:

@@ -1,9 +1,10 @@
-"""`store info|compact`: shows how large the store is, and gives free space back to the disk."""
+"""`store info|compact|backup|restore`: how large the store is, a smaller file, a copy of it, and the way back."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,12 +12,10 @@ import typer
 from ..proxy.config.file import load_config
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ..proxy.config.server import StoreConfig
     from ..proxy.store.retention import Pages
 
-app = typer.Typer(no_args_is_help=True, help="Show how large the store is, and make its file smaller.")
+app = typer.Typer(no_args_is_help=True, help="Show how large the store is, make its file smaller, copy it.")
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 
@@ -42,6 +41,26 @@ def compact(context: typer.Context) -> None:
 
     before, after = run_until_signal(shorten(_store_of(context)))
     typer.echo(f"{size(before.bytes)} before, {size(after.bytes)} now")
+
+
+@app.command()
+def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file")]) -> None:
+    """Copy the store to a file, as it is at one moment. The proxy may go on serving."""
+    from ..proxy.store.copies import back_up
+    from .formats import size
+
+    back_up(_store_of(context).path.expanduser(), file)
+    typer.echo(f"copied to {file}: {size(file.stat().st_size)}. The trained weights are not in it (policy.directory)")
+
+
+@app.command()
+def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="what `store backup` made")]) -> None:
+    """Make the store from a backup. There must be none at store.url yet."""
+    from ..proxy.store.copies import restore as run
+
+    path = load_config(context.obj).store.path.expanduser().absolute()
+    run(file, path)
+    typer.echo(f"{path} is as {file} was")
 
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ...proxy.errors import ConfigError, LightningError
 from ...proxy.json_text import dumps
+from ...proxy.store.copies import make_private
 
 ROW_GROUP = 256
 TEXTS = ("rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id", "untrainable_reason")
@@ -39,6 +40,8 @@ def open_writer(path: Path, format: str, kind: str) -> RowWriter:
     """Open a writer to a new file, or to standard output for `-`; OSError if it cannot be written."""
     if format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise LightningError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'")
+    if str(path) != "-":
+        make_private(path)
     return ParquetRows(path, kind) if format == "parquet" else JsonLines(path)
 
 

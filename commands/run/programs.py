@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...proxy.errors import ConfigError, LightningError
+from ...proxy.store.copies import make_private
 
 CANNOT_START = 126  # what a shell answers
 PRELOAD = Path(__file__).with_name("preload.py")
@@ -40,6 +41,7 @@ class ProcessRunner:
         self._command = tuple(command)
 
     async def run(self, env: Mapping[str, str], log: Path) -> int:
+        make_private(log)
         with log.open("wb") as output:
             try:
                 process = await asyncio.create_subprocess_exec(

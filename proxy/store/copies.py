@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
 from ..errors import LightningError
+from .migrate import require_ours
+
+FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
+
+
+def make_private(path: Path) -> None:
+    """Make an empty file that only its owner may read, if there is none; SQLite's files beside it get its rights."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def is_sqlite(path: Path) -> bool:
@@ -19,11 +28,44 @@ def is_sqlite(path: Path) -> bool:
 
 def copy_store(source: Path, target: Path) -> None:
     """A copy as of one moment. A store that nobody has open is not even opened: SQLite would leave files beside it."""
+    make_private(target)
     try:
         with closing(_only_read(source)) as connection:
             connection.execute("VACUUM INTO ?", (str(target),))
     except sqlite3.Error as error:
         raise LightningError(f"the store {source} cannot be copied to {target}: {error}") from None
+
+
+def back_up(store: Path, target: Path) -> None:
+    """Copy a store that may be in use to a new file. Raises LightningError, and leaves no half copy."""
+    if target.exists():
+        raise LightningError(f"{target} is there already: name a new file")
+    if not target.absolute().parent.is_dir():
+        raise LightningError(f"there is no directory {target.absolute().parent}")
+    part = target.with_name(f".{target.name}.part")
+    remove_store(part)
+    try:
+        copy_store(store, part)
+        rename_store(part, target)
+    finally:
+        remove_store(part)
+
+
+def restore(backup: Path, store: Path) -> None:
+    """Make a store from a backup. Raises LightningError if there is a store, or the backup is none of this release."""
+    if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
+        raise LightningError(
+            f"there is a store at {store}: move it away first, with the files beside it, or set store.url"
+        )
+    if not backup.is_file() or not is_sqlite(backup):
+        raise LightningError(f"{backup} is no backup of a store")
+    try:
+        with closing(_only_read(backup)) as connection:
+            require_ours(connection)
+    except sqlite3.Error as error:
+        raise LightningError(f"{backup} cannot be restored: {error}") from None
+    store.parent.mkdir(parents=True, exist_ok=True)
+    back_up(backup, store)
 
 
 def rename_store(part: Path, target: Path) -> None:
@@ -39,7 +81,7 @@ def rename_store(part: Path, target: Path) -> None:
 
 def remove_store(path: Path) -> None:
     """Remove the file and SQLite's files beside it."""
-    for suffix in ("", "-wal", "-shm"):
+    for suffix in FILES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 

@@ -14,6 +14,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ..config.server import StoreConfig
 from ..errors import StoreUnavailable
+from .copies import make_private
 from .migrate import migrate, require_ours
 
 T = TypeVar("T")
@@ -195,6 +196,8 @@ def _connect_all(path: Path, config: StoreConfig) -> list[sqlite3.Connection]:
 
 def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Connection:
     """Open the file in one of SQLite's modes; by default it is created if it is not there."""
+    if mode == "rwc":
+        make_private(path)
     address, wait = f"{path.as_uri()}?mode={mode}", config.busy_timeout_s
     connection = sqlite3.connect(address, wait, isolation_level=None, check_same_thread=False, uri=True)
     connection.row_factory = sqlite3.Row

@@ -14,7 +14,10 @@ import pytest
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.store import migrate
+from lightning_proxy.proxy.store.copies import copy_store
 from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import RolloutName
 
 AT = "UPDATE policy_log SET at = :at"
 
@@ -166,3 +169,14 @@ async def test_the_log_is_cut_off_also_where_a_checkpoint_is_under_way(
     assert log.stat().st_size > 10_000_000
     await database.empty_log()
     assert log.stat().st_size == 0
+
+
+async def test_only_its_owner_reads_a_new_store(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    async with opened(StoreConfig(url=f"sqlite:///{path}")) as database:
+        await Store(database).rollouts.open([(RolloutName("r"), "hash")], {}, None)
+        assert {file.name: file.stat().st_mode & 0o077 for file in tmp_path.iterdir()} == {
+            "s.db": 0, "s.db-wal": 0, "s.db-shm": 0
+        }  # fmt: skip
+    copy_store(path, tmp_path / "copy.db")
+    assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
