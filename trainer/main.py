@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from ..proxy.config.root import Config
@@ -39,7 +39,7 @@ async def train(
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
     mode = publish_mode(config)
     data.check_store(config)
-    with only_trainer(config.policy.directory):
+    with only_trainer(config.policy.directory, config.store.path):
         async with _trainer(config) as trainer, opened(config.store) as database, operator_session() as session:
             store = Store(database)
             vllm = VllmFleet(session, upstream.urls, upstream.credentials)
@@ -64,7 +64,7 @@ async def train_offline(
 ) -> None:
     """Train on `source` (a store or an export; None: the configured store), which is only read."""
     directory = (directory or config.policy.directory / "offline").expanduser().absolute()
-    with only_trainer(directory):
+    with only_trainer(directory, directory / data.STORE_FILE):
         store_config = await data.prepare(source or config.store.path, directory)
         config = offline_config(config, directory, store_config)
         async with _trainer(config) as trainer:
@@ -87,17 +87,20 @@ def follow(config: Config) -> None:
 
 
 @contextmanager
-def only_trainer(directory: Path) -> Iterator[None]:
-    """Lock the directory: two trainers of one policy would overwrite each other's checkpoints.
+def only_trainer(directory: Path, store: Path) -> Iterator[None]:
+    """Lock the directory and the store: two trainers would overwrite each other's checkpoints, or share the rollouts.
 
-    The lock goes with the process.
+    The locks go with the process.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "trainer.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another trainer works on {directory}; stop it first") from None
+    store = store.expanduser().resolve()
+    with ExitStack() as stack:
+        for held, lock in ((directory, directory / "trainer.lock"), (store, Path(f"{store}-trainer"))):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(lock.open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another trainer works on {held}; stop it first") from None
         yield
 
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from lightning_proxy.proxy.errors import (
+    ConfigError,
     PublishError,
     StoreUnavailable,
     UpstreamUnreachable,
 )
 from lightning_proxy.proxy.policy.vllm import VllmServer
+from lightning_proxy.trainer.main import only_trainer
 from lightning_proxy.trainer.types import Batch
 from support.training import (
     DeafServer,
@@ -175,3 +177,16 @@ async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_ba
         (first, moments), (again, moments_again) = began
         assert (moments, moments_again) == (0, 0)
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_two_trainers_share_neither_a_store_nor_a_directory(tmp_path: Path) -> None:
+    with only_trainer(tmp_path / "a", tmp_path / "s.db"):
+        (tmp_path / "link.db").symlink_to(tmp_path / "s.db")
+        for directory, store, held in (("b", "link.db", "s.db"), ("a", "other.db", "a")):
+            with (
+                pytest.raises(ConfigError, match=f"another trainer works on {tmp_path / held}; stop it first"),
+                only_trainer(tmp_path / directory, tmp_path / store),
+            ):
+                pass
+    with only_trainer(tmp_path / "b", tmp_path / "s.db"):
+        pass
