@@ -6,11 +6,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 
+from ..errors import Forbidden, TooLarge
 from ..types import Reward
 from .answers import ERRORS, Rewarded, answers
 from .bodies import RewardBody
 from .parts import Parts
 from .requests import json_response, own_key, parts, redacted_text
+
+MOST_REWARDS = 10_000  # in one list
 
 router = APIRouter(tags=["rewards"], responses=ERRORS)
 
@@ -23,8 +26,12 @@ async def post_reward(
 ) -> Any:
     """Record one reward, or a list of them (all or none)."""
     bodies = body if isinstance(body, list) else [body]
+    if len(bodies) > MOST_REWARDS:
+        raise TooLarge(f"{len(bodies)} rewards in one list; post at most {MOST_REWARDS} at once")
     p = parts(request)
-    await p.keys.require_agent(request.headers, {b.rollout_id for b in bodies})
+    caller = await p.keys.require_agent(request.headers, {b.rollout_id for b in bodies})
+    if caller.rollout_id is not None and any(b.retrain for b in bodies):
+        raise Forbidden("a rollout's own key cannot offer rollouts to the trainer again (retrain)")
     rewards = [_reward(p, b) for b in bodies]
     answer = await p.store.rewards.post(rewards, own_key(request, idempotency_key), await request.body())
     p.metrics.rewards.inc(len(answer))

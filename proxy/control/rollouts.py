@@ -8,8 +8,9 @@ from uuid import uuid4
 
 from fastapi import APIRouter, Header, Request, Response
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, TooLarge
 from ..gateway.naming import DataPath, name_rollout
+from ..json_text import dumps
 from ..store.keys import hash_key, new_key
 from ..types import Event, Rollout, RolloutName, check_id
 from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
@@ -31,6 +32,9 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
     await p.model_check.require(body.policy_version, body.model)
     metadata = p.redactor.value(body.metadata, "metadata")
+    most = int(p.config.proxy.max_body_mb * 1_000_000)
+    if body.n * len(dumps(metadata)) > most:
+        raise TooLarge(f"metadata: {body.n} copies are larger than {most} bytes (proxy.max_body_mb)", param="metadata")
     await p.store.rollouts.open(hashed, metadata, caller.key_id, policy_version=body.policy_version, model=body.model)
     root = str(request.base_url).rstrip("/")
     return [

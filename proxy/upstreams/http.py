@@ -121,6 +121,9 @@ class HttpUpstream:
             raise NoConnection(f"upstream {upstream.name} cannot be reached: {why_not_connected(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise _broken_off(upstream, error) from None
+        if not 200 <= response.status <= 599:
+            response.close()
+            raise UpstreamUnreachable(f"upstream {upstream.name} answered with status {response.status}")
         if response.connection is not None and (protocol := response.connection.protocol) is not None:
             protocol.read_timeout = upstream.idle_timeout_s
             protocol.start_timeout()

@@ -143,6 +143,28 @@ async def test_siblings_are_opened_with_urls_and_keys_of_their_own(running: Runn
         assert (await system.chat(second["rollout_id"], **key))[0] == 403
 
 
+async def test_a_rollouts_key_offers_nothing_to_the_trainer_again(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t"})
+        reward = {"rollout_id": opened["rollout_id"], "reward": 1e308, "retrain": True}
+        key = {"Authorization": f"Bearer {opened['api_key']}"}
+        assert (await system.call("POST", "/reward", [reward | {"retrain": False}, reward], **key))[0] == 403
+        _, rollout = await system.call("GET", f"/rollouts/{opened['rollout_id']}")
+        assert (rollout["rewards"], rollout["status"]) == ([], "running")
+        assert (await system.call("POST", "/reward", reward))[0] == 200
+
+
+async def test_a_small_request_makes_no_large_record(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, max_body_mb=1) as system:
+        many = {"n": 1000, "metadata": {"notes": "x" * 2000}}
+        status, answer = await system.call("POST", "/rollouts", many)
+        assert (status, answer["error"]["param"]) == (413, "metadata")
+        assert (await system.call("POST", "/rollouts", many | {"n": 10}))[0] == 200
+        assert (await system.call("POST", "/reward", [{"rollout_id": "r", "reward": 1}] * 10_001))[0] == 413
+        _, rollouts = await system.call("GET", "/rollouts")
+        assert len(rollouts["data"]) == 10
+
+
 async def test_pages_go_on_where_the_last_one_ended(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         _, opened = await system.call("POST", "/rollouts", {"task_id": "t", "n": 5})

@@ -149,6 +149,8 @@ async def test_garbage_instead_of_json_passes_through_and_is_recorded_as_error()
         (sending(b""), 502),
         (sending(b"SSH-2.0-nonsense\r\n"), 502),
         (sending(JSON_HEAD, b"{"), 502),
+        (sending(JSON_HEAD.replace(b"200 OK", b"999 What")), 502),
+        (sending(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"), 502),
         (HangingUpstream(), 504),
         (HangingUpstream(JSON_HEAD, b"{"), 504),
     ],
