@@ -96,7 +96,7 @@ class Batch:
     """The samples of one step, and the counts that go into the step's metrics.
 
     `compared` is the number of rollouts whose rewards were compared, those that taught nothing included. The loss is
-    averaged over them, so a step with little to learn from is a small step. 0 stands for the rollouts of the samples.
+    averaged over them. 0 stands for the rollouts of the samples.
     `compared_by_adapter` counts those in which the adapter's agents took part, where agents have adapters of their own.
     `tasks` has the mean, spread and number of rewards by task.
     """

@@ -137,4 +137,4 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
 
 
 def is_ready(status: dict[str, Any]) -> bool:
-    return bool(status["ready"]["status"] == "ready")
+    return bool(status["ready"]["status"] != "not ready")

@@ -155,7 +155,7 @@ class Status(BaseModel):
 
 
 class Ready(BaseModel):
-    status: Literal["ready", "not ready"]
+    status: Literal["ready", "degraded", "not ready"]
     store: str
     upstream: str
 

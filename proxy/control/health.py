@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from ..errors import LightningError
 from ..upstreams.health import replica_name
 from .answers import ERRORS, Ready, answers
+from .parts import Parts
 from .requests import parts
 from .status import waiting
 
@@ -22,19 +23,34 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", responses=answers(Ready) | answers(Ready, 503))
 async def readyz(request: Request) -> Response:
-    """Store and policy can be reached: 200, or 503 and which cannot; `down` names every watched server that is down."""
+    """Answer 200 if a call for the alias would be answered and recorded, else 503 and why; `down`: watched servers."""
     p = parts(request)
     checks = {"store": "ok", "upstream": "ok"}
     try:
         await p.store.versions.live()
+        await p.store.database.require_writable()
     except LightningError as error:
         checks["store"] = error.message
-    if p.watch is not None and not await p.watch.reachable():
-        checks["upstream"] = "not reachable"
-    ready = all(value == "ok" for value in checks.values())
+    try:
+        if p.watch is not None and not await p.watch.reachable():
+            checks["upstream"] = "not reachable"
+        elif p.watch is not None:
+            await p.watch.require()
+    except LightningError as error:
+        checks["upstream"] = error.message
+    answered = checks["upstream"] == "ok" or _stands_by(p)
+    status = "not ready" if checks["store"] != "ok" or not answered else "ready"
+    if status == "ready" and checks["upstream"] != "ok":
+        status = "degraded"  # a fallback answers
     down = [f"{name} {replica_name(url)}" for (name, url), problem in p.health.problems.items() if problem is not None]
-    view = {"status": "ready" if ready else "not ready", **checks} | ({"down": down} if down else {})
-    return JSONResponse(view, 200 if ready else 503)
+    view = {"status": status, **checks} | ({"down": down} if down else {})
+    return JSONResponse(view, 503 if status == "not ready" else 200)
+
+
+def _stands_by(p: Parts) -> bool:
+    """Whether a fallback of the policy's upstream is up; one that is not watched counts as up."""
+    fallbacks = p.watch.upstream.fallbacks if p.watch is not None else ()
+    return any(not p.health.is_down(other) for other in p.config.upstreams if other.name in fallbacks)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

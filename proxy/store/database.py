@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
@@ -26,6 +27,9 @@ CHECKPOINT_EVERY = 200  # commits
 SMALL = 2**14  # bytes; what one write takes where nobody says otherwise
 LARGE = 2**18  # bytes, from which on a commit is done in the writer's thread
 LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for a moment so that it begins anew
+# Of the file, its disk or another process; the second: the file is damaged. Others are of what was to be written.
+FAULTS = (sqlite3.OperationalError, sqlite3.DatabaseError)
+REFUSED_S = 5.0  # that a record which could not be written counts
 CHECKPOINT_S = 0.05  # that a checkpoint waits for others
 
 
@@ -39,10 +43,12 @@ class Database:
 
     def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
         self.path = path
+        self._file = _identity(path)
         self._config = config
         self._writer, self._reader, self._quick = connections
         self._writing, self._reading = ThreadPoolExecutor(1, "store-writer"), ThreadPoolExecutor(1, "store-reader")
         self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
+        self._refused: tuple[float, str] | None = None  # when and why the newest record could not be committed
         self._commits = self._written = 0  # since the last checkpoint; bytes, about
         self._checkpoint: asyncio.Task[None] | None = None  # that a commit began
         self._checkpointing = asyncio.Lock()  # SQLite turns a second one away without waiting
@@ -87,7 +93,10 @@ class Database:
             if not at_once or not _try_at_once(self._writer, work):
                 await self._in_writers_thread(self._wait_and_do, work)
         except sqlite3.DatabaseError as error:
+            if type(error) in FAULTS:
+                self._refused = (monotonic(), str(error))
             _raise_ours(error, "written")
+        self._refused = None
         self._committed(size)
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
@@ -101,6 +110,15 @@ class Database:
             _raise_ours(error, "written")
         self._committed(size)
         return done
+
+    async def require_writable(self) -> None:
+        """Raise StoreUnavailable unless a record could be committed now, to the file that has the store's name."""
+        if _identity(self.path) != self._file:
+            raise StoreUnavailable(f"the file {self.path} was removed or replaced: start the proxy again")
+        await self.write(_write_the_same, 0)
+        # That is a page, which may fit where a record does not.
+        if self._refused is not None and monotonic() < self._refused[0] + REFUSED_S:
+            raise StoreUnavailable(f"the newest record could not be written: {self._refused[1]}")
 
     async def _in_writers_thread(self, job: Callable[..., T], *args: Any) -> T:
         """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
@@ -176,6 +194,21 @@ async def opened(config: StoreConfig) -> AsyncIterator[Database]:
         yield database
     finally:
         await database.close()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file has this name: its device and number; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _write_the_same(connection: sqlite3.Connection) -> None:
+    """Write a page that changes nothing."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    connection.execute(f"PRAGMA user_version = {version}")
 
 
 def _connect_all(path: Path, config: StoreConfig) -> list[sqlite3.Connection]:
@@ -291,7 +324,7 @@ def _empty_log(connection: sqlite3.Connection) -> None:
 
 def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
     """StoreUnavailable for what the file, its disk or another process is to blame for; other errors as they are."""
-    if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):  # the latter: the file is damaged
+    if type(error) not in FAULTS:
         raise error
     nothing = "; nothing was recorded, try again" if what == "written" else ""
     raise StoreUnavailable(f"the store cannot be {what}: {error}{nothing}") from error

@@ -447,6 +447,34 @@ async def test_a_vllm_that_stays_away_is_told_of_once(
     assert len(told) == 1, told
 
 
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+async def test_a_store_that_lost_its_name_is_not_ready(running: Running, tmp_path: Path, how: str) -> None:
+    """What is written to it is found by nobody."""
+    async with running(tmp_path) as system:
+        assert (await system.call("GET", "/readyz"))[0] == 200
+        (tmp_path / "store.db").rename(tmp_path / "away.db")
+        if how == "replaced":
+            (tmp_path / "store.db").write_bytes((tmp_path / "away.db").read_bytes())
+        status, answer = await system.call("GET", "/readyz")
+    assert (status, answer["status"]) == (503, "not ready")
+    assert "store.db was removed or replaced" in answer["store"]
+
+
+async def test_an_alias_that_cannot_be_answered_is_not_ready(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        async with system.store() as store:
+            await store.versions.set_live(await store.versions.new("lora", 1, {}), 1)
+        while (ready := await system.call("GET", "/readyz"))[0] == 200:
+            await asyncio.sleep(0.05)
+        assert (await system.chat("r1"))[0] == 503
+        async with system.store() as store:
+            await store.versions.set_live(0)
+        while (await system.call("GET", "/readyz"))[0] != 200:
+            await asyncio.sleep(0.05)
+        assert (await system.chat("r1"))[0] == 200
+    assert "published as lora, and policy.publish is now merged" in ready[1]["upstream"]
+
+
 async def test_a_damaged_store_is_a_503_at_every_door(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         for i in range(30):

@@ -202,6 +202,8 @@ async def test_what_a_fallback_of_the_policy_answers_is_no_policy_version(tmp_pa
         async with proxying(tmp_path, vllm, upstream("two", second, model_map={"policy": "gpt"})) as proxy:
             status, headers, _ = await proxy.ask(model="policy")
             [call] = await proxy.calls()
+            ready = await proxy.get("/readyz")
+    assert (ready["status"], ready["upstream"]) == ("degraded", "not reachable"), "a call is answered"
     assert (status, "X-Policy-Version" in headers) == (200, False)
     assert "return_token_ids" not in second.bodies[0]
     assert (call["upstream"], call["model"], call["policy_version"], call["policy_versions"]) == (
