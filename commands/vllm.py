@@ -49,7 +49,7 @@ def require_model(config: Config) -> str:
 
 
 def vllm_program(config: Config) -> Program:
-    """How to start vLLM. LightningError if it is not installed, ConfigError without a model."""
+    """Return the command that starts vLLM. Raises LightningError if it is not installed, ConfigError without a model."""
     model = require_model(config)
     if config.vllm.host not in LOOPBACK:
         raise ConfigError(f"vllm.host {config.vllm.host!r}: vLLM's operator routes have no key; keep it on 127.0.0.1")

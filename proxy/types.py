@@ -98,7 +98,7 @@ class CallStart(NamedTuple):
 
 
 class CallEnd(NamedTuple):
-    """How a call ended. `response` is the answer that the agent received (a stream: assembled), or the error body.
+    """Says how a call ended. `response` is the answer that the agent received (a stream: assembled), or the error body.
 
     `fallback`: the upstream that answered instead of the one that the call was started for, and `model`, what it was
     asked for; then no policy version answered. `imported`: another process made the call and reported it later, so

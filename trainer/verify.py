@@ -45,7 +45,7 @@ class Verifier:
         self._served: dict[str, Weights] = {}  # by adapter, the weights that were last seen to be served
 
     async def load_and_verify(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:
-        """Load a version's adapters and verify them; again if vLLM restarts meanwhile, since it forgets them."""
+        """Load a version's adapters and verify them. Do it again if vLLM restarts meanwhile: it forgets them."""
         for _ in range(VERIFY_RESTARTS):
             await self._swap.load(version)
             try:

@@ -1,4 +1,4 @@
-"""How the trainer waits for what is away: the store, a full disk, vLLM, the judge."""
+"""Waits for what is away: the store, space on the disk, vLLM, the judge."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Refused(Exception):
 
 
 class VllmChecks:
-    """`all()` yields the checks, each after those that it needs."""
+    """Runs the checks of one vLLM server. `all()` yields each after those that it needs."""
 
     def __init__(
         self, config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig, publish: PublishMode

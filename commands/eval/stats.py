@@ -27,7 +27,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far one row is above another, as a mean over tasks. `p` is two-sided, of the sign-flip test."""
+    """Says how far one row is above another, as a mean over tasks. `p` is that of a two-sided sign-flip test."""
 
     difference: float
     interval: Interval
@@ -63,7 +63,7 @@ def compare(values: Sequence[float], others: Sequence[float], seed: int) -> Comp
 
 
 def sign_flip_p(differences: Sequence[float], seed: int) -> float:
-    """How often random signs give a mean at least as far from 0 (Fisher's permutation test).
+    """Return how often random signs give a mean at least as far from 0 (Fisher's permutation test).
 
     For few tasks it tries all patterns of signs; otherwise random ones, and the one that was seen.
     """

@@ -49,7 +49,7 @@ class ProgressView:
 
 
 class Bar:
-    """How far one piece of work is. `add` counts rollouts towards it; `show` sets it to what was counted elsewhere."""
+    """Shows how far one piece of work is. `add` counts rollouts; `show` sets a count made elsewhere."""
 
     def __init__(self, view: ProgressView, label: str, total: int) -> None:
         self._view, self.label, self._total = view, label, total

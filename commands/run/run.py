@@ -22,7 +22,7 @@ CONFLICT = 409
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """How one run of the program ended. `reward` is None while no reward of the rollout has arrived.
+    """Says how one run of the program ended. `reward` is None while no reward of the rollout has arrived.
 
     `answers` maps each model that was asked for to the policy versions that answered, in order. A version is None for
     a model outside the policy. `tokens`: how many were sampled.

@@ -42,13 +42,13 @@ def whole(call: dict[str, Any]) -> list[Message]:
 
 
 def shared(a: Sequence[Message], b: Sequence[Message]) -> int:
-    """How many leading messages are the same, apart from empty fields, which clients add and drop."""
+    """Return how many leading messages are the same. Empty fields do not count: clients add and drop them."""
     length = min(len(a), len(b))
     return next((i for i in range(length) if _core(a[i]) != _core(b[i])), length)
 
 
 def additions(calls: Sequence[dict[str, Any]]) -> list[list[Message]]:
-    """For each call, the messages that continue the longest earlier conversation it shares."""
+    """Return each call's new messages: those after the longest beginning that it shares with an earlier call."""
     earlier: list[list[Message]] = []
     added = []
     for call in calls:

@@ -31,7 +31,7 @@ REFRESH_S = 0.5
 
 
 def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Where no key is needed, refuse what a web page could send: by its Origin, or by a host name that points at us.
+    """Refuse what a web page could send, where no key is needed: a foreign Origin, or a foreign host name.
 
     Raises Forbidden. https://owasp.org/www-community/attacks/DNS_Rebinding
     """

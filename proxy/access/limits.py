@@ -1,4 +1,4 @@
-"""How much one key may ask for: requests and tokens a minute, and requests at once. The clock is handed in."""
+"""Limits of one key: requests and tokens a minute, and requests at once. The caller hands the clock in."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Limiter:
         self._running -= 1
 
     def spend(self, end: CallEnd, request_bytes: int) -> None:
-        """Count the tokens of a call that has ended: as usage says, else those that were seen, else a guess."""
+        """Count the tokens of an ended call. They are those of its usage, or those that were seen, or a guess."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
 

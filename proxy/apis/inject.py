@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class Injection(NamedTuple):
-    """What was asked for on top of what the agent asked for."""
+    """The fields that we added to the agent's request."""
 
     token_ids: bool = False
     logprobs: bool = False

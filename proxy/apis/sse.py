@@ -38,7 +38,7 @@ class SSEDecoder:
 
     @property
     def pending(self) -> int:
-        """How many bytes `rest` has."""
+        """Return how many bytes `rest` has."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:

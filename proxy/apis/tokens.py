@@ -75,7 +75,7 @@ class Tokens:
         return tuple(self._choices[index].freeze(index) for index in sorted(self._choices))
 
     def untrainable_reason(self, status: CallStatus, request: Json) -> str | None:
-        """Why the call cannot be trained on; None if it can."""
+        """Return why the call cannot be trained on, or None if it can."""
         if status != "ok":
             return f"the call ended as {status}"
         if len(self._choices) > 1 or request.get("n") not in (None, 1):

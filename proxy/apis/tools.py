@@ -65,7 +65,7 @@ def _of_responses(response: Json) -> Iterator[ToolCall]:
 
 
 def is_call(item: Json) -> bool:
-    """Whether an item of Responses is a call for the agent to make: of its own tools, or its shell, say.
+    """Return whether an item of Responses is a call that the agent makes, such as one of its own tools.
 
     Those have a `call_id`; what the server does by itself has none.
     """
@@ -81,7 +81,7 @@ def answered_call(item: Json) -> Any:
 
 
 def call_arguments(item: Json) -> str:
-    """The arguments as the model wrote them, or JSON of what the server made of them; empty without any."""
+    """Return the arguments as the model wrote them, or as the server parsed them; empty if there are none."""
     value = next((item[name] for name in _ARGUMENTS if item.get(name) is not None), "")
     return value if isinstance(value, str) else dumps(value)
 

@@ -168,5 +168,5 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def answers(model: Any, status: int = 200) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`."""
+    """Return the value of a route's `responses`."""
     return {status: {"model": model}}

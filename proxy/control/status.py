@@ -30,7 +30,7 @@ async def get_status(request: Request) -> dict[str, Any]:
 
 
 async def waiting(p: Parts) -> int:
-    """How many complete rollouts the trainer would take and no step has taken yet."""
+    """Return how many complete rollouts wait for the trainer."""
     trainer = p.config.trainer
     return await p.store.waiting.count(
         lone=trainer.lone_rollouts == "running", failed=trainer.failed_reward is not None

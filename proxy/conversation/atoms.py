@@ -39,7 +39,7 @@ def request_atoms(request: Json) -> list[Atom]:
 
 
 def answer_atoms(response: Json) -> Iterator[list[Atom]]:
-    """Each choice of an answer, as what the agent may send back of it."""
+    """Return, for each choice of an answer, what the agent may send back of it."""
     if isinstance(output := response.get("output"), list):
         yield [atom for item in output if isinstance(item, dict) for atom in _item(item)]
     elif isinstance(response.get("content"), list):

@@ -1,4 +1,4 @@
-"""Digests by which a conversation is found again: of its beginnings, and of what an answer said. Pure.
+"""Digests that find a conversation again. They are made from its beginnings, and from what an answer said.
 
 Each is of one caller: nothing is shared between API keys.
 """
@@ -52,7 +52,7 @@ def origins(caller: str, asked: Iterable[Atom], answer: Iterable[Atom]) -> set[b
     told, digests = [what for _, _, what in asked], set()
 
     def add(name: str, text: str, telling: int) -> None:
-        """Not what is short, nor what is repeated: the question, say, or a page that others may read too."""
+        """Add a text, unless it is short or repeated. The question and a shared page are repeated, for example."""
         if len(raw := _bytes(text)) >= telling and not any(text in what for what in told):
             digests.add(digest(caller, name, raw))
 

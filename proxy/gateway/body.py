@@ -89,7 +89,7 @@ def model_of(body: dict[str, Any]) -> str | None:
 
 
 def target_of(request: Request, body: dict[str, Any], dialect: Dialect | None, route: Route, plain: bool) -> Target:
-    """How this upstream is asked: with the dialect's additions if it is vLLM, unless `plain`."""
+    """Return the request for this upstream. For vLLM it has the dialect's additions, unless `plain`."""
     sent, injection = body, Injection()
     if route.model is not None and isinstance(body.get("model"), str | None):  # the upstream refuses other types
         sent = body | {"model": route.model}

@@ -19,7 +19,7 @@ _REFUSAL = (
 
 
 class ServerProtocol(HttpToolsProtocol):
-    """For `uvicorn.Config(http=ServerProtocol)`."""
+    """Our HTTP protocol for uvicorn: `uvicorn.Config(http=ServerProtocol)`."""
 
     _in_head = False
 

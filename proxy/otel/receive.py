@@ -84,7 +84,7 @@ def _read(body: bytes, compression: str, limit: int, encoding: Encoding) -> tupl
 
 
 def read_all(spans: Iterable[Span]) -> tuple[list[Imported | Action], list[str]]:
-    """The calls and actions among spans, oldest first, and what is wrong with those that cannot be taken."""
+    """Return the calls and actions among spans, oldest first, and the errors of spans that cannot be taken."""
     found: list[Imported | Action] = []
     problems: list[str] = []
     for span in sorted(spans, key=lambda span: span.started_at):

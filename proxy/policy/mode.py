@@ -1,4 +1,4 @@
-"""How new weights reach vLLM on this machine: what `policy.publish: auto` means."""
+"""Decides how new weights reach vLLM on this machine when `policy.publish` is `auto`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class PolicyRouter:
         self._watch = watch
 
     async def route(self, rollout: RolloutName, model: str | None) -> Route:
-        """Where a call of this rollout for this model goes. Raises NotServed, UpstreamTimeout."""
+        """Return where a call of this rollout for this model goes. Raises NotServed, UpstreamTimeout."""
         opened_for = self._store.rollouts.model_of(rollout.rollout_id) if model == self.alias else None
         if opened_for is None:
             return await self._route(rollout, model)

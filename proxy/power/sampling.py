@@ -57,7 +57,7 @@ Propose = Callable[[Sequence[int], int, int], Awaitable[Sequence[Answer]]]
 
 @dataclass
 class PowerSampler:
-    """One chain. `moves` and `changes` count its moves and those that changed the answer, `sampled` all tokens."""
+    """Samples one chain. `moves` counts its moves, `changes` those that changed the answer, `sampled` all tokens."""
 
     propose: Propose
     alpha: float

@@ -1,4 +1,4 @@
-"""Many records in one commit: those that wait when a commit is done make up the next. Nothing is ever dropped."""
+"""Writes many records in one commit. Records that arrive during a commit wait for a later one. Nothing is dropped."""
 
 from __future__ import annotations
 

@@ -86,13 +86,13 @@ def remove_store(path: Path) -> None:
 
 
 def newest_end(store: Path) -> float:
-    """When the rollout that ended last ended (Unix time); 0 if none has. Raises sqlite3.Error."""
+    """Return the Unix time at which the newest rollout ended, or 0 if none has. Raises sqlite3.Error."""
     with closing(_only_read(store)) as connection:
         return float(connection.execute("SELECT COALESCE(MAX(ended_at), 0) FROM rollouts").fetchone()[0])
 
 
 def ended_after(store: Path, at: float) -> int:
-    """How many rollouts ended after this time. Raises sqlite3.Error."""
+    """Return how many rollouts ended after this time. Raises sqlite3.Error."""
     with closing(_only_read(store)) as connection:
         return int(connection.execute("SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", {"at": at}).fetchone()[0])
 

@@ -68,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """Why publication is stopped since `at` (Unix time), until a version is made live by hand.
+    """Says why publishing stopped at `at` (Unix time). It goes on when somebody makes a version live.
 
     `sign`, `what`: what was seen. `live_at`: when the version went live that was live at the time. `go_back_to`: the
     newest servable version from before, or else the oldest since. The last step's metrics keep it as `collapse`.

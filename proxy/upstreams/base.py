@@ -14,7 +14,7 @@ SHORTEST_KEY = 12
 
 
 class Route(NamedTuple):
-    """Where a call goes, under which model name (None: the agent's), and the policy version (None: not one of ours).
+    """Says where a call goes: upstream, model name (None: the agent's) and policy version (None: not ours).
 
     `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
     `pins`: the rollout keeps this version; False where the agent asked for the version by its own name.

@@ -57,7 +57,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """How far the mean reward fell, from `before` to `after`, with `compared` rollouts or tasks on each side.
+    """The fall of the mean reward from `before` to `after`, with `compared` rollouts or tasks on each side.
 
     `lowest` is the lowest reward among them. Shifting or scaling all rewards changes nothing.
     """

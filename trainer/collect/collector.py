@@ -59,14 +59,14 @@ class _Take:
 
     @property
     def why_nothing(self) -> str:
-        """Why nothing was taken, for a line of the log."""
+        """Return why nothing was taken, as a line for the log."""
         reasons = ", ".join(f"{reason} ({len(ids)})" for reason, ids in self.dropped.items() if ids)
         rewards = [reward for of_task in self.seen.rewards.values() for reward in of_task]
         mean = f" of mean reward {fmean(rewards):.3g}" if rewards else ""
         return f"nothing to learn from {self.counts['rollouts_dropped']} rollouts{mean}: {reasons}"
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of what is trained on; `seen` has those of all that was looked at."""
+        """Return the metrics of what is trained on. `seen` has those of everything that was looked at."""
         return {
             "groups_trained": float(len({rollout.task_id for rollout in self.rollouts})),
             "rollouts_trained": float(len(self.rollouts)),
@@ -148,7 +148,7 @@ class Collector:
         return [group for i, group in enumerate(ready) if sum(sizes[:i]) < wanted] if enough else []
 
     async def waiting(self) -> tuple[int, float | None]:
-        """How many complete rollouts wait for a step, and since when (Unix time) the first of them does."""
+        """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
         found = await self._found()
         return sum(group.completed for group in found), min((group.oldest for group in found), default=None)
 

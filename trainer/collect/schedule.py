@@ -1,4 +1,4 @@
-"""When a training step may begin: at any time, in rounds, or while nobody uses the machine (`trainer.schedule`).
+"""Decides when a training step may begin: at any time, in rounds, or while the machine is idle (`trainer.schedule`).
 
 Each policy is a pure function of what is known (`Facts`) and returns what the trainer waits for, or None: train.
 """
@@ -96,7 +96,7 @@ class Schedule:
 
     @property
     def round(self) -> float | None:
-        """When the current round began: it takes what has waited since then or longer. None: there is no round."""
+        """Return when the current round began, or None if there is none. It takes what waited at that time."""
         return self._round
 
     async def waits_for(self) -> str | None:

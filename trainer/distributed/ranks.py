@@ -83,7 +83,7 @@ class Ranks(Processes):
 
     @contextmanager
     def together(self, method: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """On rank 0, have the others call the trainer's `method` while the block runs; on them, just run it."""
+        """Have all other ranks call the trainer's `method` while rank 0 runs the block. They just run the block."""
         with self._turn, _lost_ranks_named():
             tells = self.rank == 0 and self.size > 1 and not self._calling
             if tells:
@@ -109,7 +109,7 @@ class Ranks(Processes):
         dist.destroy_process_group()
 
     def end(self) -> None:
-        """On rank 0, let the others end. Without this they take rank 0's end for a failure."""
+        """Let the other ranks end. Without this they take the end of rank 0 for a failure."""
         if self.size > 1:
             with self._turn, _lost_ranks_named():
                 self._tell(None)

@@ -74,9 +74,9 @@ def read_state(path: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> dict
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise ConfigError(
-                f"the checkpoint {path} has an adapter of another shape: {name} is {found.get(name)} in it and "
-                f"{wanted.get(name)} by the configuration; set policy.model, policy.adapters, trainer.lora_rank and "
-                "trainer.lora_targets back"
+                f"the checkpoint {path} has an adapter of another shape: {name} is {found.get(name, 'missing')} in the "
+                f"checkpoint and {wanted.get(name, 'missing')} in the configuration; restore the earlier values of "
+                "policy.model, policy.adapters, trainer.lora_rank and trainer.lora_targets"
             )
     return state
 

@@ -140,7 +140,7 @@ def rollout_samples(
 
 
 def merge_rate(counts: Mapping[str, int]) -> float:
-    """The share of calls that joined a row, among those that could: all but the first of each rollout."""
+    """Return the share of calls that joined a row. The first call of each rollout cannot and does not count."""
     merged = counts["calls_merged"]
     could = merged + sum(counts[reason] for reason in FORKS)
     return merged / could if could else 1.0

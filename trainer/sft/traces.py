@@ -93,7 +93,7 @@ class TraceReader:
         self._roll_call = RollCall(self._agents)
 
     async def read(self, among: Collection[str] | None = None) -> Traces:
-        """The best rollouts of each task, of all or of those `among`. Raises NothingToLearn if there are none.
+        """Return the best rollouts of each task, among all or `among` these. Raises NothingToLearn without any.
 
         The best have at least the reward `sft.min_reward`; the highest come first, and the newest among equals. At most
         `sft.top` of a task are taken, no two of them with the same tokens.

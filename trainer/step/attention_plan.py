@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """In pairs. A causal block counts as a full one, because the kernel computes all its pairs."""
+        """Return the cost in pairs. A causal block counts as a full one: the kernel computes all its pairs."""
         queries, keys = (stop - start for start, stop in (self.queries, self.keys))
         return CALL_COST + queries * (keys + MERGE_COST)
 

@@ -96,7 +96,7 @@ def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: in
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Where the A answers of B samples are in tensors of (B, T). Each becomes a row of its own, of length L."""
+    """Says where the A answers of B samples are in (B, T) tensors. Each becomes a row of length L."""
 
     rows: Tensor  # (A, 1)
     columns: Tensor  # (A, L)

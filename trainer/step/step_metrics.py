@@ -93,7 +93,7 @@ class StepMetrics:
         self.micro_batches += 1
 
     def sum(self, parts: Sequence[StepMetrics]) -> StepMetrics:
-        """The numbers of all processes; those that are no sums are this process's."""
+        """Return the sums over all processes. Numbers that are no sums are this process's."""
         if len(parts) == 1:
             return parts[0]
         whole = replace(self)

@@ -55,7 +55,7 @@ def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> Light
 
 
 def redacted(text: str, secrets: Iterable[str]) -> str:
-    """The text without these secrets, and without those that the environment's variables name."""
+    """Return the text without these secrets, and without the values of secret environment variables."""
     known = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     for secret in sorted({*secrets, *known}, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
