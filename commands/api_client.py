@@ -42,7 +42,7 @@ class ProxyNotThere(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class OpenRollout:
-    """What an agent needs to make calls that belong to one rollout."""
+    """The data that an agent needs to make calls that belong to one rollout."""
 
     rollout_id: str
     base_url: str
@@ -64,7 +64,7 @@ class ApiClient:
 
     @classmethod
     def of(cls, config: Config, *, patience_s: float = 0.0) -> ApiClient:
-        """A client of this configuration's proxy. The key is LIGHTNING_API_KEY, else the first configured one."""
+        """Return a client of this configuration's proxy. Its key is LIGHTNING_API_KEY, else the first configured."""
         proxy = config.proxy
         configured = [key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys]
         # A key read from a file may end with a line break.
@@ -106,7 +106,7 @@ class ApiClient:
         return await self.request("GET", "/policy")
 
     async def readiness(self) -> dict[str, Any]:
-        """The body of /readyz, which is news and no error when its status is 503."""
+        """Return the body of /readyz. A status of 503 is a valid answer here, not an error."""
         _, ready = await self._send("GET", "/readyz", None, None)
         if not isinstance(ready, dict) or not {"status", "store", "upstream"} <= ready.keys():
             raise ApiError(f"what answers at {self.url} is not lightning-proxy")

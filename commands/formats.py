@@ -1,4 +1,4 @@
-"""Numbers, times and texts as a person reads them in a terminal, and JSON for programs."""
+"""Formats numbers, times and texts for a person at a terminal, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def print_json(value: Any) -> None:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A few significant digits, `-` for none."""
+    """Format a number with a few significant digits, `-` for none."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
@@ -26,7 +26,7 @@ def count(value: float | None) -> str:
 
 
 def size(bytes_: float) -> str:
-    """A number of bytes in the unit that fits: 512 B, 3.1 MiB, 2.5 GiB."""
+    """Return a number of bytes in the unit that fits: 512 B, 3.1 MiB, 2.5 GiB."""
     for unit in ("B", "KiB", "MiB"):
         if bytes_ < 1024:
             return f"{bytes_:.3g} {unit}"
@@ -35,7 +35,7 @@ def size(bytes_: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span in the unit that fits: 0.4s, 12s, 3m, 5h, 2d."""
+    """Return a time span in the unit that fits: 0.4s, 12s, 3m, 5h, 2d."""
     if seconds < 10:
         return f"{max(seconds, 0.0):.1f}s"
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
@@ -45,7 +45,7 @@ def duration(seconds: float) -> str:
 
 
 def plain(value: object, style: str = "") -> Text:
-    """A recorded text, shown as it is: markup is not applied and control characters are escaped."""
+    """Return a recorded text shown as it is: markup is not applied and control characters are escaped."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(value))
     return Text(shown, style=style)
 

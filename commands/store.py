@@ -1,4 +1,4 @@
-"""`store info|compact|backup|restore`: how large the store is, a smaller file, a copy of it, and the way back."""
+"""`store info|compact|backup|restore`: shows the store's size, shrinks it, backs it up, and restores it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="w
 
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:
-    """Collect what `store info` shows; sizes in bytes."""
+    """Collect the data that `store info` shows; sizes in bytes."""
     from ..proxy.store.database import opened
     from ..proxy.store.retention import read_pages, read_totals
     from ..proxy.store.rollouts import Rollouts

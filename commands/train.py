@@ -21,7 +21,7 @@ LAUNCHER_POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """Train on `data` (None: the configured store) in `directory` (None: beside the policy's), so many times over."""
+    """The `data` to train on (None: the configured store), its `directory` (None: beside the policy's), its epochs."""
 
     data: Path | None = None
     directory: Path | None = None

@@ -29,13 +29,13 @@ class Program:
 
 
 def served_model(config: Config) -> str:
-    """The name that vLLM serves the base model under: the model id, or the name of its directory."""
+    """Return the name that vLLM serves the base model under: the model id, or the name of its directory."""
     model = require_model(config)
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def require_model(config: Config) -> str:
-    """The configured model. ConfigError if there is none or its directory is not usable."""
+    """Return the configured model. Raise ConfigError if there is none or its directory is not usable."""
     model = config.policy.model
     if model is None:
         raise ConfigError("policy.model is not set: give a Hugging Face model id or a model directory")
@@ -49,7 +49,7 @@ def require_model(config: Config) -> str:
 
 
 def vllm_program(config: Config) -> Program:
-    """Return the command that starts vLLM. Raises LightningError if it is not installed, ConfigError without a model."""
+    """Return the command that starts vLLM. Raise LightningError if it is missing, ConfigError without a model."""
     model = require_model(config)
     if config.vllm.host not in LOOPBACK:
         raise ConfigError(f"vllm.host {config.vllm.host!r}: vLLM's operator routes have no key; keep it on 127.0.0.1")

@@ -1,4 +1,4 @@
-"""The proxy as one ASGI app, put together from its rooms: the data path in raw ASGI, everything else in FastAPI."""
+"""Builds the proxy as one ASGI app: the data path in raw ASGI, everything else in FastAPI."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from .upstreams.litellm.upstream import LitellmUpstream
 
 
 def create_app(config: Config) -> ASGIApp:
-    """The whole proxy; its parts are opened when the server starts and closed when it stops. Raises ConfigError."""
+    """Return the whole proxy as an app. Its parts open and close with the server. Raise ConfigError."""
     require_sdk(config.telemetry)
 
     @asynccontextmanager
@@ -72,7 +72,7 @@ def create_app(config: Config) -> ASGIApp:
 
 @asynccontextmanager
 async def open_parts(config: Config) -> AsyncIterator[Parts]:
-    """Open the proxy's parts from the bottom up; they work until the block is left, and are closed in reverse."""
+    """Open the proxy's parts for the duration of the block, and close them in reverse order."""
     mode, metrics = publish_mode(config), Metrics()
     redactor = Redactor(config.recording.redact, config.keys())
     async with AsyncExitStack() as stack:

@@ -20,7 +20,7 @@ class LightningError(Exception):
         self.code = code
 
     def body(self) -> dict[str, object]:
-        """The error in OpenAI's shape."""
+        """Return the error in OpenAI's shape."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 

@@ -169,12 +169,12 @@ class ModelCall:
 
     @property
     def is_decision(self) -> bool:
-        """Whether the agent was answered, and did not send the same request again."""
+        """Return whether the agent was answered and did not send the same request again."""
         return self.status == "ok" and self.superseded_by is None
 
     @property
     def row_token_ids(self) -> tuple[int, ...]:
-        """Prompt and answer."""
+        """Return the token ids of prompt and answer in one sequence."""
         return self.prompt_token_ids + self.response_token_ids
 
     @property
@@ -187,13 +187,13 @@ class ModelCall:
 
     @property
     def temperature(self) -> float:
-        """The sampling temperature of the request; 1.0 where it names none, as OpenAI's API says."""
+        """Return the sampling temperature of the request; 1.0 where it names none, as OpenAI's API says."""
         value = self.request.get("temperature")
         return 1.0 if value is None else float(value)
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters of the request; None where it leaves one to the server's default."""
+        """Return the sampling parameters of the request; None where it leaves one to the server's default."""
         return {name: self.request.get(name) for name in SAMPLING}
 
 
@@ -281,7 +281,7 @@ class PolicyVersion:
 
     @property
     def served_models(self) -> tuple[str, ...]:
-        """The names of its adapters in vLLM, or of the model that its weights were merged into."""
+        """Return the names of its adapters in vLLM, or of the model that its weights were merged into."""
         return () if self.served_model is None else (self.served_model, *self.adapters.values())
 
 

@@ -113,7 +113,7 @@ class TrainingLoop:
     # One step ------------------------------------------------------------------------------------------------------
 
     async def train_once(self, *, fewer: bool = False, since: float | None = None) -> bool:
-        """Take one step. False if too few rollouts are ready, or if the trainer was stopped before it was done.
+        """Take one step. Return False if too few rollouts are ready, or if the trainer is stopped before its end.
 
         `fewer`, `since` and JudgeError are those of `Collector.next_batch`.
         """
@@ -126,7 +126,7 @@ class TrainingLoop:
         return await self.conclude(batch, metrics)
 
     async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> bool:
-        """Commit, publish and report a step whose weights the trainer has now. False if it was stopped before."""
+        """Commit, publish and report a step with the trainer's present weights. Return False if stopped before."""
         try:
             await self._commit(batch.step, metrics)
             if self._may_publish(batch.step, metrics):
@@ -272,7 +272,7 @@ class TrainingLoop:
             await self._publish_again(step)
 
     async def is_stopped(self) -> bool:
-        """Whether publication is stopped because of a collapse. With `collapse.action: rollback`, first go back."""
+        """Return whether a collapse stops publication. With `collapse.action: rollback`, go back first."""
         collapse = None if self._publisher is None else await self._monitor.look()
         if collapse is None or self._publisher is None:
             return False
@@ -283,6 +283,6 @@ class TrainingLoop:
         return False
 
     async def is_done(self) -> bool:
-        """Whether `trainer.max_steps` are done."""
+        """Return whether `trainer.max_steps` are done."""
         last = await self._store.steps.last()
         return self._config.max_steps is not None and last is not None and last.step >= self._config.max_steps

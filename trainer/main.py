@@ -1,4 +1,4 @@
-"""Puts the trainer together: the core's loop, and the side rooms that the configuration asks for.
+"""Builds the trainer: its core loop, and the optional parts that the configuration asks for.
 
 The side rooms are `judge/`, `sft/`, `offline/` and `distributed/`. Only this module imports them.
 """
@@ -81,7 +81,7 @@ async def train_offline(
 
 
 def follow(config: Config) -> None:
-    """Do what the leading process does, until it ends. All other processes of a launcher run this."""
+    """Repeat the work of the leading process until it ends. All other processes of a launcher run this."""
     processes = ranks.Ranks()
     processes.follow(LightningTrainer(config.trainer, config.policy, processes))
 

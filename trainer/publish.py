@@ -101,11 +101,11 @@ class Publisher:
         return await self._store.versions.get(number)
 
     def is_done(self, live: PolicyVersion, last: Step) -> bool:
-        """Whether the last step's weights are live and verified, and published in the configured way."""
+        """Return whether the last step's weights are live and verified, and published in the configured way."""
         return last.version == live.version and live.verified and live.publish == self._swap.mode
 
     def is_of_another_mode(self, live: PolicyVersion) -> bool:
-        """Whether `policy.publish` was changed since the live version was published."""
+        """Return whether `policy.publish` was changed since the live version was published."""
         return live.publish not in (None, self._swap.mode)
 
     async def take_back(self, version: int, base: int) -> None:

@@ -1,4 +1,4 @@
-"""What the trainer works on: rewards of a rollout, siblings, samples, batches. Plain data, no torch."""
+"""The trainer's data: rewards of a rollout, siblings, samples, batches. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class RolloutRewards:
 
     @property
     def posted(self) -> float | None:
-        """The rollout's own reward, or else the sum of its calls' rewards; None without any."""
+        """Return the rollout's own reward, or else the sum of its calls' rewards; None without any."""
         if self.final is not None:
             return self.final
         return math.fsum(self.calls.values()) if self.calls else None
 
     @property
     def total(self) -> float:
-        """The return of the rollout as a whole."""
+        """Return the return of the rollout as a whole."""
         return (self.posted or 0.0) + math.fsum(self.air.values())
 
     def of(self, call_ids: Set[str]) -> RolloutRewards:
-        """The rollout's own reward, and the rewards of these calls only."""
+        """Return the rollout's own reward, and the rewards of these calls only."""
         calls, air = ({c: value for c, value in all_.items() if c in call_ids} for all_ in (self.calls, self.air))
         return RolloutRewards(self.final, calls, air)
 
@@ -55,7 +55,7 @@ class Sibling:
     rewards: RolloutRewards
 
     def only(self, places: Sequence[int]) -> Sibling:
-        """The sibling with only the calls at `places`, and only their rewards."""
+        """Return the sibling with only the calls at `places`, and only their rewards."""
         calls = [self.calls[i] for i in places]
         return Sibling(calls, self.rewards.of({call.call_id for call in calls}))
 

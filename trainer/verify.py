@@ -140,7 +140,7 @@ class Verifier:
 
 
 def mean_difference(ours: Sequence[Sequence[float]], answers: Sequence[Answer]) -> float:
-    """Mean absolute difference over the answers' tokens, which end the rows of `ours`; NaN without any tokens."""
+    """Compute the mean absolute difference over the answers' tokens, which end rows of `ours`; NaN without tokens."""
     differences = [
         abs(a - b)
         for row, (ids, served) in zip(ours, answers, strict=True)

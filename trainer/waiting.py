@@ -1,4 +1,4 @@
-"""Waits for what is away: the store, space on the disk, vLLM, the judge."""
+"""Waits for missing resources: the store, space on the disk, vLLM, the judge."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def demo(options: DemoOptions) -> None:
 
 
 class Demo:
-    """Evaluation, training, evaluation against one running system."""
+    """Runs evaluation, training and evaluation again on one running system."""
 
     def __init__(self, options: DemoOptions, directory: Path, config: Path, console: Console) -> None:
         self._options, self._directory, self._config_path = options, directory, config

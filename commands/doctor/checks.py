@@ -37,7 +37,7 @@ def failed(name: str, found: str, fix: str) -> Check:
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """A table with a line per check and the fix under it."""
+    """Return a table with a line per check and the fix under it."""
     table = Table.grid(padding=(0, 2))
     for _ in range(2):
         table.add_column(no_wrap=True)

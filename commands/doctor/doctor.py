@@ -36,7 +36,7 @@ def doctor(path: Path | None, *, as_json: bool) -> bool:
 
 
 async def run_checks(path: Path | None) -> list[Check]:
-    """Make all checks that can be made: nothing behind a broken link is checked."""
+    """Make all checks that are possible, and none behind a broken link."""
     where = str(path) if path else "defaults and environment"
     try:
         config = load_config(path)

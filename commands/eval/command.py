@@ -27,7 +27,7 @@ from .report import Scoring, check_writable, print_tables, report, save
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """What the command line asked for."""
+    """The options of the command line."""
 
     tasks: Path
     models: str
@@ -43,7 +43,7 @@ class EvalRequest:
 
 
 def eval_command(config: Config, asked: EvalRequest) -> None:
-    """Do everything the command does. LightningError if it could not, or if every program failed."""
+    """Run the whole command. Raise LightningError if it fails, or if every program failed."""
     models, tasks = parse_models(asked.models), read_tasks(asked.tasks)
     if asked.out is not None:
         check_writable(asked.out)

@@ -20,7 +20,7 @@ LIVE = "live"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What answers the rollouts of one row: `live`, a policy version, or any model by its name."""
+    """The model that answers one row's rollouts: `live`, a policy version, or any model by its name."""
 
     name: str
 
@@ -30,12 +30,12 @@ class Model:
 
     @property
     def needs(self) -> int | None:
-        """The version that must be live where versions are not served side by side. None: any will do."""
+        """Return the version that must be live if versions are not served side by side; None if any will do."""
         return 0 if self.version is None and power_of(self.name) is not None else self.version
 
     @property
     def choice(self) -> dict[str, Any]:
-        """The fields of `POST /rollouts` that choose this model."""
+        """Return the fields of `POST /rollouts` that choose this model."""
         if self.name == LIVE:
             return {}
         return {"model": self.name} if self.version is None else {"policy_version": self.version}

@@ -34,7 +34,7 @@ class Scoring:
 
 
 def report(rows: Sequence[Row], scoring: Scoring, about: Json) -> Json:
-    """Plain data of all rows that have begun, each compared with the first. `about` says what was run."""
+    """Return plain data of all rows that have begun, each compared with the first. `about` describes the run."""
     begun = [row for row in rows if row.results]
     tasks = [by_task(row.results) for row in begun]
     summaries = [_summary(row, results, scoring) for row, results in zip(begun, tasks, strict=True)]
@@ -45,7 +45,7 @@ def report(rows: Sequence[Row], scoring: Scoring, about: Json) -> Json:
 
 
 def results_table(found: Json) -> Table:
-    """A table of one line per model, with the first and the last pass@k; the file has all of them."""
+    """Return a table of one line per model, with the first and the last pass@k; the file has all of them."""
     samples = sorted({int(k) for row in found["rows"] for k in row["pass_at_k"]})
     samples = sorted({*samples[:1], *samples[-1:]})
     shown = _table("model", "reward", "95 %", *(f"pass@{k}" for k in samples), "failed", "no reward")
@@ -57,7 +57,7 @@ def results_table(found: Json) -> Table:
 
 
 def comparison_table(found: Json) -> Table:
-    """A table of how far each model is above the first, on the tasks that both have."""
+    """Return a table of how far each model is above the first, on the tasks that both have."""
     first, *others = found["rows"]
     shown = _table("model", f"above {first['model']}", "95 %", "p", "tasks")
     for row in others:
@@ -98,7 +98,7 @@ def save(found: Json, path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """ConfigError if `save` could not write here; asked before hours of work, not after."""
+    """Raise ConfigError if `save` could not write here, before hours of work are lost."""
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--out: cannot write {path}")
 

@@ -36,7 +36,7 @@ class Comparison:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased chance that at least one of k rollouts passes, drawn from n of which c passed. Needs n >= k.
+    """Return the unbiased chance that at least one of k rollouts passes, if c of n did. Needs n >= k.
 
     Chen et al. 2021, arXiv 2107.03374, equation 1.
     """
@@ -46,7 +46,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def bootstrap_mean(values: Sequence[float], seed: int) -> Interval:
-    """The interval of the mean of `values`, one per task."""
+    """Return the interval of the mean of `values`, one per task."""
     tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     at_once = max(1, MEMORY // len(tasks))
     sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
@@ -78,5 +78,5 @@ def sign_flip_p(differences: Sequence[float], seed: int) -> float:
 
 
 def ks(samples: int) -> list[int]:
-    """The k of pass@k to show: 1, 2, 4, … and the number of samples itself."""
+    """Return the k of pass@k to show: 1, 2, 4, … and the number of samples itself."""
     return sorted({1 << i for i in range(samples.bit_length())} | {samples}) if samples > 0 else []

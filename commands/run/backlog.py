@@ -1,4 +1,4 @@
-"""`--ahead`: how far agents may run ahead of the policy."""
+"""`--ahead`: limits how far agents may run ahead of the policy."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ PAGE = 1000
 
 
 class PolicyCollapsed(LightningError):
-    """Publication is stopped, so no version will be trained on what the agents do."""
+    """Publication is stopped, so no version will ever be trained on the agents' new rollouts."""
 
 
 class Gate:
-    """Says when the next group may be opened, and is told what was opened and ended. This one is always open."""
+    """Says when the next group may be opened, and is told of groups opened and rollouts ended. Always open."""
 
     async def wait(self) -> None:
         """Return when there is room for one more group."""
 
     def opened(self, rollout_ids: Iterable[str]) -> None:
-        """A group was opened."""
+        """Note that a group was opened."""
 
     def ended(self, rollout_id: str) -> None:
-        """A rollout's program ended. Its reward has arrived, if there is one."""
+        """Note that a rollout's program ended. Its reward has arrived, if there is one."""
 
 
 class Backlog(Gate):

@@ -26,7 +26,7 @@ from .tasks import Task, read_tasks
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What the command line asked for. `group_size` None: the trainer's, or 1 in mode eval.
+    """The options of the command line. `group_size` None means the trainer's, or 1 in mode eval.
 
     `ahead`: how many of the trainer's steps the rollouts may be ahead of the live version; None: any number.
     """
@@ -44,7 +44,7 @@ class RunRequest:
 
 
 def run_command(config: Config, asked: RunRequest) -> None:
-    """Do everything the command does. LightningError if it could not, or if every program failed."""
+    """Run the whole command. Raise LightningError if it fails, or if every program failed."""
     if asked.mode not in ("train", "eval"):
         raise ConfigError(f"--mode is train or eval, got {asked.mode!r}")
     if asked.ahead is not None and asked.mode != "train":
@@ -68,7 +68,7 @@ def run_command(config: Config, asked: RunRequest) -> None:
 
 
 def logs_directory(path: Path | None) -> Path | None:
-    """Make the directory for the programs' output. Its path is absolute, since a program may change its directory."""
+    """Make the directory for the programs' output. Its path is absolute: a program may change its directory."""
     return make_directory(path, "--logs") if path is not None else None
 
 

@@ -31,7 +31,7 @@ class Server:
         self._buffer = b""
 
     def serve(self) -> None:
-        """Until stdin closes."""
+        """Serve requests until stdin closes."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)

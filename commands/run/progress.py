@@ -1,4 +1,4 @@
-"""What a person sees while agents work: bars on a terminal, elsewhere a line now and then."""
+"""Shows progress to a person while agents work: bars on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Bar:
             self.tell()
 
     def tell(self) -> None:
-        """Say how far it is, where no bar shows it, unless it was just said."""
+        """Print the progress where no bar shows it, unless it was just printed."""
         if self._view.console.is_terminal or self._done == self._told:
             return
         self._told, self._told_at = self._done, time.monotonic()

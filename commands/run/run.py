@@ -38,7 +38,7 @@ class RolloutResult:
 
     @property
     def policy_versions(self) -> tuple[int | None, ...]:
-        """All versions that answered its calls."""
+        """Return all versions that answered its calls."""
         return tuple(dict.fromkeys(version for versions in self.answers.values() for version in versions))
 
     @property
@@ -48,7 +48,7 @@ class RolloutResult:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Siblings per task, programs at once, and where their output goes (None: thrown away).
+    """The siblings per task, the programs at once, and the directory of their output (None: thrown away).
 
     `choice` is `policy_version` or `model` of POST /rollouts, if not the live version answers the rollouts.
     """
@@ -183,7 +183,7 @@ def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int |
 
 
 def last_line(log: Path) -> str:
-    """The last line of a program's output that is not empty, at most 300 characters of it."""
+    """Return the last line of a program's output that is not empty, at most 300 characters of it."""
     with contextlib.suppress(OSError):
         for line in reversed(log.read_text(errors="replace").splitlines()):
             if line.strip():

@@ -20,7 +20,7 @@ class Totals:
 
 
 def totals(results: Sequence[RolloutResult]) -> Totals:
-    """Totals of all results, or of one task's."""
+    """Return the totals of all results, or of one task's."""
     rewards = [result.reward for result in results if result.reward is not None]
     return Totals(
         rollouts=len(results),
@@ -32,7 +32,7 @@ def totals(results: Sequence[RolloutResult]) -> Totals:
 
 
 def summarize(results: Sequence[RolloutResult]) -> dict[str, object]:
-    """The summary as plain data: totals, and for each task its totals, rewards and failures."""
+    """Return the summary as plain data: totals, and for each task its totals, rewards and failures."""
     tasks = {
         name: {
             **asdict(totals(group)),
@@ -45,7 +45,7 @@ def summarize(results: Sequence[RolloutResult]) -> dict[str, object]:
 
 
 def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
-    """The results of each task, tasks in the order of their ids."""
+    """Return the results of each task, tasks in the order of their ids."""
     groups: dict[str, list[RolloutResult]] = {}
     for result in results:
         groups.setdefault(result.task_id, []).append(result)
@@ -53,7 +53,7 @@ def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
 
 
 def sentence(results: Sequence[RolloutResult]) -> str:
-    """The summary in one line for a person."""
+    """Return the summary in one line for a person."""
     whole = totals(results)
     mean = "no reward" if whole.mean_reward is None else f"mean reward {whole.mean_reward:.3f}"
     line = f"{whole.rollouts} rollouts, {mean}, {whole.failed} failed, {whole.without_reward} without a reward so far"

@@ -1,4 +1,4 @@
-"""Turns a call of the control API into messages: what the model was shown and what it answered."""
+"""Turns a call of the control API into messages: the model's input and its answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Message = dict[str, Any]
 
 
 def shown(call: dict[str, Any]) -> list[Message]:
-    """The messages of the request. A plain prompt becomes one message of the user."""
+    """Return the messages of the request. A plain prompt becomes one message of the user."""
     request = call["request"]
     found = request.get("messages", request.get("input", request.get("prompt", [])))
     if isinstance(found, list) and all(isinstance(message, dict) for message in found):
@@ -18,7 +18,7 @@ def shown(call: dict[str, Any]) -> list[Message]:
 
 
 def answer(call: dict[str, Any]) -> Message | None:
-    """The first answer as a message; None if the call has none."""
+    """Return the first answer as a message; None if the call has none."""
     response = call["response"] if isinstance(call["response"], dict) else {}
     if isinstance(response.get("output"), list):  # /v1/responses
         parts = [part for item in response["output"] for part in item.get("content") or ()]
@@ -35,7 +35,7 @@ def answer(call: dict[str, Any]) -> Message | None:
 
 
 def whole(call: dict[str, Any]) -> list[Message]:
-    """The messages of the request and the answer, without the answer's empty fields."""
+    """Return the messages of the request and the answer, without the answer's empty fields."""
     last = answer(call)
     filled = {name: value for name, value in (last or {}).items() if name == "content" or value not in (None, [], "")}
     return shown(call) + ([filled] if last else [])
@@ -48,7 +48,7 @@ def shared(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 def additions(calls: Sequence[dict[str, Any]]) -> list[list[Message]]:
-    """Return each call's new messages: those after the longest beginning that it shares with an earlier call."""
+    """Return each call's new messages: all after the longest beginning that it shares with an earlier call."""
     earlier: list[list[Message]] = []
     added = []
     for call in calls:
@@ -59,7 +59,7 @@ def additions(calls: Sequence[dict[str, Any]]) -> list[list[Message]]:
 
 
 def longest(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answered calls whose conversation no later call continues."""
+    """Return the answered calls whose conversation no later call continues."""
     answered = [call for call in calls if call["status"] == "ok" and not call["superseded_by"] and answer(call)]
     return [
         call
@@ -69,7 +69,7 @@ def longest(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text(message: Message) -> str:
-    """The message's text. Parts of content that are no text show their type."""
+    """Return the message's text. Content parts that are no text show their type."""
     content = message.get("content")
     if not isinstance(content, list):
         return "" if content is None else str(content)

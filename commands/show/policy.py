@@ -45,7 +45,7 @@ def rollback(context: typer.Context, as_json: Json = False) -> None:
 
 
 def versions_table(versions: list[dict[str, Any]]) -> Table:
-    """A table with one line per version; a star marks the live one."""
+    """Return a table with one line per version; a star marks the live one."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), pad_edge=False)

@@ -22,7 +22,7 @@ ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yel
 
 
 def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float, width: int) -> Table:
-    """One line per rollout. Long ids and tasks are cut to fit; `show` accepts the beginning of an id."""
+    """Return one line per rollout. Long ids and tasks are cut to fit; `show` accepts the beginning of an id."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     names = max(width - NUMBERS_WIDTH, 20)
     table.add_column("rollout", max_width=names * 2 // 3, no_wrap=True)
@@ -41,7 +41,7 @@ def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float, width: int) -
 
 
 def rollout_line(rollout: dict[str, Any]) -> Text:
-    """One rollout in one line, as `tail` prints it."""
+    """Return one rollout in one line, as `tail` prints it."""
     line = Text(time.strftime("%H:%M:%S "), "dim")
     line.append(f"{rollout['status']:<10}", COLOURS.get(rollout["status"], ""))
     line.append(f"{rollout['rollout_id']}  ", "bold")
@@ -50,7 +50,7 @@ def rollout_line(rollout: dict[str, Any]) -> Text:
 
 
 def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
-    """The whole rollout: header, then what each call added to the conversation, its answer, and events between."""
+    """Return the whole rollout: a header, then each call's new messages and answer, and events between."""
     parts: list[RenderableType] = [_header(rollout)]
     events = deque(rollout.get("events", ()))
     for call, added in zip(rollout["calls"], additions(rollout["calls"]), strict=True):

@@ -127,7 +127,7 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
 
 
 async def find(api: ApiClient, rollout_id: str) -> dict[str, Any]:
-    """The rollout with this id, or else the only one of the newest whose id begins with it."""
+    """Return the rollout with this id, or else the only one of the newest whose id begins with it."""
     from ...proxy.errors import NotFound
     from ..api_client import ApiError
 
@@ -146,7 +146,7 @@ async def find(api: ApiClient, rollout_id: str) -> dict[str, Any]:
 
 
 def changed(page: list[dict[str, Any]], known: dict[str, dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The rollouts that are new or changed, oldest first. The first time, the newest ten."""
+    """Return the rollouts that are new or changed, oldest first. The first time, the newest ten."""
     if known is None:
         return page[:10][::-1]
     return [rollout for rollout in reversed(page) if known.get(rollout["rollout_id"]) != rollout]

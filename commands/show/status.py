@@ -56,7 +56,7 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
 
 
 def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
-    """What the trainer waits for, as its configuration says."""
+    """Return the condition that the trainer waits for, as its configuration says."""
     schedule, rollouts = config.schedule, f"{count(waiting)} complete rollouts wait"
     match schedule.when:
         case "rollouts":
@@ -69,7 +69,7 @@ def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
 
 
 def status_view(status: dict[str, Any], url: str, now: float) -> Table:
-    """A grid of names and values that fits 80 columns."""
+    """Return a grid of names and values that fits 80 columns."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -103,7 +103,7 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
 
 
 def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]:
-    """The last training step in words. Metrics that the step lacks are left out."""
+    """Return the last training step in words. Metrics that the step lacks are left out."""
     if step is None:
         return [("last step", "none yet")]
     metrics: dict[str, Any] = step["metrics"]

@@ -15,7 +15,7 @@ GAP = "  "
 
 
 def step_line(step: int, metrics: Metrics, width: int | None = None) -> Text:
-    """One step in at most `width` columns. What matters least is left out first."""
+    """Return one step in at most `width` columns. What matters least is left out first."""
     parts = [part for part in _parts(step, metrics) if part[1]]
     room, shown = width, []
     for part in sorted(parts):
@@ -26,7 +26,7 @@ def step_line(step: int, metrics: Metrics, width: int | None = None) -> Text:
 
 
 def steps_table(steps: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of steps from `GET /policy/steps` that fits 80 columns."""
+    """Return a table of steps from `GET /policy/steps` that fits 80 columns."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for name in ("step", "reward", "±", "groups", "tokens", "kl", "clip", "entropy", "train", "publish", "version"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -87,7 +87,7 @@ class Child:
         return f"ended (signal {signal.Signals(-code).name})" if code and code < 0 else f"ended (exit code {code})"
 
     def may_restart(self) -> bool:
-        """Whether it may be started again now. If so, this counts as a restart."""
+        """Return whether the child may be started again now. If so, count this as a restart."""
         now = time.monotonic()
         self._restarted = [at for at in self._restarted if now - at < RESTARTS_S]
         if self.process.returncode == 2 or len(self._restarted) >= self.spec.restarts:
@@ -221,7 +221,7 @@ def _only(error: BaseException | None) -> BaseException:
 
 
 def tail(log: Path, lines: int = 15) -> str:
-    """The last lines of a log, indented."""
+    """Return the last lines of a log, indented."""
     text = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join("    " + line[:300] for line in text[-lines:] if line.strip())
 
@@ -236,13 +236,13 @@ def make_directory(path: Path, option: str) -> Path:
 
 
 def address(host: str, port: int) -> str:
-    """The host and port of a URL that reaches a server listening here."""
+    """Return the host and port of a URL that reaches a server listening here."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def require_free_port(host: str, port: int, key: str) -> None:
-    """LightningError if something listens there already. It names the configuration's key."""
+    """Raise LightningError if something listens there already, naming the configuration's key."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -256,7 +256,7 @@ def require_free_port(host: str, port: int, key: str) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
+    """Return a port of the loopback interface that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

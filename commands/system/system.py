@@ -87,7 +87,7 @@ class System:
 
 
 def check_addresses(config: Config) -> None:
-    """LightningError unless the ports are free and the first vLLM upstream is the server to start."""
+    """Raise LightningError unless the ports are free and the first vLLM upstream is the server to start."""
     upstream = next((one for one in config.upstreams if one.kind == "vllm"), None)
     address = urlsplit(upstream.urls[0]) if upstream else None
     if address is None or address.port != config.vllm.port:

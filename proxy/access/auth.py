@@ -1,4 +1,4 @@
-"""Who may call: agents and admins by configured or stored keys, one rollout by a key given out for it."""
+"""Decides who may call: agents and admins by configured or stored keys, one rollout by the key made for it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _is_loopback(authority: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: the rollout that the key was given out for, and whether the key may go on to a keyless upstream.
+    """The sender of a request: its rollout, if the key was made for one, and its right to use a keyless upstream.
 
     `key_id`: the stored key that it comes down to, if one.
     """
@@ -80,7 +80,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a key stands for. `key_id`: None for one of the configuration."""
+    """The rights that one key gives. `key_id` is None for a key from the configuration."""
 
     key_id: str | None
     is_admin: bool
@@ -88,7 +88,7 @@ class Grant:
 
 
 class Keys:
-    """Checks the keys of requests. While no key was ever made, everybody on this machine is let in.
+    """Checks the keys of requests. It lets everybody on this machine in until the first key is made.
 
     Stored keys are read twice a second, all at once: a request asks no database. A revoked key still counts as made:
     revoking the last one, or the last admin's, lets nobody in who was kept out before.
@@ -112,7 +112,7 @@ class Keys:
         self._rollouts: OrderedDict[str, tuple[tuple[str, str | None], float]] = OrderedDict()
 
     async def refresh(self) -> None:
-        """Read the stored keys; raises StoreUnavailable."""
+        """Read the stored keys again. Raise StoreUnavailable if the store cannot be read."""
         stored = await self._store.keys.all()
         if stored == self._stored:
             return
@@ -123,7 +123,7 @@ class Keys:
         self.required = self._always_required or bool(stored)
 
     async def watch(self) -> None:
-        """Refresh until cancelled. While the store cannot be read, the keys that were read last count."""
+        """Read the stored keys again and again until cancelled. Keep the last ones while the store cannot be read."""
         failing = False
         while True:
             await asyncio.sleep(REFRESH_S)
@@ -136,7 +136,7 @@ class Keys:
                 failing = True
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Who makes a call of the data path; raises Unauthorized. `headers` have lower-case names."""
+        """Return the caller of a data path request, or raise Unauthorized. `headers` have lower-case names."""
         keys = _keys(headers)
         for key in keys:
             if key.startswith(ROLLOUT_KEY_PREFIX):
@@ -151,14 +151,14 @@ class Keys:
         return self._anybody
 
     async def require_agent(self, headers: Mapping[str, str], rollout_ids: set[str] | None = None) -> Caller:
-        """Let agents and admins in; a rollout's key only where nothing but that rollout is touched."""
+        """Let agents and admins in. Let a rollout's own key in only if the request touches that rollout alone."""
         caller = await self.authenticate(headers)
         if caller.rollout_id is not None and rollout_ids != {caller.rollout_id}:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
         return caller
 
     def require_admin(self, headers: Mapping[str, str]) -> None:
-        """Let admins in; where there is no admin key, agents (without any key: everybody)."""
+        """Let admins in; without an admin key, let agents in; without any key, let everybody in."""
         if not (self.required or self._has_admins):
             return
         found = (self._find(key) for key in _keys(headers))

@@ -1,4 +1,4 @@
-"""Limits of one key: requests and tokens a minute, and requests at once. The caller hands the clock in."""
+"""Limits each key's requests a minute, tokens a minute and requests at once. The caller passes the time in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES_A_TOKEN = 4  # of English text
 
 
 class Bucket:
-    """A token bucket: it holds a minute's worth, and is refilled evenly.
+    """A token bucket: it holds at most one minute's worth and refills evenly.
 
     What a request costs may be known only when it has ended; until that is refilled the bucket is below zero.
     """
@@ -33,7 +33,7 @@ class Bucket:
         self._left, self._at = self.left(now) - amount, now
 
     def wait(self, now: float) -> float:
-        """Seconds until there is one again; 0 if there is one."""
+        """Return the seconds until the bucket holds a token again, or 0 if it holds one now."""
         return max(1.0 - self.left(now), 0.0) * SECONDS / self.per_minute
 
 
@@ -49,7 +49,7 @@ class Limiter:
         self._tokens = Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
 
     def enter(self) -> None:
-        """Let a request in; raises RateLimited, and then counts nothing."""
+        """Count a request in. Raise RateLimited, and count nothing, if a limit is reached."""
         now = self._clock()
         if self._concurrent is not None and self._running >= self._concurrent:
             raise RateLimited(
@@ -67,7 +67,7 @@ class Limiter:
         self._running -= 1
 
     def spend(self, end: CallEnd, request_bytes: int) -> None:
-        """Count the tokens of an ended call. They are those of its usage, or those that were seen, or a guess."""
+        """Count the tokens of an ended call: those of its usage, or those that were seen, or a guess."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
 

@@ -1,4 +1,4 @@
-"""The chunks of a streamed answer, assembled into the object that the same call answers without streaming."""
+"""Assembles the chunks of a streamed answer into the object that the same call returns without streaming."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Assembler:
                 top[name] = value
 
     def result(self) -> Json | None:
-        """The answer so far; None before the first chunk."""
+        """Return the answer so far; None before the first chunk."""
         if not self._top and not self._choices:
             return None
         top = dict(self._top)

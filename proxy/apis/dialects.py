@@ -1,4 +1,4 @@
-"""The APIs whose calls are recorded, and what differs between them: what is added, taken out, and how a stream ends."""
+"""Defines the recorded APIs and their differences: fields to add, fields to take out, and the end of a stream."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ class Stream(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the event fed last was the answer's last."""
+        """Return whether the last event that was fed in was the answer's last event."""
 
     @property
     def whole(self) -> bool:
-        """Whether the answer is all there, though the stream's terminal event is not."""
+        """Return whether the answer is complete although the stream's last event is missing."""
 
     def feed(self, raw: bytes, event: Json) -> bytes:
-        """The bytes to send for an event; events without anything injected stay the bytes that they were."""
+        """Return the bytes to send for an event. Bytes without injected fields pass unchanged."""
 
     def flush(self) -> bytes:
-        """What was held back, for a stream that goes on or ends differently."""
+        """Return the bytes held back so far, for a stream that goes on or ends differently."""
 
     def response(self) -> Any:
-        """The answer so far, in the shape that it has without streaming; None before the first event."""
+        """Return the answer so far, in the shape that it has without streaming; None before the first event."""
 
 
 class Dialect(Protocol):
-    """What is special about one API."""
+    """Handles the special features of one API."""
 
     def inject(self, body: Json) -> tuple[Json, Injection]:
-        """The request for a vLLM upstream, and what was added to it."""
+        """Return the request for a vLLM upstream, and the fields that were added to it."""
 
     def clean(self, body: Json, injection: Injection) -> bool:
-        """Take out of a whole answer, in place, what only the proxy asked for; whether there was any of it."""
+        """Remove, in place, what only the proxy asked for from a whole answer; return whether there was any."""
 
     def tokens(self, body: Json) -> Tokens:
-        """What a whole answer says of its tokens, before it is cleaned."""
+        """Return the tokens that a whole answer reports. Call it before the answer is cleaned."""
 
     def stream(self, injection: Injection) -> Stream: ...
 
     def error_body(self, error: LightningError) -> Json:
-        """An error of ours in the API's own shape."""
+        """Return one of our errors in the API's own shape."""
 
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""What the proxy asks a vLLM upstream for on top of the agent's request, and how it is taken out of the answer again.
+"""Adds fields to requests for a vLLM upstream, and removes their results from the answers.
 
 Field names and the values sent without asking are those of vLLM 0.32: null, except where a comment says otherwise.
 """
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class Injection(NamedTuple):
-    """The fields that we added to the agent's request."""
+    """The fields that the proxy added to the agent's request."""
 
     token_ids: bool = False
     logprobs: bool = False
@@ -26,12 +26,12 @@ class Injection(NamedTuple):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """What to take out of an answer and of its choices."""
+        """Return the field names to take out of an answer and of its choices."""
         return ("prompt_token_ids", "token_ids") * self.token_ids + ("logprobs",) * self.logprobs
 
 
 def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
-    """The request for a vLLM upstream, and what was added to it. A value that vLLM refuses is left for it to refuse."""
+    """Return the request for a vLLM upstream, and the fields added to it. Values that vLLM refuses stay as they are."""
     # With return_token_ids vLLM leaves the prompt out of an echoed answer: such calls go without token ids.
     if body.get("echo"):
         return body, Injection()
@@ -68,7 +68,7 @@ def _wants_usage(body: Json, options: Any) -> bool:
 
 
 def clean(body: Json, injection: Injection) -> bool:
-    """Take out of an answer, in place, what only the proxy asked for; whether there was any of it."""
+    """Remove from an answer, in place, the fields that only the proxy asked for; return whether there were any."""
     return _take_out(body, injection.fields)
 
 
@@ -84,7 +84,7 @@ def _take_out(body: Json, fields: tuple[str, ...]) -> bool:
 
 
 class StreamCleaner:
-    """Takes out of a stream what only the proxy asked for; frames without any of it stay the bytes that they were."""
+    """Removes from a stream the fields that only the proxy asked for. Other frames keep their exact bytes."""
 
     def __init__(self, injection: Injection) -> None:
         self._injection = injection
@@ -92,7 +92,7 @@ class StreamCleaner:
         self._held: tuple[bytes, Json, bool] | None = None  # its bytes, the chunk, whether it was changed
 
     def clean(self, raw: bytes, chunk: Json) -> bytes:
-        """The bytes to send now for a chunk, which is cleaned in place."""
+        """Return the bytes to send now for a chunk, which is cleaned in place."""
         if not self._injection:
             return raw
         changed = _take_out(chunk, self._fields)
@@ -111,7 +111,7 @@ class StreamCleaner:
         return before + (_encode(chunk) if changed else raw)
 
     def flush(self) -> bytes:
-        """What is held back, for a stream that goes on or ends without the usage chunk."""
+        """Return the bytes held back, for a stream that goes on or ends without the usage chunk."""
         return self._release(None)
 
     def _release(self, fingerprint: Any) -> bytes:

@@ -84,7 +84,7 @@ class ResponsesStream:
         return b""
 
     def response(self) -> Any:
-        """The last event's response; after a break, the first event's with the items that were whole."""
+        """Return the last event's response; after a break, the first event's with the items that were whole."""
         if self._response is None or self.finished:
             return self._response
         return self._response | {"output": [self._items[index] for index in sorted(self._items)]}

@@ -33,7 +33,7 @@ class SSEDecoder:
 
     @property
     def rest(self) -> bytes:
-        """Bytes of a frame that has not ended yet."""
+        """Return bytes of a frame that has not ended yet."""
         return bytes(self._buffer)
 
     @property
@@ -64,14 +64,14 @@ class SSEDecoder:
         return frames
 
     def close(self) -> Frame:
-        """The bytes of a frame that never ended, once the stream is over; they are given out once."""
+        """Return the bytes of a frame that never ended, once the stream is over; they are given out once."""
         last = _frame(bytes(self._buffer))
         self._buffer.clear()
         return last
 
 
 def encode(data: bytes) -> bytes:
-    """One event with one line of data."""
+    """Return the bytes of one event with one line of data."""
     return b"data: " + data + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""An answer as it passes: what goes to the agent now, and what the record will say."""
+"""Follows an answer as it passes: decides the bytes to send to the agent now and the content of the record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_EVENT_BYTES = 64 * 1024 * 1024
 
 
 class Transcript:
-    """A streamed answer: turns the upstream's bytes into the agent's and the record's.
+    """A streamed answer: turns the upstream's bytes into the agent's bytes and the record.
 
     `done` is its last event, which waits for the record; None while that has not come.
     `whole_frames`: a frame that never ended is kept from the agent; it may hold what was injected.
@@ -35,7 +35,7 @@ class Transcript:
 
     @property
     def may_end(self) -> bool:
-        """Whether the stream may end here: after its last event or an error, or, as some servers do, without."""
+        """Return whether the stream may end here: after its last event or an error, or without for some servers."""
         return self.done is not None or self._stream.error is not None or self._stream.whole
 
     @property
@@ -43,7 +43,7 @@ class Transcript:
         return self._garbage or self._stream.error
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes to send now; from the terminal event on they are kept back in `done`. Not to be fed after that.
+        """Return the bytes to send now. The last event and all after it stay in `done`; do not feed after that.
 
         Raises UpstreamUnreachable for an event that is longer than any that can be meant.
         """
@@ -67,14 +67,14 @@ class Transcript:
         return out
 
     def end(self) -> bytes:
-        """The bytes still held when the stream is over. Sets `done` for a terminal event without its blank line."""
+        """Return the bytes still held at the end of the stream. Set `done` if the last event lacks its blank line."""
         last = self._decoder.close()
         if last.is_done:
             self.done = last.raw
         return self._stream.flush() + (b"" if self._whole_frames or last.is_done else last.raw)
 
     def response(self) -> Any:
-        """The assembled answer so far, as the agent sees it; None before its first event."""
+        """Return the assembled answer so far, as the agent sees it; None before its first event."""
         return self._stream.response()
 
     def _pass(self, frame: Frame) -> bytes:
@@ -88,7 +88,7 @@ class Transcript:
 
 
 class WholeTranscript:
-    """An answer that comes in one piece: all of it waits for the record, as a stream's last event does."""
+    """An answer that comes in one piece. All of it waits for the record, like a stream's last event."""
 
     may_end = True
 
@@ -102,7 +102,7 @@ class WholeTranscript:
         self._body: Any = None
 
     def feed(self, data: bytes) -> bytes:
-        """Nothing to send now: the agent's bytes are in `done`."""
+        """Return nothing to send now: the agent's bytes are in `done`."""
         try:
             body = loads(data)
         except ValueError:
@@ -123,7 +123,7 @@ class WholeTranscript:
         return b""
 
     def response(self) -> Any:
-        """The answer as the agent sees it: JSON, or else its text; None for nothing."""
+        """Return the answer as the agent sees it: as JSON, or else as text; None if it is empty."""
         return self._body
 
 

@@ -1,4 +1,4 @@
-"""The tokens and usage in answers and chunks, and whether a call can be trained on."""
+"""Reads tokens and usage from answers and chunks, and decides whether a call can be trained on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _ChoiceTokens:
 
 
 class Tokens:
-    """Collects from a whole answer (one `add`) or from its chunks, before anything is taken out of them."""
+    """Collects tokens from a whole answer (one `add`) or from its chunks, before anything is removed from them."""
 
     def __init__(self) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()

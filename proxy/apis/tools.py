@@ -1,4 +1,4 @@
-"""Tool calls in answers and their results in later requests, in the shapes of all recorded APIs. Pure."""
+"""Reads tool calls in answers, and their results in later requests, for all recorded APIs. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _ARGUMENTS = ("arguments", "input", "action", "actions", "operation")
 
 
 def conversation(request: Json) -> list[Any]:
-    """What a request sends again and adds to at every turn: `messages`, or the items of `input`; empty without one."""
+    """Return the list that a request resends and extends every turn: `messages`, the items of `input`, or empty."""
     found = request.get("messages", request.get("input"))
     return found if isinstance(found, list) else []
 
 
 def tool_calls(response: Any) -> tuple[ToolCall, ...]:
-    """The tool calls in an answer (a streamed one: assembled), in order, of all its choices."""
+    """Return the tool calls of all choices of an answer, in order. A streamed answer must be assembled first."""
     if not isinstance(response, dict):
         return ()
     where = (("choices", _of_chat), ("output", _of_responses), ("content", _of_messages))
@@ -35,7 +35,7 @@ def tool_calls(response: Any) -> tuple[ToolCall, ...]:
 
 
 def tool_results(items: Sequence[Any]) -> list[ToolResult]:
-    """Results that an agent sends back: chat's role `tool`, Responses' `…_call_output`, Anthropic's `tool_result`.
+    """Return the tool results in a request: chat's role `tool`, Responses' `…_call_output`, Anthropic's `tool_result`.
 
     Also those that smolagents writes into a text, where that is the result of one call only.
     """
@@ -76,7 +76,7 @@ def is_call(item: Json) -> bool:
 
 
 def answered_call(item: Json) -> Any:
-    """The `call_id` that an item with a result belongs to; OpenAI's local shell calls it `id`."""
+    """Return the `call_id` that a result belongs to; OpenAI's local shell names this field `id`."""
     return item.get("call_id", item.get("id"))
 
 
@@ -125,7 +125,7 @@ def _words(item: Any, role: str) -> str:
 
 
 def dicts(value: Any) -> list[Json]:
-    """The objects in what should be a list of them."""
+    """Return the objects in a value that should be a list of objects."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 

@@ -1,4 +1,4 @@
-"""`proxy`, `store`, `recording`, `telemetry`: the server itself and what it keeps."""
+"""The sections `proxy`, `store`, `recording` and `telemetry`: the server itself and the data that it keeps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProxyConfig(Section):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the proxy."""
+        """Return whether only this machine can reach the proxy."""
         return self.host in ("127.0.0.1", "::1", "localhost")
 
 
@@ -79,7 +79,7 @@ class StoreConfig(Section):
 
     @property
     def path(self) -> Path:
-        """The database file of a `sqlite:///…` URL: three slashes for a relative path, four for an absolute one."""
+        """Return the file of a `sqlite:///…` URL. Three slashes start a relative path, four an absolute one."""
         return Path(self.url.removeprefix("sqlite:///"))
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""`trainer`: credit, loss, schedule and the rest of a training step."""
+"""The section `trainer`: credit, loss, schedule and the other settings of a training step."""
 
 from __future__ import annotations
 
@@ -177,17 +177,17 @@ class TrainerConfig(Section):
 
     @property
     def judged(self) -> bool:
-        """Whether a judge scores any calls."""
+        """Return whether a judge scores any calls."""
         return "judge" in ([self.credit] if isinstance(self.credit, str) else self.credit.values())
 
     @property
     def credit_by_agent(self) -> list[str]:
-        """The agents that have a strategy by name."""
+        """Return the agents that have a strategy by name."""
         return [] if isinstance(self.credit, str) else [agent for agent in self.credit if agent != "*"]
 
     @property
     def failed_reward(self) -> float | None:
-        """The reward of a failed rollout; None: it is dropped."""
+        """Return the reward of a failed rollout, or None if failed rollouts are dropped."""
         return {"drop": None, "zero": 0.0}[value] if isinstance(value := self.failed_rollouts, str) else value
 
     @model_validator(mode="after")

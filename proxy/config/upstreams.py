@@ -1,4 +1,4 @@
-"""`upstreams`: the model servers that calls go to."""
+"""The section `upstreams`: the model servers that calls go to."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class UpstreamConfig(Section):
 
     @cached_property
     def urls(self) -> tuple[str, ...]:
-        """The URLs of its servers, `base_url` and `replicas`, without a slash at the end."""
+        """Return the URLs of its servers, `base_url` and `replicas`, without a slash at the end."""
         return tuple(url.rstrip("/") for url in (self.base_url, *self.replicas) if url is not None)
 
     @cached_property
     def credentials(self) -> dict[str, str]:
-        """The header that carries its key; empty without a key."""
+        """Return the header that carries its key; empty without a key."""
         if self.api_key is None:
             return {}
         key, header = self.api_key.get_secret_value(), self.api_key_header

@@ -1,4 +1,4 @@
-"""What the routes work with; `app.py` puts it together."""
+"""The parts of the proxy that the routes use; `app.py` puts them together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..upstreams.health import Health
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the routes work with."""
+    """The parts of the proxy that the routes use."""
 
     config: Config
     publish: PublishMode
@@ -40,7 +40,7 @@ class Parts:
     health: Health
 
     def forget(self, rollout_id: str, why: str) -> None:
-        """The rollout was deleted: nothing that is kept of it in memory counts any more."""
+        """Drop all memory of a rollout that was deleted."""
         self.recorder.forget(rollout_id)
         self.pins.forget(rollout_id)
         if self.exact is not None:

@@ -1,4 +1,4 @@
-"""What the routes of the control API do alike with a request."""
+"""Helps the routes of the control API with the parts of a request that they all handle in the same way."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 def parts(request: Request) -> Parts:
-    """The parts of the running proxy."""
+    """Return the parts of the running proxy."""
     opened: Parts = request.app.state.parts
     return opened
 
 
 async def parts_for(request: Request, rollout_id: str) -> Parts:
-    """The parts, for a request that reads or changes one rollout; its own key is enough for that."""
+    """Return the proxy's parts for a request about one rollout. The rollout's own key is enough for it."""
     p = parts(request)
     await p.keys.require_agent(request.headers, {check_id(rollout_id, "rollout_id")})
     return p
 
 
 def own_key(request: Request, idempotency_key: str | None) -> str | None:
-    """The `Idempotency-Key`, made the sender's own: another API key may use the same one for another request."""
+    """Return the `Idempotency-Key`, made unique to its sender: another API key may use the same one."""
     sender = credentials(request.headers)
     if idempotency_key is None or not sender.strip():
         return idempotency_key
@@ -41,5 +41,5 @@ def redacted_text(p: Parts, text: str | None) -> str | None:
 
 
 def json_response(value: Any) -> Response:
-    """JSON as the store's: recorded texts may hold what UTF-8 cannot, and FastAPI is slow on long lists."""
+    """Return a response encoded as the store does. UTF-8 cannot hold all texts, and FastAPI is slow on long lists."""
     return Response(dumps(value), media_type="application/json")

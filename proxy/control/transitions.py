@@ -1,4 +1,4 @@
-"""A rollout as the transitions of a Markov decision process. Contract, section 3. Pure."""
+"""Turns a rollout into the transitions of a Markov decision process. Contract, section 3. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_res
 
 
 def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[Event] = ()) -> list[Transition]:
-    """One transition for each call, and one for each tool call whose result came back.
+    """Return one transition for each call, and one for each tool call whose result came back.
 
     A state is what the model was shown, an action its whole answer. The last call's transition carries the rollout's
     reward. A request that the client sent again counts once: as the last of its calls. An action that the agent told of
@@ -54,7 +54,7 @@ def _action_transition(t: int, event: Event, state: Any) -> Transition:
 
 
 def message_of(call: ModelCall) -> Any:
-    """The answer: the first choice's message (chat), its text (completions), or the whole response of another API."""
+    """Return the answer: the first choice's message (chat), its text (completions), or another API's whole response."""
     response = call.response if isinstance(call.response, dict) else {}
     first = next(iter(dicts(response.get("choices"))), {})
     return first.get("message", first.get("text", call.response))

@@ -1,4 +1,4 @@
-"""Records as the JSON of the control API, where that has other fields than the record. Contract, section 3. Pure."""
+"""Turns records into the control API's JSON, where its fields differ from the record's. Contract, section 3. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_CALL = tuple(name for name in Call.model_fields if name != "choices")
 def rollout_detail(
     rollout: Rollout, calls: Sequence[ModelCall], rewards: Sequence[Reward], events: Sequence[Event] = ()
 ) -> dict[str, Any]:
-    """A rollout with its calls and events in order and every reward ever posted for it."""
+    """Return a rollout with its calls and events in order and every reward ever posted for it."""
     return asdict(rollout) | {
         "call_count": rollout.calls,
         "calls": [call_view(call) for call in calls],
@@ -25,7 +25,7 @@ def rollout_detail(
 
 
 def call_view(call: ModelCall) -> dict[str, Any]:
-    """A call without its rollout; its `choices` only where it has several."""
+    """Return a call without its rollout. It has `choices` only if there are several."""
     view = {name: getattr(call, name) for name in _OF_CALL}
     view["tool_calls"] = [asdict(tool) for tool in call.tool_calls]
     if len(call.choices) > 1:
@@ -34,7 +34,7 @@ def call_view(call: ModelCall) -> dict[str, Any]:
 
 
 def reward_view(reward: Reward) -> dict[str, Any]:
-    """A reward, whose value is called `reward`."""
+    """Return a reward as JSON; its value has the name `reward`."""
     view = asdict(reward)
     view["reward"] = view.pop("value")
     del view["retrain"]
@@ -42,5 +42,5 @@ def reward_view(reward: Reward) -> dict[str, Any]:
 
 
 def version_view(version: PolicyVersion, live: int) -> dict[str, Any]:
-    """A policy version, and whether it is the live one."""
+    """Return a policy version, and whether it is the live one."""
     return asdict(version) | {"live": version.version == live}

@@ -1,4 +1,4 @@
-"""What a request or an answer says, as atoms that are the same however a client writes them.
+"""Splits requests and answers into atoms that are the same however a client writes them.
 
 Fields that clients drop, add or reformat when they send an answer back make no difference. Pure.
 """
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class Atom(NamedTuple):
-    """One thing in a conversation. `kind`: text, call or result; `who`: a role, or a tool call's id, if it has one.
+    """One thing in a conversation. `kind` is text, call or result; `who` is a role or a tool call's id.
 
     `what`: the text, the call's arguments as JSON, or the text of the result.
     """
@@ -26,7 +26,7 @@ class Atom(NamedTuple):
 
 
 def request_atoms(request: Json) -> list[Atom]:
-    """The conversation that a request of any recorded API sends."""
+    """Return the conversation that a request of any recorded API sends."""
     atoms = []
     for name in ("system", "instructions"):
         atoms += _content("system", request.get(name))
@@ -39,7 +39,7 @@ def request_atoms(request: Json) -> list[Atom]:
 
 
 def answer_atoms(response: Json) -> Iterator[list[Atom]]:
-    """Return, for each choice of an answer, what the agent may send back of it."""
+    """Return, for each choice of an answer, the atoms that the agent may send back."""
     if isinstance(output := response.get("output"), list):
         yield [atom for item in output if isinstance(item, dict) for atom in _item(item)]
     elif isinstance(response.get("content"), list):

@@ -1,4 +1,4 @@
-"""Digests that find a conversation again. They are made from its beginnings, and from what an answer said.
+"""Computes digests that find a conversation again, from its beginnings and from the content of its answers.
 
 Each is of one caller: nothing is shared between API keys.
 """
@@ -27,7 +27,7 @@ _TRIMMED = " ,'*_#()-\\"
 
 
 def digest(caller: str, *parts: bytes | str) -> bytes:
-    """A digest of the parts, the caller's own."""
+    """Return a digest of the parts, which differs from one caller to another."""
     hashed = blake2b(_bytes(caller), digest_size=16)
     for part in parts:
         raw = _bytes(part) if isinstance(part, str) else part
@@ -37,7 +37,7 @@ def digest(caller: str, *parts: bytes | str) -> bytes:
 
 
 def beginnings(atoms: Iterable[Atom]) -> list[bytes]:
-    """A digest for every beginning of the conversation. Of calls and results the id counts, if it is one of a kind."""
+    """Return a digest for every beginning of the conversation. A call or result counts by its id if that is unique."""
     state, digests = b"", []
     for kind, who, what in atoms:
         is_one_of_a_kind = len(who) >= TELLING_ID
@@ -48,7 +48,7 @@ def beginnings(atoms: Iterable[Atom]) -> list[bytes]:
 
 
 def origins(caller: str, asked: Iterable[Atom], answer: Iterable[Atom]) -> set[bytes]:
-    """What tells that something came from this answer: ids, and what the model said that nobody had told it."""
+    """Return digests that identify this answer: of its ids, and of text that the model alone produced."""
     told, digests = [what for _, _, what in asked], set()
 
     def add(name: str, text: str, telling: int) -> None:
@@ -69,7 +69,7 @@ def origins(caller: str, asked: Iterable[Atom], answer: Iterable[Atom]) -> set[b
 
 
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
-    """What may tell where something in a request came from, its own rollout's first.
+    """Return digests that may show where something in a request came from, those of its own rollout first.
 
     A prompt tells nothing: what one rollout found may be in the prompt of all that follow.
     """

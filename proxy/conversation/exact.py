@@ -1,4 +1,4 @@
-"""Exact tokens: a call that goes on with an earlier one is sent as that call's tokens and what is new.
+"""Sends a call that continues an earlier one as that call's exact tokens plus the new ones.
 
 Two routes of vLLM: `/v1/chat/completions/render` says which tokens messages become, and the ordinary
 `/v1/chat/completions` takes a prompt as tokens in `kv_transfer_params.prompt_token_ids`, skipping its own rendering.
@@ -58,7 +58,7 @@ class ExactTokens:
         self._warned = False
 
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json) -> ExactCall | None:
-        """A call that may go on with an earlier one; None for one that is no chat, or not with the policy."""
+        """Return a call that may continue an earlier one; None if it is no chat or does not go to the policy."""
         if start.policy_version is None or upstream.kind != "vllm":
             return None
         if start.endpoint != ENDPOINT:
@@ -67,18 +67,18 @@ class ExactTokens:
         return ExactCall(self, upstream, start, sent)
 
     def forget(self, rollout_id: str) -> None:
-        """The rollout was deleted."""
+        """Drop all memory of a rollout that was deleted."""
         self.turns.forget(rollout_id)
 
     def warn_ignored(self, upstream: UpstreamConfig) -> None:
-        """Once in the life of the proxy: every call would say it."""
+        """Log a warning once in the life of the proxy, because every call would repeat it."""
         if not self._warned:
             self._warned = True
             log.warning(IGNORED, upstream.name)
 
 
 class ExactCall:
-    """One call: `open` sends it, exactly if that is possible; `ended` is told how it went."""
+    """One call. `open` sends it, as exact tokens if possible; `ended` takes its outcome."""
 
     def __init__(self, exact: ExactTokens, upstream: UpstreamConfig, start: CallStart, sent: Json) -> None:
         self._exact = exact
@@ -90,7 +90,7 @@ class ExactCall:
         self._outcome: Outcome | None = None
 
     async def open(self, request: Request) -> Answer:
-        """The upstream's answer to `sent`, as `Upstreams.open` gives it; a second try goes as text."""
+        """Return the upstream's answer to `sent`, like `Upstreams.open`. A second try goes as text."""
         open_upstream = self._exact.upstreams.open
         if self._outcome is not None:
             return await open_upstream(self._upstream, request)
@@ -109,7 +109,7 @@ class ExactCall:
         return await open_upstream(self._upstream, request)
 
     def ended(self, end: CallEnd) -> None:
-        """The call's record is committed."""
+        """Note that the call's record is committed."""
         if self._outcome is None or end.fallback is not None:  # it never got as far as the upstream, or not only there
             return
         if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
@@ -136,7 +136,7 @@ class ExactCall:
 
 
 class RecentTurns:
-    """The recent turns of each rollout that has several; what is not in memory, the store has."""
+    """Keeps the recent turns of each rollout that has several. The store has all others."""
 
     def __init__(self, store: Store, *, recent: int = 8, rollouts: int = 20_000, tokens: int = 2**24) -> None:
         """At most `recent` turns of a rollout, `rollouts` rollouts and `tokens` tokens are kept in memory."""
@@ -146,7 +146,7 @@ class RecentTurns:
         self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
 
     async def earlier(self, start: CallStart) -> Turn:
-        """The turn that a supported call goes on with, kept as the newest: others may branch off. Raises AsText."""
+        """Return the turn that a supported call continues, and mark it as the newest. Raise AsText if there is none."""
         known = await self.known(start)
         if not is_last(known, start.request):  # another worker answered the ones since, or all of them
             self.forget(start.rollout.rollout_id)
@@ -156,7 +156,7 @@ class RecentTurns:
         return turn
 
     async def known(self, start: CallStart) -> list[Turn]:
-        """The rollout's recent turns, newest last. Read from the store at its second turn: most have one only."""
+        """Return the rollout's recent turns, newest last. Read the store only at the second turn: most have one."""
         rollout_id = start.rollout.rollout_id
         if rollout_id not in self._turns and has_answers(start.request):
             stored = await self._stored(rollout_id)
@@ -166,7 +166,7 @@ class RecentTurns:
         return self._turns.get(rollout_id, [])
 
     def add(self, start: CallStart, end: CallEnd, rendered: Sequence[int]) -> None:
-        """A call of a rollout that is in memory was answered. `rendered`: see Turn; empty if it is the prompt."""
+        """Note that a call of a rollout in memory was answered. `rendered` is as in Turn, empty if it is the prompt."""
         if start.rollout.rollout_id in self._turns:
             answered = turns(start.request, end.response, end.prompt_token_ids, end.choices, rendered)
             self._remember(start.rollout.rollout_id, answered)

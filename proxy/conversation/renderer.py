@@ -1,4 +1,4 @@
-"""vLLM's own chat template and tokenizer: which tokens messages become, by its `/v1/chat/completions/render`."""
+"""Asks vLLM's `/v1/chat/completions/render` for the tokens that its chat template makes of messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_ROUTE = (
 
 
 class Renderer:
-    """Asks the server that answers the call: its template may be another than the model's own."""
+    """Asks the server that answers the call, because its template may differ from the model's own."""
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
@@ -35,7 +35,7 @@ class Renderer:
         self._warned: set[str] = set()
 
     async def tokens(self, upstream: UpstreamConfig, request: Request, body: bytes) -> list[int]:
-        """The tokens that vLLM makes of the messages of a chat request's body; raises AsText.
+        """Return the tokens that vLLM makes of the messages of a chat request's body; raise AsText.
 
         `request`: a request of the agent's, for its credentials.
         """
@@ -56,7 +56,7 @@ class Renderer:
         return _token_ids(raw)
 
     async def closing(self, upstream: UpstreamConfig, request: Request, sent: Json) -> list[int]:
-        """What the template puts after an answer; raises AsText. Asked for once for each way to render."""
+        """Return the tokens that the template puts after an answer. Ask once per way to render; raise AsText."""
         told = {"chat_template_kwargs": sent.get("chat_template_kwargs")}
         key = f"{upstream.name} {dumps(told)}"
         if key not in self._closings:

@@ -1,4 +1,4 @@
-"""Which earlier call a chat request goes on with, and the prompt that holds that call's tokens exactly. Pure.
+"""Finds the earlier call that a chat request continues, and builds a prompt with that call's exact tokens. Pure.
 
 Text does not say which tokens it was sampled as: rendered and tokenised again, an answer may come back as others.
 So the next prompt is the earlier call's tokens as they were, and after them only what is new:
@@ -48,7 +48,7 @@ _UNSUPPORTED = frozenset({
 
 
 class AsText(Exception):
-    """The call goes as text; `outcome` says why."""
+    """Signals that the call goes as text; `outcome` says why."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
@@ -78,14 +78,14 @@ class Turn:
 
     @property
     def ends_by_itself(self) -> bool:
-        """Whether its answer may end in the end of turn."""
+        """Return whether the turn's answer may end in the end-of-turn token."""
         return self.finish_reason != "length"
 
 
 def turns(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
 ) -> Iterator[Turn]:
-    """One turn for each answer of a call whose tokens are known. `rendered`: see Turn; empty if it is the prompt."""
+    """Return one turn per answer of a call with known tokens. `rendered` is as in Turn, empty if it is the prompt."""
     messages = request.get("messages")
     by_index = {choice.index: choice for choice in choices}
     for answered in dicts(response.get("choices")) if isinstance(response, dict) else ():
@@ -97,14 +97,14 @@ def turns(
 
 
 def shape(request: Json) -> Json:
-    """What of a request a template may read besides the messages."""
+    """Return the parts of a request, besides the messages, that a template may read."""
     read = {name: value for name, value in request.items() if name not in _SAMPLING and value is not None}
     # vLLM can be told to leave the tools out of such a prompt.
     return read | ({"tool_choice": "none"} if request.get("tool_choice") == "none" else {})
 
 
 def is_supported(request: Json) -> bool:
-    """Whether vLLM takes a prompt as tokens with this request, and gives one answer to go on with."""
+    """Return whether vLLM takes token prompts for this request and gives one answer to continue."""
     messages = request.get("messages")
     if not isinstance(messages, list) or any(request.get(name) for name in _UNSUPPORTED):
         return False
@@ -114,12 +114,12 @@ def is_supported(request: Json) -> bool:
 
 
 def has_answers(request: Json) -> bool:
-    """Whether anything in the history was said by a model."""
+    """Return whether anything in the history was said by a model."""
     return any(message.get("role") == "assistant" for message in dicts(request.get("messages")))
 
 
 def earlier_turn(known: Sequence[Turn], request: Json) -> Turn:
-    """The longest of the known turns (the newest is last) that a supported request goes on with; raises AsText."""
+    """Return the longest of the known turns (newest last) that a supported request continues, or raise AsText."""
     continued = [turn for turn in known if _goes_on(request["messages"], turn)]
     if not continued:
         raise AsText("edited" if known and has_answers(request) else "first")
@@ -130,19 +130,19 @@ def earlier_turn(known: Sequence[Turn], request: Json) -> Turn:
 
 
 def is_last(known: Sequence[Turn], request: Json) -> bool:
-    """Whether one of the turns is the last thing that a model said in the request, or nothing was."""
+    """Return whether one of the turns is the last thing that a model said in the request, or nothing was."""
     messages = request["messages"]
     said = [i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "assistant"]
     return not said or any(len(turn.messages) == said[-1] and _goes_on(messages, turn) for turn in known)
 
 
 def closing(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """What a template puts after an answer: the common end of two conversations that differ in the last answer only."""
+    """Return the tokens that a template puts after an answer: the common end of renderings with different answers."""
     return [*one][len(one) - common_prefix(one[::-1], other[::-1]) :]
 
 
 def undrifted_prompt(turn: Turn, whole: Sequence[int], closing: Sequence[int]) -> list[int] | None:
-    """The tokens to send where the answer is rendered as the very tokens that were sampled: what follows is new.
+    """Return the tokens to send when the answer is rendered as the same tokens that were sampled.
 
     `whole`: the request's messages with the generation prompt, rendered. None where they differ.
     """
@@ -155,7 +155,7 @@ def undrifted_prompt(turn: Turn, whole: Sequence[int], closing: Sequence[int]) -
 
 
 def exact_prompt(turn: Turn, history: Sequence[int], whole: Sequence[int], closing: Sequence[int]) -> list[int]:
-    """The tokens to send; raises AsText if the template does not let the new part be told from the old one.
+    """Return the tokens to send. Raise AsText if the template mixes the new part with the old one.
 
     `history`: the turn's messages and its answer, rendered; `whole`: the request's with the generation prompt.
     """

@@ -1,4 +1,4 @@
-"""Rollouts that nobody names: a request belongs to the rollout whose conversation it goes on with. Contract, section 1.
+"""Finds the rollout of an unnamed request: the one whose conversation it continues. Contract, section 1.
 
 What is needed to find it is written with the call's own record, in the same commit: it is known after a restart, and to
 every worker. Named rollouts cost nothing here.
@@ -26,7 +26,7 @@ QUOTATIONS = 500  # are looked for in a request that goes on with nothing that i
 
 
 def credentials(headers: Mapping[str, str]) -> str:
-    """What a request proved itself with. Requests with different credentials never share a rollout."""
+    """Return the proof of identity in a request. Requests with different credentials never share a rollout."""
     return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
 
 
@@ -38,7 +38,7 @@ class UnnamedRollouts:
         self._calls = store.calls
 
     async def find(self, caller: str, request: Json, name: RolloutName, *, is_retry: bool = False) -> str | None:
-        """The rollout that a request goes on with, or, for a client's retry, that it was sent in before.
+        """Return the rollout that a request continues, or the one of a client's retry.
 
         What it goes on with is taken: the next request like it goes on with another. Raises StoreUnavailable.
         """
@@ -51,7 +51,7 @@ class UnnamedRollouts:
         return await self._extended(within, atoms) or self._quoted(within, atoms)
 
     async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
-        """The rollout in which a response was given, and the upstream that gave it; None for one that is not known."""
+        """Return the rollout and the upstream that gave a response, or None if the response is unknown."""
         said_by = digest(caller, "response", response_id)
         rollout_id = rollout.rollout_id if rollout.named else self._index.leads_to(said_by)
         return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
@@ -73,14 +73,14 @@ class UnnamedRollouts:
 
 
 def asked(caller: str, start: CallStart) -> list[Statement]:
-    """What to remember of a call that begins."""
+    """Return the entries to remember of a call that begins."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
     within = _within(caller, start.rollout)
     return [(CONVERSATION_TIP, row | {"digest": _asked(within, request_atoms(start.request))})]
 
 
 def answered(caller: str, start: CallStart, end: CallEnd) -> list[Statement]:
-    """What to remember of a call that was answered; nothing of one that failed."""
+    """Return the entries to remember of an answered call; none of a failed call."""
     if end.status != "ok" or not isinstance(end.response, dict):
         return []
     try:

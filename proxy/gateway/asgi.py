@@ -33,7 +33,7 @@ _ONCE = frozenset(
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
-    """A request's headers by their lower-case names.
+    """Return a request's headers by their lower-case names.
 
     Raises InvalidRequest for two of a kind that may be there only once, and for a body in an encoding that we, or a
     client of HTTP/1.0, do not know.

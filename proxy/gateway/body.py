@@ -1,4 +1,4 @@
-"""Request bodies: read from the agent, understood, and written again for an upstream."""
+"""Reads request bodies from the agent, parses them, and writes them again for an upstream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
 
 
 async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
-    """The request's body; raises TooLarge for more than `limit` bytes, ClientDisconnected."""
+    """Return the request's body. Raise TooLarge for more than `limit` bytes, or ClientDisconnected."""
     length = headers.get("content-length", "")
     declared = int(length) if length.isdecimal() else 0
     body = bytearray()
@@ -40,7 +40,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
 
 
 def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
-    """The body without its compression; TooLarge for more than `limit` bytes, InvalidRequest if it is damaged."""
+    """Return the decompressed body. Raise TooLarge for more than `limit` bytes, InvalidRequest if it is damaged."""
     if content_encoding.lower() in ("", "identity"):
         return body
     if content_encoding.lower() not in ("gzip", "deflate"):
@@ -60,7 +60,7 @@ def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object; raises InvalidRequest for anything else."""
+    """Return a JSON object; raise InvalidRequest for anything else."""
     try:
         value = loads(body)
     except ValueError as error:
@@ -71,7 +71,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_any(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body that is not recorded, or the `model` of a form; empty if it is neither."""
+    """Return the JSON object in an unrecorded body, or a form's `model`; empty if it is neither."""
     if _is_form(body):
         match = _form_model(body)
         return {} if match is None else {"model": match[1].decode(errors="replace")}
@@ -83,7 +83,7 @@ def parse_any(body: bytes) -> dict[str, Any]:
 
 
 def model_of(body: dict[str, Any]) -> str | None:
-    """The model that a body asks for; None for none, or for one of the wrong type."""
+    """Return the model that a body asks for; None if it names none or has the wrong type."""
     model = body.get("model")
     return model if isinstance(model, str) else None
 

@@ -1,4 +1,4 @@
-"""The way of one model call, from its request to the answer's last byte. Read `Gateway.answer`."""
+"""Handles one model call, from its request to the answer's last byte. Start at `Gateway.answer`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Listener = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 
 
 class Question(NamedTuple):
-    """A request for a model's answer. `body`: its JSON. `name`: its rollout, a new one if the request names none."""
+    """A request for a model's answer: its JSON `body`, and the `name` of its rollout, a new one if unnamed."""
 
     request: Request
     body: dict[str, Any]
@@ -48,17 +48,17 @@ class Question(NamedTuple):
 
     @property
     def is_retry(self) -> bool:
-        """Whether the agent's client sends the request again by itself; OpenAI's clients count these retries."""
+        """Return whether the agent's client resends the request automatically; OpenAI's clients count these retries."""
         return self.headers.get("x-stainless-retry-count", "0") != "0"
 
     @property
     def is_unnamed(self) -> bool:
-        """Whether only its conversation tells which rollout it belongs to."""
+        """Return whether only the request's conversation tells which rollout it belongs to."""
         return self.recorded and not self.name.named
 
 
 class Gateway:
-    """Answers model calls. All that they share is here; what belongs to one call is in `Call`."""
+    """Answers model calls. State shared by all calls is here; state of a single call is in `Call`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Gateway:
 
 
 class Call:
-    """One call under way. However it ends, a call whose start is durable gets an end: ok, error or cancelled."""
+    """One call under way. A call whose start is durable always gets an end: ok, error or cancelled."""
 
     def __init__(self, gateway: Gateway, question: Question, rollout: RolloutName, route: Route, reply: Reply) -> None:
         self._gateway = gateway
@@ -157,7 +157,7 @@ class Call:
 
     @property
     def upstream(self) -> str:
-        """The upstream that the call is at, or that answered it, as errors name it."""
+        """Return the upstream that the call is at, or that answered it, as errors name it."""
         return f"upstream {self.attempts.upstream.name}"
 
     async def record_start(self) -> None:
@@ -167,7 +167,7 @@ class Call:
             await self._gateway.recorder.start(self._start, also)
 
     def transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
-        """What turns the answer's bytes into the agent's and the record's."""
+        """Return the object that turns the answer's bytes into the agent's bytes and the record."""
         self._http_status = answer.status
         dialect, injection = self._question.dialect, self.attempts.target.injection
         if answer.is_stream:
@@ -177,18 +177,18 @@ class Call:
         return self._transcript
 
     def head_of(self, answer: Answer) -> tuple[int, list[Header]]:
-        """The status and the headers that the agent gets."""
+        """Return the status and the headers that the agent gets."""
         return answer.status, [*answer.headers(keep_length=False), *self._headers()]
 
     def keep(self, piece: bytes) -> bytes:
-        """Keep what the record needs of a piece; return what the agent may see of it now."""
+        """Keep the parts of a piece that the record needs; return the bytes that the agent may see now."""
         assert self._transcript is not None
         if self._ttft_ms is None and isinstance(self._transcript, Transcript):
             self._ttft_ms = self._elapsed_ms()
         return self._transcript.feed(piece)
 
     async def record_end(self, status: CallStatus, error: str | None) -> None:
-        """Return when the call's end is durable; the first end counts. A cancellation does not undo it."""
+        """Return when the call's end is durable. Only the first end counts, and a cancellation does not undo it."""
         if self._ending is None:
             if self._reply.agent_left and status == "ok":
                 status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
@@ -199,7 +199,7 @@ class Call:
 
     @asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Record how the block ends where it does not do so itself, and show the agent what failed."""
+        """Record the end of the block if it did not do so itself, and show the agent any failure."""
         with self._reply.while_connected(finish=self._gateway.finish and self._question.recorded):
             try:
                 yield
@@ -323,5 +323,5 @@ class OnePiece:
 
 
 def new_call_id() -> str:
-    """Ids of later calls sort later, to the millisecond."""
+    """Return a new call id. Ids sort by time, to the millisecond."""
     return f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"

@@ -1,4 +1,4 @@
-"""Which rollout a request belongs to: named by header, by URL or by key. Contract, section 1."""
+"""Determines the rollout of a request, by header, URL or key. Contract, section 1."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_path(path: str) -> DataPath | None:
 
 
 def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str | None = None) -> RolloutName:
-    """The rollout that the header, the URL or the key names, in this order; else a new one, which is not `named`.
+    """Return the rollout named by header, URL or key, in this order; else a new one, which is not `named`.
 
     `headers` has lower-case names. Raises InvalidRequest for an id or a mode that is not valid.
     """
@@ -66,7 +66,7 @@ def _mode(value: str | None) -> Mode:
 
 
 def wants_recording(headers: Mapping[str, str]) -> bool:
-    """False if X-Recording is `off`; raises InvalidRequest if it is neither on nor off."""
+    """Return False if X-Recording is `off`; raise InvalidRequest if it is neither on nor off."""
     value = headers.get("x-recording", "on").lower()
     if value not in ("on", "off"):
         raise InvalidRequest(f"X-Recording must be on or off, got {value[:60]!r}", param="X-Recording")

@@ -1,4 +1,4 @@
-"""The data path's door: lets in /v1/… and /rollouts/{id}/…/v1/…, as a raw ASGI app. Contract, section 1."""
+"""Lets requests into the data path (/v1/… and /rollouts/{id}/…/v1/…), as a raw ASGI app. Contract, section 1."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
 
 
 def is_data_path(path: str) -> bool:
-    """Whether the data path answers this percent-decoded path; the control API answers all others."""
+    """Return whether the data path answers this percent-decoded path; the control API answers all others."""
     return parse_path(path) is not None
 
 
 class Visit(NamedTuple):
-    """A request that was let in: who sends it, and for which rollout. `headers`: names in lower case."""
+    """An admitted request, with its sender and its rollout. `headers` have lower-case names."""
 
     scope: Scope
     path: str
@@ -50,7 +50,7 @@ class Visit(NamedTuple):
     rollout: RolloutName
 
     def request(self, body: bytes, *, identity: bool = False) -> Request:
-        """The request as it goes upstream."""
+        """Return the request as it goes upstream."""
         return Request(
             method=self.scope["method"],
             path=self.path,

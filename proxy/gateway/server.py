@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn reads it, and three things that it leaves open.
+"""Changes three details of the way in which uvicorn reads HTTP/1.1.
 
 Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
 HTTP/2 with every request, and uvicorn would lose its body. What is no HTTP is refused in OpenAI's shape. Two lengths, a
@@ -19,7 +19,7 @@ _REFUSAL = (
 
 
 class ServerProtocol(HttpToolsProtocol):
-    """Our HTTP protocol for uvicorn: `uvicorn.Config(http=ServerProtocol)`."""
+    """The proxy's HTTP protocol for uvicorn: `uvicorn.Config(http=ServerProtocol)`."""
 
     _in_head = False
 

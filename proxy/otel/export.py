@@ -44,14 +44,14 @@ class Telemetry:
         self._propagator = TraceContextTextMapPropagator()
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
-        """Export the call. Never waits; what goes wrong is logged. `headers`: of its request, names in lower case."""
+        """Export the call without waiting, and log failures. `headers` are of its request, with lower-case names."""
         try:
             self._export(start, end, headers)
         except Exception:
             log.exception("call %s: no span could be made of it", start.call_id)
 
     async def close(self) -> None:
-        """Send what waits, for as long as FLUSH_S: the SDK itself would wait half a minute for a collector."""
+        """Send the waiting spans for up to FLUSH_S seconds. The SDK itself would wait 30 s for a collector."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, FLUSH_S)
@@ -93,7 +93,7 @@ def require_sdk(config: TelemetryConfig) -> None:
 
 @asynccontextmanager
 async def listening(config: TelemetryConfig, redactor: Redactor) -> AsyncIterator[list[Listener]]:
-    """The listeners that export calls while the block runs; none without an `otlp_endpoint`. Raises ConfigError."""
+    """Yield the listeners that export calls during the block, none without `otlp_endpoint`. Raise ConfigError."""
     if config.otlp_endpoint is None:
         yield []
         return

@@ -26,13 +26,13 @@ _PARAMETERS = {**{name: name for name in _SAME}, "choice.count": "n"}
 
 
 def is_call(attributes: Attributes) -> bool:
-    """Whether the span is one of a model's answer: not of an embedding, a tool or an agent."""
+    """Return whether the span is a model's answer, not an embedding, a tool or an agent."""
     named = attributes.get("gen_ai.operation.name", attributes.get("llm.request.type"))
     return named in CALLS if named is not None else "gen_ai.request.model" in attributes
 
 
 def is_action(attributes: Attributes) -> bool:
-    """Whether the span is one of a retriever, or of a tool that no model's answer asked for.
+    """Return whether the span is a retriever, or a tool that no model's answer asked for.
 
     What a tool got that one did ask for is told by the next request.
     """
@@ -41,7 +41,7 @@ def is_action(attributes: Attributes) -> bool:
 
 
 def action_of(attributes: Attributes, error: str | None) -> Event:
-    """What the agent did, and what came of it."""
+    """Return the agent's action and its result."""
     if attributes.get("gen_ai.operation.name") == RETRIEVAL:
         told = {name: attributes.get(f"gen_ai.{key}") for name, key in _ASKED.items()}
         name, result = RETRIEVAL, _parsed(attributes.get("gen_ai.retrieval.documents"))
@@ -59,7 +59,7 @@ def action_of(attributes: Attributes, error: str | None) -> Event:
 
 
 def request_of(attributes: Attributes) -> Json:
-    """The call's request, as /v1/chat/completions takes it."""
+    """Return the call's request, as /v1/chat/completions takes it."""
     found: Json = {"model": attributes.get("gen_ai.request.model"), "messages": list(_asked(attributes))}
     for name, as_name in _PARAMETERS.items():
         value = attributes.get(f"gen_ai.request.{name}")
@@ -73,7 +73,7 @@ def request_of(attributes: Attributes) -> Json:
 
 
 def response_of(attributes: Attributes) -> Json:
-    """The call's answer, as /v1/chat/completions gives it."""
+    """Return the call's answer, as /v1/chat/completions gives it."""
     reasons = attributes.get("gen_ai.response.finish_reasons")
     messages = list(_answers(attributes))
     choices = []
@@ -94,7 +94,7 @@ _REASONS = {"tool_call": "tool_calls", "end_turn": "stop"}
 
 
 def tokens_of(attributes: Attributes, response: Json) -> Tokens:
-    """The token ids and log-probabilities that the span gives, if it does, by the names that docs/client.md says."""
+    """Return the token ids and log-probabilities that the span gives, if any, under the names in docs/client.md."""
     prompt, ids, logprobs = (
         _first(attributes, f"lightning.{name}", name) for name in ("prompt_token_ids", "response_token_ids", "logprobs")
     )

@@ -42,7 +42,7 @@ def operation_of(start: CallStart) -> str:
 
 
 def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str, Any]:
-    """The span's attributes; what was said only if `content`."""
+    """Return the span's attributes, with the conversation's text only if `content` is true."""
     response = end.response if isinstance(end.response, dict) else {}
     usage = end.usage or {}
     found = {
@@ -91,12 +91,12 @@ def _asked_for(request: Json) -> dict[str, Any]:
 
 
 def system_instructions(request: Json) -> list[Json]:
-    """The instructions that were given apart from the conversation, in parts."""
+    """Return the instructions that were given apart from the conversation, in parts."""
     return [part for name in ("system", "instructions") if request.get(name) for part in _parts(request[name])]
 
 
 def input_messages(request: Json) -> list[Json]:
-    """The conversation that the model was shown, of any recorded API, as messages in parts."""
+    """Return the conversation that the model was shown, of any recorded API, as messages in parts."""
     asked = request.get("messages", request.get("input", request.get("prompt")))
     if not isinstance(asked, list) or not all(isinstance(item, dict) for item in asked):
         return [{"role": "user", "parts": list(_parts(asked))}]
@@ -104,7 +104,7 @@ def input_messages(request: Json) -> list[Json]:
 
 
 def output_messages(response: Json) -> list[Json]:
-    """The model's answer, each choice a message."""
+    """Return the model's answer, each choice a message."""
     if isinstance(output := response.get("output"), list):
         items = [part for item in dicts(output) for part in _message(item)["parts"]]
         return [{"role": "assistant", "parts": items, "finish_reason": _reason(response.get("status"))}]

@@ -1,4 +1,4 @@
-"""OTLP over HTTP: exported traces to plain spans, and the answers that its exporters expect. Pure.
+"""Converts OTLP over HTTP: exported traces to plain spans, and the answers that its exporters expect. Pure.
 
 https://opentelemetry.io/docs/specs/otlp/#otlphttp. `opentelemetry-proto` is imported when the first trace comes.
 """
@@ -39,7 +39,7 @@ class Span:
 
 
 def encoding_of(content_type: str) -> Encoding:
-    """The encoding that a Content-Type names; raises UnsupportedMediaType for another one."""
+    """Return the encoding that a Content-Type names; raises UnsupportedMediaType for another one."""
     media = content_type.partition(";")[0].strip().lower()
     for encoding, name in MEDIA.items():
         if media == name:
@@ -48,7 +48,7 @@ def encoding_of(content_type: str) -> Encoding:
 
 
 def read_spans(body: bytes, encoding: Encoding) -> list[Span]:
-    """The spans of an ExportTraceServiceRequest. Raises InvalidRequest; Unsupported without opentelemetry-proto."""
+    """Return an ExportTraceServiceRequest's spans. Raise InvalidRequest; Unsupported without opentelemetry-proto."""
     messages = _messages()
     found = messages.ExportTraceServiceRequest()
     try:
@@ -67,7 +67,7 @@ def read_spans(body: bytes, encoding: Encoding) -> list[Span]:
 
 
 def accepted(encoding: Encoding, rejected: int, why: str) -> bytes:
-    """The answer to an export, of which `rejected` spans were not taken; the exporter does not send them again."""
+    """Return the answer to an export with `rejected` spans not taken. The exporter does not send them again."""
     if encoding == "json":
         partial = {"rejectedSpans": str(rejected), "errorMessage": why} if rejected or why else None
         return dumps({"partialSuccess": partial} if partial else {}).encode()
@@ -79,7 +79,7 @@ def accepted(encoding: Encoding, rejected: int, why: str) -> bytes:
 
 
 def refused(encoding: Encoding, error: LightningError) -> bytes:
-    """The error as a google.rpc.Status, as OTLP wants it."""
+    """Return the error as a google.rpc.Status, as OTLP wants it."""
     code = _CODES.get(error.status, _UNKNOWN)
     if encoding == "json":
         return dumps({"code": code, "message": error.message}).encode()

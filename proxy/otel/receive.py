@@ -101,7 +101,7 @@ def read_all(spans: Iterable[Span]) -> tuple[list[Imported | Action], list[str]]
 
 
 def read_call(span: Span) -> Imported:
-    """The call that a span tells of. Raises InvalidRequest for ids and times that cannot be."""
+    """Return the call that a span describes. Raise InvalidRequest for impossible ids and times."""
     attributes = span.attributes
     _check(span)
     request, response = request_of(attributes), response_of(attributes)

@@ -11,12 +11,12 @@ from ..types import PublishMode
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA GPU. Looks at device files only, so that nobody needs torch to know."""
+    """Return whether there is an NVIDIA GPU. It looks at device files only, so torch is not needed."""
     return Path("/dev/nvidia0").exists() or (Path("/dev/dxg").exists() and shutil.which("nvidia-smi") is not None)
 
 
 def publish_mode(config: Config) -> PublishMode:
-    """What the configuration says; for `auto`, `lora` on a GPU and `merged` on a CPU.
+    """Return the configured publish mode; for `auto`, `lora` on a GPU and `merged` on a CPU.
 
     On a CPU, a LoRA adapter makes vLLM ten times slower. ConfigError if it is `merged` where agents have adapters of
     their own.

@@ -13,7 +13,7 @@ from .swap import Swap
 
 
 class ModelCheck:
-    """Asked when a rollout is opened, so that the refusal comes then and not at its first call."""
+    """Refuses an unavailable model when a rollout is opened, so that its first call does not fail."""
 
     def __init__(self, config: Config, store: Store, swap: Swap | None) -> None:
         self._policy = config.policy
@@ -23,7 +23,7 @@ class ModelCheck:
         self._swap = swap
 
     async def require(self, policy_version: int | None, model: str | None) -> None:
-        """Raise NotFound or Conflict if that cannot be served; both None is the live version, which always can."""
+        """Raise NotFound or Conflict if the model cannot be served. Both None means the live version, always served."""
         if policy_version is not None and model is not None:
             raise Conflict("policy_version and model exclude each other", param="model")
         if policy_version is not None:

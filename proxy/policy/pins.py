@@ -1,4 +1,4 @@
-"""Which policy version answers a rollout: the one that it began with."""
+"""Keeps each rollout on the policy version that it began with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST = 20_000
 
 
 class Pins:
-    """The versions that rollouts began with, whichever process answered their first call; the newest are in memory."""
+    """Knows the version that each rollout began with, in any process. The newest rollouts are in memory."""
 
     def __init__(self, store: Store, timeout_s: float) -> None:
         self._store = store
@@ -20,7 +20,7 @@ class Pins:
         self._recent: OrderedDict[str, int] = OrderedDict()
 
     async def of(self, rollout_id: str) -> int | None:
-        """The rollout's version; None before its first call."""
+        """Return the rollout's version; None before its first call."""
         pin = self._recent.get(rollout_id)
         if pin is not None:
             return pin
@@ -35,9 +35,9 @@ class Pins:
         return pin
 
     async def in_use(self) -> set[int]:
-        """Every version that a rollout may still ask for (`policy.pin_timeout_s`)."""
+        """Return every version that a rollout may still ask for (`policy.pin_timeout_s`)."""
         return set(self._recent.values()) | await self._store.versions.pinned(time.time() - self._timeout_s)
 
     def forget(self, rollout_id: str) -> None:
-        """The rollout was deleted: another one may begin under its name, with the version that is live then."""
+        """Drop the version of a deleted rollout. A new rollout of the same name begins with the live version."""
         self._recent.pop(rollout_id, None)

@@ -1,4 +1,4 @@
-"""Which upstream, model and policy version a call goes to."""
+"""Decides the upstream, model and policy version that a call goes to."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class PolicyRouter:
         self._watch = watch
 
     async def route(self, rollout: RolloutName, model: str | None) -> Route:
-        """Return where a call of this rollout for this model goes. Raises NotServed, UpstreamTimeout."""
+        """Return the destination of a call of this rollout for this model. Raises NotServed, UpstreamTimeout."""
         opened_for = self._store.rollouts.model_of(rollout.rollout_id) if model == self.alias else None
         if opened_for is None:
             return await self._route(rollout, model)
         return _asking_for(opened_for, await self._route(rollout, opened_for))
 
     def alias_entry(self) -> dict[str, Any]:
-        """The alias as an entry of `GET /v1/models`."""
+        """Return the alias as an entry of `GET /v1/models`."""
         return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}
 
     async def _route(self, rollout: RolloutName, model: str | None) -> Route:
@@ -111,7 +111,7 @@ def _asking_for(model: str, route: Route) -> Route:
 
 
 def models_by_upstream(upstreams: Sequence[UpstreamConfig]) -> dict[str, UpstreamConfig]:
-    """The upstream of every model that one names; the names that only a fallback maps are none of these."""
+    """Return the upstream of every model that one names, without names that only a fallback maps."""
     standing_by = {name for upstream in upstreams for name in upstream.fallbacks}
     named: dict[str, UpstreamConfig] = {}
     for upstream in upstreams:

@@ -1,4 +1,4 @@
-"""Puts a policy version behind the alias, and brings back what a restarted vLLM has forgotten."""
+"""Puts a policy version behind the alias, and reloads versions that a restarted vLLM has lost."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ log = logging.getLogger(__name__)
 
 
 class NotServed(LightningError):
-    """vLLM is there, but does not serve what the store says is live."""
+    """vLLM runs, but does not serve the version that the store says is live."""
 
     status = 503
 
 
 class Superseded(LightningError):
-    """Another version was made live by hand; what was to follow the one before it does not count any more."""
+    """Another version was made live by hand, so the planned successor of the old one does not count any more."""
 
     status = 409
 
 
 class Swap:
-    """Makes versions live. One process at a time (a lock file), the proxy or the trainer."""
+    """Makes versions live. A lock file lets only one process do so at a time: the proxy or the trainer."""
 
     def __init__(self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path) -> None:
         self.store = store
@@ -80,7 +80,7 @@ class Swap:
         return await self.promote(earlier[-1])
 
     async def serves(self, version: PolicyVersion) -> bool:
-        """Whether merged weights in vLLM carry the label of this version."""
+        """Return whether merged weights in vLLM carry the label of this version."""
         return await self.vllm.weight_version() in _labels(version)
 
     async def load(self, version: PolicyVersion) -> None:

@@ -24,11 +24,11 @@ class VllmError(LightningError):
 
 
 class VllmFault(VllmError):
-    """vLLM met an error of its own (5xx). It may be on its way down, and still list what it served."""
+    """vLLM had an internal error (5xx). It may be shutting down, yet still list its old models."""
 
 
 def operator_session() -> aiohttp.ClientSession:
-    """A session for the classes below. vLLM closes idle connections after 5 s: this one does it first."""
+    """Return a session for the classes below. It closes idle connections before vLLM does after 5 s."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=4))
 
 
@@ -43,12 +43,12 @@ class VllmServer:
         self._timeout = aiohttp.ClientTimeout(total=120.0, sock_connect=5)
 
     async def models(self) -> list[dict[str, Any]]:
-        """The served models: the base model, whose `parent` is None, and the adapters."""
+        """Return the served models: the base model, whose `parent` is None, and the adapters."""
         answer = await self._request("GET", "/v1/models")
         return list(answer["data"])
 
     async def base_model(self) -> str:
-        """The name under which the base model is served."""
+        """Return the name under which the base model is served."""
         names = [model["id"] for model in await self.models() if model.get("parent") is None]
         if not names:
             raise VllmError(f"{self._root}/v1/models lists no base model")
@@ -65,7 +65,7 @@ class VllmServer:
             await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def weight_version(self) -> str:
-        """The label of the weights being served; `default` after a start."""
+        """Return the label of the weights being served; `default` after a start."""
         return str((await self._request("GET", "/weight_info"))["weight_version"])
 
     async def is_paused(self) -> bool:
@@ -91,7 +91,7 @@ class VllmServer:
         await self.resume()
 
     async def sample(self, model: str, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """Sample an answer of up to `tokens` tokens at temperature 1; its ids, and their log-probabilities."""
+        """Sample up to `tokens` tokens at temperature 1; return their ids and their log-probabilities."""
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "logprobs": 0, "return_token_ids": True}
         answer = await self._request("POST", "/v1/completions", body | plain)
@@ -130,7 +130,7 @@ class VllmFleet:
         self._servers = [VllmServer(session, url, headers or {}) for url in urls]
 
     async def each(self, work: Callable[[VllmServer], Awaitable[object]]) -> dict[str, LightningError | None]:
-        """Do it at every server; by URL, what went wrong there. Raises if it went wrong everywhere."""
+        """Do the work at every server and return the errors by URL. Raise if it failed everywhere."""
         problems: dict[str, LightningError | None] = {}
         for server, outcome in await self._outcomes(work):
             if isinstance(outcome, BaseException) and not isinstance(outcome, LightningError):
@@ -142,17 +142,17 @@ class VllmFleet:
         return problems
 
     async def reachable(self) -> list[VllmServer]:
-        """The servers that answer; the only one whether it does or not. Raises as `models` does if none does."""
+        """Return the servers that answer, or the only server in any case. Raise like `models` if none answers."""
         if len(self._servers) == 1:
             return [*self._servers]
         return [server for server, _ in await self._ask(VllmServer.models)]
 
     async def models(self) -> list[dict[str, Any]]:
-        """The models of the first server that answers."""
+        """Return the models of the first server that answers."""
         return (await self._ask(VllmServer.models))[0][1]
 
     async def base_model(self) -> str:
-        """The name under which all servers serve the base model; VllmError if they serve different ones."""
+        """Return the name under which all servers serve the base model; VllmError if they serve different ones."""
         names = {name for _, name in await self._ask(VllmServer.base_model)}
         if len(names) > 1:
             raise VllmError(f"the replicas serve different base models: {', '.join(sorted(names))}")
@@ -165,7 +165,7 @@ class VllmFleet:
         await self._ask(lambda server: server.unload_adapter(name))
 
     async def weight_version(self) -> str:
-        """The label of the weights being served; `mixed` if the servers have different ones."""
+        """Return the label of the weights being served; `mixed` if the servers have different ones."""
         labels = {label for _, label in await self._ask(VllmServer.weight_version)}
         return labels.pop() if len(labels) == 1 else "mixed"
 

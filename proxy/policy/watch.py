@@ -1,4 +1,4 @@
-"""Looks at the policy's vLLM every second, and has it serve the live version again after it was away."""
+"""Checks the policy's vLLM every second, and makes it serve the live version again after an outage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WATCH_S = 1.0
 
 
 class Watch:
-    """Knows whether vLLM serves the live version, and reports servers that do not, so that they get no calls."""
+    """Knows whether vLLM serves the live version. Servers that do not are reported and get no calls."""
 
     def __init__(self, swap: Swap, upstream: UpstreamConfig, pins: Pins, health: Health) -> None:
         self.swap = swap
@@ -31,13 +31,13 @@ class Watch:
         self._problem: LightningError | None = None
 
     async def run(self) -> None:
-        """Look every second, until cancelled."""
+        """Check vLLM every second until cancelled."""
         while True:
             await self._get_in_line()
             await asyncio.sleep(WATCH_S)
 
     async def reachable(self) -> bool:
-        """Whether any of the servers answers."""
+        """Return whether any of the servers answers."""
         try:
             await self.swap.vllm.models()
         except LightningError:
@@ -45,7 +45,7 @@ class Watch:
         return True
 
     async def require(self) -> None:
-        """Return when a call may go out. An unreachable vLLM is left for the call itself to meet.
+        """Return when a call may go out. If vLLM is unreachable, return too: the call itself will fail.
 
         Raises NotServed, and UpstreamTimeout if vLLM does not say within the upstream's `connect_timeout_s`.
         """

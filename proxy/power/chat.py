@@ -1,4 +1,4 @@
-"""A chat completion for `power:ALPHA`, sampled from the base model that a vLLM serves.
+"""Answers chat completions for `power:ALPHA`, sampled from the base model that a vLLM serves.
 
 By routes of vLLM: `render` says which tokens the messages are. The ordinary chat completions go on with these and with
 what is kept of an answer (in `kv_transfer_params.prompt_token_ids`). `derender` makes of the answer's tokens what vLLM
@@ -41,7 +41,7 @@ _GRAMMARS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice
 
 
 def power_of(model: object) -> float | None:
-    """The alpha of a model named `power:ALPHA`, above 1; None for any other name. Raises InvalidRequest."""
+    """Return the alpha of a model named `power:ALPHA`, above 1; None for any other name. Raise InvalidRequest."""
     match = _NAME.fullmatch(model) if isinstance(model, str) else None
     if match is None:
         return None
@@ -59,7 +59,7 @@ class HttpAnswer(NamedTuple):
 
 
 class PowerChat:
-    """Answers requests for `power:ALPHA`, all at once."""
+    """Answers requests for `power:ALPHA`, each as one whole answer."""
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
         """`base_url`: of the vLLM, ending in /v1."""
@@ -67,7 +67,7 @@ class PowerChat:
         self._base_url = base_url
 
     async def answer(self, body: Json, headers: Mapping[str, str]) -> HttpAnswer:
-        """The answer to a request's body; vLLM is asked with `headers`, which carry the key that it may want.
+        """Return the answer to a request's body. vLLM gets `headers`, which carry the key that it may want.
 
         Raises NotFound, InvalidRequest and Unsupported for what cannot be sampled; vLLM's own refusals are answers.
         """
@@ -115,7 +115,7 @@ class _Vllm:
         self._root = base_url.rstrip("/").removesuffix("/v1")
 
     async def base_model(self, alpha: float) -> str:
-        """The name of the base model.
+        """Return the name of the base model.
 
         Raises NotFound while trained weights are served in its place, UpstreamUnreachable while others are loaded.
         """
@@ -131,7 +131,7 @@ class _Vllm:
         return await self._operator.base_model()
 
     async def rendered(self, body: Json) -> tuple[list[int], int]:
-        """The prompt's tokens, and how many an answer may have."""
+        """Return the prompt's tokens, and how many an answer may have."""
         prompt = await self._ask(RENDER, body)
         return prompt["token_ids"], prompt["sampling_params"].get("max_tokens", UNSAID)
 

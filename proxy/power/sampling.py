@@ -39,11 +39,11 @@ class Answer:
 
     @property
     def said(self) -> tuple[int, ...]:
-        """Its tokens without the one that ended it."""
+        """Return the answer's tokens without the one that ended it."""
         return self.token_ids[:-1] if self.ended and self.stop is None else self.token_ids
 
     def upto(self, cut: int) -> Answer:
-        """Its first `cut` tokens."""
+        """Return the answer's first `cut` tokens."""
         return Answer(self.token_ids[:cut], self.logprobs[:cut])
 
     def followed_by(self, ending: Answer) -> Answer:
@@ -70,7 +70,7 @@ class PowerSampler:
     sampled: int = 0
 
     async def sample(self, max_tokens: int) -> Answer:
-        """An answer of at most `max_tokens` tokens."""
+        """Return an answer of at most `max_tokens` tokens."""
         answer = Answer()
         while not answer.ended and len(answer.token_ids) < max_tokens:
             limit = min(len(answer.token_ids) + self.block, max_tokens)
@@ -81,7 +81,7 @@ class PowerSampler:
         return answer
 
     async def move(self, answer: Answer, limit: int) -> Answer:
-        """One step of the chain over answers of at most `limit` tokens; leaves p^alpha over them unchanged."""
+        """Make one step of the chain over answers of at most `limit` tokens; it leaves p^alpha over them unchanged."""
         cut = self.rng.randrange(len(answer.token_ids))
         answers = [answer, *await self._endings(answer.upto(cut), limit)]
         # An answer of n tokens is cut at this one with a chance of 1/n.

@@ -1,4 +1,4 @@
-"""Writes many records in one commit. Records that arrive during a commit wait for a later one. Nothing is dropped."""
+"""Writes many records in one commit. Records that arrive during a commit wait for the next. No record is dropped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ORDER = {
 
 @dataclass(slots=True)
 class Entry:
-    """A record that waits for its commit; `size`: about how many bytes it has."""
+    """A record that waits for its commit. `size` is its approximate number of bytes."""
 
     statements: Sequence[Statement]
     size: int
@@ -49,7 +49,7 @@ class Entry:
 
 
 class GroupCommit:
-    """The one writer of a process's records. Run it with `async with`; it ends when nothing waits any more."""
+    """The only writer of a process's records. Use it with `async with`; it ends when nothing waits any more."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -70,11 +70,11 @@ class GroupCommit:
 
     @property
     def depth(self) -> int:
-        """Records that wait for their commit."""
+        """Return the number of records that wait for their commit."""
         return len(self._waiting)
 
     def put(self, statements: Sequence[Statement], size: int) -> asyncio.Future[None]:
-        """A future that is done when the record is durable, or fails with StoreUnavailable."""
+        """Return a future that is done when the record is durable, or fails with StoreUnavailable."""
         entry = Entry(statements, size, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         self._wanted.set()

@@ -69,13 +69,13 @@ class Metrics:
         self._continuity.labels(outcome).inc()
 
     def step_ended(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show what the trainer reported of its last step."""
+        """Show the metrics that the trainer reported for its last step."""
         for name, value in {"step": step, **metrics}.items():
             if isinstance(value, int | float):
                 self._step.labels(name).set(value)
 
     def stopped_for(self, collapse: Collapse | None) -> None:
-        """Show the sign of collapse that publication is stopped for, if it is."""
+        """Show the sign of collapse for which publication is stopped, if any."""
         for sign in get_args(CollapseSign):
             self._collapsed.labels(sign).set(collapse is not None and collapse.sign == sign)
 
@@ -89,7 +89,7 @@ class Metrics:
         return Gauge(f"lightning_{name}", text, labels, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         if self._shared is None:
             return generate_latest(self._registry)
         all_workers = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""The recent calls of each rollout, in memory: a later call is stored as what it adds to one of them."""
+"""Keeps recent calls of each rollout in memory, so that a later call is stored as its difference from one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RecentCalls:
         self._kept = 0
 
     def parent_of(self, rollout_id: str, request: dict[str, Any]) -> RecentCall | None:
-        """The recent call of the rollout that the request has most in common with."""
+        """Return the recent call of the rollout that the request has most in common with."""
         messages = conversation(request)
         recent = self._rollouts.get(rollout_id)
         shared = [(common_prefix(messages, conversation(c.request)), c) for c in recent.calls] if recent else []

@@ -72,11 +72,11 @@ class Recorder:
 
     @property
     def depth(self) -> int:
-        """Records that wait for their commit."""
+        """Return the number of records that wait for their commit."""
         return self._writer.depth
 
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
-        """Record a call as `incomplete`, and `also` with it; raises StoreUnavailable."""
+        """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable."""
         if self._redactor is None:
             await self._start(start, also)
             return
@@ -90,12 +90,12 @@ class Recorder:
             raise
 
     def resume(self, start: CallStart) -> None:
-        """Take up a call whose start is recorded already, by another process perhaps, so that its end can follow."""
+        """Continue a call whose start is recorded already, perhaps by another process, so that its end can follow."""
         if self._redactor is not None and self._redactor.start(start)[1]:
             self._shown.add(start.call_id)
 
     def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
-        """Record how a call ended, and `also` with it.
+        """Record the outcome of a call, together with `also`.
 
         The future is done when that is durable, or fails with StoreUnavailable.
         """
@@ -120,7 +120,7 @@ class Recorder:
         return done
 
     def forget(self, rollout_id: str) -> None:
-        """The rollout was deleted: no later call is stored as what it adds to one of its calls."""
+        """Drop a deleted rollout from memory, so that no later call is stored as a difference from its calls."""
         self._recent.forget(rollout_id)
 
     async def _start(self, start: CallStart, also: Sequence[Statement]) -> None:

@@ -1,4 +1,4 @@
-"""What is taken out of records before they are stored: secrets, what patterns match, chosen fields. Pure.
+"""Removes secrets, text that matches patterns, and chosen fields from records before they are stored. Pure.
 
 What the agent and the model see is never changed. Ids (of rollouts, tasks, agents) are names, and stored as they are.
 """
@@ -30,7 +30,7 @@ _TOKENS = frozenset(
 
 
 class Redactor:
-    """Redacts values without changing them in place: what comes back is the same object if nothing was redacted."""
+    """Redacts values without changing them in place. It returns the same object if nothing was redacted."""
 
     def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
         """`keys`: those of the configuration, which are secret whatever they look like."""
@@ -54,7 +54,7 @@ class Redactor:
         return text
 
     def value(self, value: Any, root: str) -> Any:
-        """A JSON value redacted; `root` is the first part of the paths of fields that apply to it."""
+        """Return a JSON value redacted; `root` is the first part of the paths of fields that apply to it."""
         try:
             for path in self._fields:
                 if path[0] == root:
@@ -64,12 +64,12 @@ class Redactor:
             return MASK
 
     def event(self, event: Event) -> Event:
-        """The event without what may not be stored."""
+        """Return the event without the parts that may not be stored."""
         said = {name: getattr(event, name) for name in ("name", "value", "arguments", "result")}
         return replace(event, **{name: self.value(value, "event") for name, value in said.items()})
 
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
-        """The call's beginning, and whether something may be missing in it that the model was shown.
+        """Return the redacted start of a call, and whether the record may lack something that the model saw.
 
         Something may be missing wherever the server remembers an earlier response: its tokens would tell.
         The agent's own text is never kept: a name that stands there twice holds a value that was not looked at.
@@ -86,7 +86,7 @@ class Redactor:
         return start._replace(request=request, model=model), shown or unseen
 
     def end(self, end: CallEnd, *, shown: bool) -> CallEnd:
-        """The call's end. If it or its beginning (`shown`) was changed, its tokens go too: they would tell."""
+        """Return the redacted end of a call. If its start (`shown`) or end changed, its tokens are removed too."""
         response = self.value(end.response, "response")
         end = end._replace(error=end.error and self.text(end.error), usage=self._texts(end.usage))
         if not shown and response is end.response:

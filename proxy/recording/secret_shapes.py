@@ -1,4 +1,4 @@
-"""What well-known secrets look like. Pure."""
+"""The patterns of well-known secrets. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """A kind of secret. Every text that holds one has one of the `hints` in it, which are cheap to look for."""
+    """A kind of secret. Every text with such a secret contains one of the `hints`, which are cheap to find."""
 
     hints: tuple[str, ...]
     pattern: re.Pattern[str]

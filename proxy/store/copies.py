@@ -1,4 +1,4 @@
-"""Copies of a store's file, and questions to a store that is only read: neither needs the schema of this release."""
+"""Copies a store's file and queries a read-only store. Neither needs the schema of this release."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
 
 
 def make_private(path: Path) -> None:
-    """Make an empty file that only its owner may read, if there is none; SQLite's files beside it get its rights."""
+    """Make an empty file that only its owner may read, if missing. SQLite gives its side files the same rights."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def is_sqlite(path: Path) -> bool:
-    """Whether the file is one of SQLite's."""
+    """Return whether the file is an SQLite database."""
     with path.open("rb") as file:
         return file.read(16) == b"SQLite format 3\0"
 
 
 def copy_store(source: Path, target: Path) -> None:
-    """A copy as of one moment. A store that nobody has open is not even opened: SQLite would leave files beside it."""
+    """Copy a store as of one moment. A store in use by nobody is not opened, so SQLite leaves no files beside it."""
     make_private(target)
     try:
         with closing(_only_read(source)) as connection:
@@ -52,7 +52,7 @@ def back_up(store: Path, target: Path) -> None:
 
 
 def restore(backup: Path, store: Path) -> None:
-    """Make a store from a backup. Raises LightningError if there is a store, or the backup is none of this release."""
+    """Make a store from a backup. Raise LightningError if a store exists or the backup is from another release."""
     if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
         raise LightningError(
             f"there is a store at {store}: move it away first, with the files beside it, or set store.url"
@@ -69,7 +69,7 @@ def restore(backup: Path, store: Path) -> None:
 
 
 def rename_store(part: Path, target: Path) -> None:
-    """Give a finished store its name: everything is in the one file, on disk, before it gets it."""
+    """Give a finished store its final name, once all its data is on disk in one file."""
     with closing(sqlite3.connect(part)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with part.open("rb") as file:

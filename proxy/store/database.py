@@ -112,7 +112,7 @@ class Database:
         return done
 
     async def require_writable(self) -> None:
-        """Raise StoreUnavailable unless a record could be committed now, to the file that has the store's name."""
+        """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
         if _identity(self.path) != self._file:
             raise StoreUnavailable(f"the file {self.path} was removed or replaced: start the proxy again")
         await self.write(_write_the_same, 0)
@@ -164,7 +164,7 @@ class Database:
     # Reads ---------------------------------------------------------------------------------------------------------
 
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
-        """All rows of a query; StoreUnavailable when SQLite cannot read."""
+        """Return all rows of a query. Raise StoreUnavailable if SQLite cannot read."""
         fetch = self._reader.execute
         loop = asyncio.get_running_loop()
         try:
@@ -173,12 +173,12 @@ class Database:
             _raise_ours(error, "read")
 
     async def one(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        """The first row of a query, if it has any."""
+        """Return the first row of a query, or None without one."""
         rows = await self.all(sql, params)
         return rows[0] if rows else None
 
     def one_now(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        """The first row of a query that is quick: it is run at once, in the event loop's thread."""
+        """Return the first row of a quick query, which runs at once in the event loop's thread."""
         try:
             row: sqlite3.Row | None = self._quick.execute(sql, params or {}).fetchone()
         except sqlite3.DatabaseError as error:
@@ -188,7 +188,7 @@ class Database:
 
 @asynccontextmanager
 async def opened(config: StoreConfig) -> AsyncIterator[Database]:
-    """The store of a configuration, closed in the end."""
+    """Yield the store of a configuration, and close it at the end."""
     database = await Database.open(config)
     try:
         yield database

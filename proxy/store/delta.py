@@ -1,4 +1,4 @@
-"""Stores a request as what it adds to an earlier one: an agent re-sends its whole history every turn. Pure.
+"""Stores a request as its difference from an earlier one: agents resend their whole history every turn. Pure.
 
 A stored request is `{"same": [keys], "grown": {key: [kept, suffix]}, "new": {key: value}}`, relative to its parent's.
 """

@@ -1,4 +1,4 @@
-"""The events: what an agent says of itself between its calls, such as states, actions that no model chose, notes."""
+"""The events that an agent reports between its calls: states, actions that no model chose, notes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RETURNING event_id
 
 
 class Events:
-    """The table of events. They are context: nothing of them is ever trained on."""
+    """The table of events. Events are context and are never trained on."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

@@ -1,4 +1,4 @@
-"""Answers to posts that carried an Idempotency-Key: the same post again gets the same answer."""
+"""Stores answers to posts with an Idempotency-Key, so that a repeated post gets the same answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE created_
 
 
 def answer_once(db: sqlite3.Connection, key: str | None, body: bytes, work: Callable[[], Answer]) -> Answer:
-    """Do `work`, unless a post with this key and body was answered before; Conflict if the body was another one."""
+    """Do `work`, or return the stored answer to the same key and body. Raise Conflict if the body differs."""
     if key is None:
         return work()
     body_hash = hashlib.sha256(body).hexdigest()

@@ -78,7 +78,7 @@ OnDelete = Callable[[str, str], None]  # rollout id, and why: age or size
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A rollout is over if it ended before `before`, or has not ended and made no call since `quiet`. Unix times."""
+    """Defines which rollouts are over: ended before `before`, or not ended and quiet since `quiet` (Unix times)."""
 
     before: float
     quiet: float
@@ -86,7 +86,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The file's size and what of it is free, in bytes."""
+    """The file's size and its free part, in bytes."""
 
     bytes: int
     free: int
@@ -212,7 +212,7 @@ def _read_pages(rows: Iterable[sqlite3.Row]) -> Pages:
 
 @contextmanager
 def keeping(store: Path) -> Iterator[bool]:
-    """Yield whether no other process keeps this store. None will while the block runs, or until this process dies."""
+    """Yield whether no other process keeps this store. If so, none will until the block ends or this process dies."""
     with Path(f"{store}-keeper").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

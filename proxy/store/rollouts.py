@@ -86,7 +86,7 @@ class Rollouts:
         await self._db.commit([(ROLLOUT_OPEN, opened), *chosen, (ROLLOUT_KEY, named)])
 
     async def get(self, rollout_id: str) -> Rollout:
-        """The rollout of this id; NotFound if there is none."""
+        """Return the rollout with this id; raise NotFound if there is none."""
         row = await self._db.one(ROLLOUT, {"rollout_id": rollout_id})
         if row is None:
             raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")

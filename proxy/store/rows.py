@@ -1,4 +1,4 @@
-"""Rows of the store as records of `types.py`: a field is the column of its name, unless it is made of others."""
+"""Reads rows of the store as records of `types.py`. Most fields are columns of the same name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def read(kind: type[T], row: sqlite3.Row, **made: Any) -> T:
-    """The record (a dataclass) that a row holds; `made`: its fields that are not a column as it is."""
+    """Return the record (a dataclass) in a row. `made` has the fields that are not simply a column."""
     return kind(**{name: row[name] for name in _names(kind) if name not in made}, **made)  # type: ignore[arg-type]
 
 

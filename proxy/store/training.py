@@ -1,4 +1,4 @@
-"""The training steps: which rollouts each step took, and what came of it.
+"""The training steps: the rollouts that each step took, and its result.
 
 Commit points: `claim` (a step owns its rollouts), `trained` (they are never offered again).
 """
@@ -88,7 +88,7 @@ class Collapse:
 
     @property
     def story(self) -> str:
-        """Tell a person what was seen, what it means now, and what to do."""
+        """Tell a person which sign was seen, its present effect, and the action to take."""
         return (
             f"{self.what}. Agents are served as before; nothing is trained or published until a version is made live "
             f"by hand: `lightning-proxy policy promote {self.go_back_to}` goes back"

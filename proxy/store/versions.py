@@ -1,4 +1,4 @@
-"""The policy versions, and the log that says which of them was live from when on."""
+"""The policy versions, and the log of the times at which each became live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits to be trained on: rewarded rollouts that no step has taken, by the task that they are siblings of."""
+"""Finds rollouts that wait for training: rewarded, taken by no step, and grouped by their common task."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Waiting:
         await self._db.write(lambda db: db.executemany(ROLLOUTS_REWARDED_AS, rows))
 
     async def rewarded_since(self, version: int, newest: int) -> list[tuple[Rollout, list[Reward]]]:
-        """Return those of the `newest` rollouts that ended and began with this version or a later one, oldest first."""
+        """Return the ended ones of the `newest` rollouts that began with this version or later, oldest first."""
         params: dict[str, object] = {"version": version, "newest": newest}
         rewards = defaultdict[str, list[Reward]](list)
         for row in await self._db.all(REWARDS_SINCE_VERSION, params):

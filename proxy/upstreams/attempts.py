@@ -1,4 +1,4 @@
-"""The ways to a call's answer: an upstream is opened when first used, tried again, and followed by its fallbacks."""
+"""Tries to get a call answered: opens its upstream on first use, retries, and moves on to fallbacks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Upstreams:
         self._opened: dict[str, Upstream] = {}
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
-        """The upstream's answer as far as its headers, after its retries; errors as those of `Upstream.open`."""
+        """Return the upstream's answer up to its headers, after retries. Errors are those of `Upstream.open`."""
         upstream = self._opened.get(config.name) or self._make(config)
         if not config.retries:
             return await upstream.open(request)
@@ -61,7 +61,7 @@ class Upstreams:
 
 
 class Target(NamedTuple):
-    """One way to have a call answered: by this route's upstream, asked in this way. `sent`: the request's body."""
+    """One way to get a call answered: the upstream of this route and the form of the request. `sent` is its body."""
 
     route: Route
     request: Request
@@ -91,12 +91,12 @@ class Attempts:
         self.target = ask(route, False)
 
     def begin_with(self, open_first: Callable[[Request], Awaitable[Answer]]) -> None:
-        """Ask the first upstream by this function."""
+        """Ask the first upstream with this function."""
         self._open_first = open_first
 
     @property
     def upstream(self) -> UpstreamConfig:
-        """The upstream that the call is at, or that answered it."""
+        """Return the upstream that the call is at, or that answered it."""
         return self.target.route.upstream
 
     @property

@@ -1,4 +1,4 @@
-"""What an upstream is: where a call goes, what is sent there, and the answer that comes back."""
+"""Defines an upstream: the destination of a call, the request sent to it, and the answer that comes back."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ class Answer(Protocol):
 
     @property
     def is_stream(self) -> bool:
-        """Whether it is a stream of server-sent events."""
+        """Return whether the answer is a stream of server-sent events."""
 
     @property
     def retry_after(self) -> str:
-        """The header of that name; empty if there is none."""
+        """Return the Retry-After header; empty if there is none."""
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """The headers for the agent, without Content-Length where the body may change."""
+        """Return the headers for the agent, without Content-Length if the body may change."""
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
+        """Yield the body as it arrives. Raise UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
 
     async def read(self) -> bytes:
-        """The whole body; raises as `chunks` does."""
+        """Return the whole body. Errors are those of `chunks`."""
 
     def release(self) -> Any:
-        """Let go of it, whole or not."""
+        """Release the answer's connection, even if the body was not read to its end."""
 
 
 class Upstream(Protocol):
-    """One configured upstream, at work."""
+    """One configured upstream in use."""
 
     async def open(self, request: Request) -> Answer:
         """Send the request and wait for the answer to begin. Raises UpstreamUnreachable, UpstreamTimeout, Unsupported.
@@ -105,11 +105,11 @@ class KeyMask:
         self._held = b""
 
     def once(self, data: bytes) -> bytes:
-        """Mask the key in data that is there as a whole."""
+        """Mask the key in data that is complete."""
         return data.replace(self._key, b"*" * len(self._key))
 
     def feed(self, data: bytes) -> bytes:
-        """The next piece of a body, less an end that may be the beginning of the key."""
+        """Return the next piece of a body, without an end that may be the beginning of the key."""
         data = self.once(self._held + data)
         size = next((n for n in range(min(len(self._key) - 1, len(data)), 0, -1) if data.endswith(self._key[:n])), 0)
         self._held = data[len(data) - size :]

@@ -1,4 +1,4 @@
-"""Which servers are up, as the health checks and the policy's watch found, and which one a rollout is sent to."""
+"""Tracks the servers that are up, by health checks and the policy's watch, and picks one for each rollout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Health:
 
     @property
     def problems(self) -> Mapping[Server, str | None]:
-        """What is wrong with each server that is watched; None if nothing is."""
+        """Return the problem of each watched server, or None for a server without any."""
         return self._problems
 
     def report(self, upstream: str, url: str, problem: str | None) -> None:
@@ -37,11 +37,11 @@ class Health:
         self._problems[server] = problem
 
     def is_down(self, upstream: UpstreamConfig) -> bool:
-        """Whether none of its servers is up."""
+        """Return whether none of an upstream's servers is up."""
         return bool(upstream.urls) and all(self._problems.get((upstream.name, url)) for url in upstream.urls)
 
     def order(self, upstream: UpstreamConfig, rollout_id: str) -> Sequence[str]:
-        """The servers to try for a call of the rollout, one at least; all of them if none is up.
+        """Return the servers to try for a call of the rollout, at least one; all of them if none is up.
 
         By rendezvous hashing: a rollout keeps to one server, whose prefix cache knows it, and only the rollouts of a
         server that goes down move.
@@ -57,12 +57,12 @@ def _weight(url: str, rollout_id: str) -> bytes:
 
 
 def replica_name(url: str) -> str:
-    """The URL's host, port and path, without what may be secret in it."""
+    """Return the URL's host, port and path, without any part that may be secret."""
     return url.partition("://")[2].rpartition("@")[2].partition("?")[0].removesuffix("/v1")
 
 
 async def check_health(config: Config, session: aiohttp.ClientSession, health: Health) -> None:
-    """Ask the servers of every upstream with `health_check_s` for their models, again and again, until cancelled.
+    """Ask servers of upstreams with `health_check_s` for their models, again and again until cancelled.
 
     Not the policy's: `policy/watch.py` knows more of it, whether a server has the live weights for one.
     """

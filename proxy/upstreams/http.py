@@ -1,4 +1,4 @@
-"""An upstream as raw passthrough: bytes and headers in and out, its failures as our errors."""
+"""Passes bytes and headers to and from an upstream unchanged, and turns its failures into our errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Protocol(ResponseHandler):
 
 
 def make_session() -> aiohttp.ClientSession:
-    """A session for passthrough: no limit on connections, no cookies, no headers of its own, bodies as they are."""
+    """Return a session that changes nothing: no connection limit, no cookies, no own headers, untouched bodies."""
     # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4, ttl_dns_cache=60)
     connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
@@ -75,7 +75,7 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class HttpUpstream:
-    """Servers that speak the agents' protocol: one, or replicas among which a rollout keeps to its own."""
+    """Servers with the agents' protocol: a single one, or replicas. A rollout keeps to one replica."""
 
     def __init__(self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health) -> None:
         self._config = config
@@ -84,7 +84,7 @@ class HttpUpstream:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
 
     async def open(self, request: Request) -> HttpAnswer:
-        """Send the request; where there is no connection, to the rollout's next replica."""
+        """Send the request; if there is no connection, send it to the rollout's next replica."""
         *others, last = self._health.order(self._config, request.rollout_id)
         for url in others:
             try:
@@ -94,7 +94,7 @@ class HttpUpstream:
         return HttpAnswer(self._config, await self._open(last, request))
 
     async def close(self) -> None:
-        """Nothing to do: the session is closed by who opened it."""
+        """Do nothing: whoever opened the session closes it."""
 
     async def _open(self, base_url: str, request: Request) -> aiohttp.ClientResponse:
         upstream = self._config
@@ -253,7 +253,7 @@ def _text(value: bytes) -> str:
 
 
 def why_not_connected(error: aiohttp.ClientConnectorError) -> str:
-    """The reason in the system's words (Connection refused); asyncio would put an address in their place."""
+    """Return the system's reason (Connection refused), which asyncio would replace by an address."""
     cause = error.os_error
     return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or type(cause).__name__
 

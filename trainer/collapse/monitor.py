@@ -25,7 +25,7 @@ SETTLED = 0.9  # the share of rollouts that were rewarded within the time to wai
 
 
 class Monitor:
-    """The monitor of one training loop. All that it knows is in the store, so a restart changes nothing."""
+    """Monitors one training loop for collapse. All its state is in the store, so a restart changes nothing."""
 
     def __init__(self, config: TrainerConfig, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._config = config
@@ -39,14 +39,14 @@ class Monitor:
         self._told: Collapse | None = None
 
     async def keep(self) -> set[int]:
-        """The versions that a rollback may go to from the live one. Their files must stay."""
+        """Return the versions that a rollback may go to from the live one. Their files must stay."""
         if self._config.collapse.action == "off":
             return set()
         live = (await self._store.versions.live()).version
         return kept(_versions(live, await self._line(live)))
 
     async def of_step(self, base: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Metrics to add to a step that began with version `base`, before it is committed.
+        """Return metrics to add to a step that began with version `base`, before it is committed.
 
         `warnings` says what was seen, by sign. With `collapse`, the step must not be published.
         """
@@ -63,7 +63,7 @@ class Monitor:
         return warnings | await self._stopped(signs, live, _versions(base, line))
 
     async def look(self) -> Collapse | None:
-        """The collapse for which publication is stopped, or None. Looks at the rewards since the last look."""
+        """Return the collapse for which publication is stopped, or None. Check the rewards since the last look."""
         live, last = await self._store.versions.live(), await self._store.steps.last()
         if self._config.collapse.action == "off" or last is None:
             return None

@@ -70,7 +70,7 @@ class Drop:
 
     @property
     def share(self) -> float:
-        """The share that was lost of the mean's height above the lowest reward."""
+        """Return the share that was lost of the mean's height above the lowest reward."""
         height = self.before - self.lowest
         return (self.before - self.after) / height if height > 0 else 0.0
 
@@ -79,7 +79,7 @@ Stratum = tuple[Sequence[float], Sequence[float]]  # rewards before and after, o
 
 
 def kept(line: Sequence[int]) -> set[int]:
-    """The versions of a line, newest first, to keep for a rollback: 1, 2 to 3, 4 to 7, and 8 to 15 versions back.
+    """Return the versions of a line, newest first, to keep for a rollback: 1, 2-3, 4-7 and 8-15 versions back.
 
     A version that is 8 back was 4, 2 and 1 back before, and was chosen each time.
     """
@@ -90,7 +90,7 @@ def kept(line: Sequence[int]) -> set[int]:
 
 
 def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
-    """The greatest drop of the reward along a line of versions, newest first. `scored` is in order of opening."""
+    """Return the greatest drop of the reward along a line of versions, newest first. `scored` is as opened."""
     drops: list[tuple[Drop, int]] = []
     for newest in (n for n in SPLITS if n < len(line)):
         after, before = set(line[:newest]), set(line[newest:])
@@ -134,7 +134,7 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
 
 
 def of_several(sigmas: float, tests: int) -> float:
-    """The sigmas of the greatest of several results, corrected for their number (Bonferroni)."""
+    """Return the sigmas of the greatest of several results, corrected for their number (Bonferroni)."""
     tail = math.erfc(min(sigmas, FAR) / math.sqrt(2)) / 2
     return -NormalDist().inv_cdf(min(tests * tail, 0.5))
 
@@ -164,7 +164,7 @@ def _by_task(scored: Sequence[Scored]) -> dict[str | None, list[float]]:
 
 
 def step_signs(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], config: CollapseConfig) -> list[Sign]:
-    """What is out of bounds in the newest of `steps` (newest first); `first` are metrics of the run's first steps."""
+    """Return the metrics out of bounds in the newest of `steps` (newest first). `first` are the run's first steps."""
     limits = {"clip_share": config.max_clip_share, "kl": config.max_kl, "kl_base": config.max_kl_base}
     signs = [_too_high(name, limit, steps, config) for name, limit in limits.items() if limit is not None]
     signs.append(_entropy_sign(steps, first, config))

@@ -1,4 +1,4 @@
-"""Collects the batch of a step: finds groups that are ready, drops what cannot be trained on, claims the rest."""
+"""Collects the batch of a step: finds ready groups, drops untrainable rollouts, claims the rest."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Collector:
         return 1 if group.task_id is not None else max(1, group.completed // self._config.group_size)
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
-        """The rows of rollouts that were trained on before, without advantages."""
+        """Return the rows of rollouts that were trained on before, without advantages."""
         found: list[Sample] = []
         for rollout in rollouts:
             with suppress(NotFound):  # deleted meanwhile

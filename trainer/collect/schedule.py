@@ -24,7 +24,7 @@ AGO_S = 3600.0  # a call that has no end after this time is not under way: its p
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a schedule decides by. All times are Unix time.
+    """The facts that a schedule decides by. All times are Unix time.
 
     `waiting` complete rollouts have not been taken by a step, the first of them since `oldest`. The current round began
     at `round`. An agent's call was last seen under way at `busy_at` (None: never). Other programs use the share `load`
@@ -39,7 +39,7 @@ class Facts:
     load: float | None = None
 
     def waited_at(self, moment: float | None) -> bool:
-        """Whether a rollout has waited since `moment` or longer."""
+        """Return whether a rollout has waited since `moment` or longer."""
         return moment is not None and self.oldest is not None and self.oldest <= moment
 
 
@@ -91,7 +91,7 @@ class Schedule:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether training is in rounds. A round takes everything, so its last step may be small."""
+        """Return whether training is in rounds. A round takes everything, so its last step may be small."""
         return self._config.when in ("rollouts", "times")
 
     @property
@@ -100,7 +100,7 @@ class Schedule:
         return self._round
 
     async def waits_for(self) -> str | None:
-        """What the next step waits for; None if it may begin now."""
+        """Return the reason why the next step must wait; None if it may begin now."""
         facts = await self._facts()
         waits = POLICIES[self._config.when](self._config, facts)
         self._round = None if waits is not None else self._round_of(facts)
@@ -136,7 +136,7 @@ class OthersLoad:
         self._load: float | None = None
 
     def look(self) -> float | None:
-        """The share; None in the first `LOOK_S` seconds."""
+        """Return the share of the processors that others used; None in the first `LOOK_S` seconds."""
         at = time.monotonic()
         if at - self._at >= LOOK_S:
             busy, own = now = _processor_seconds()

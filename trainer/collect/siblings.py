@@ -29,7 +29,7 @@ class Siblings:
         self._weights = reward_weights(config)
 
     async def read(self, rollout: Rollout) -> Sibling | None:
-        """The rollout with its stored rewards (a judge's earlier scores included) and automatic ones.
+        """Return the rollout with its stored rewards (a judge's earlier scores included) and automatic ones.
 
         None if the rollout was deleted meanwhile.
         """
@@ -38,7 +38,7 @@ class Siblings:
         return None
 
     async def judged(self, rollout: Rollout, sibling: Sibling) -> Sibling | None:
-        """The same with the judge's scores of all its calls. Raises JudgeError if the judge does not answer."""
+        """Return the rollout with the judge's scores of all its calls. Raise JudgeError if no answer comes."""
         if self._judge is None:
             return sibling
         with suppress(NotFound):
@@ -47,7 +47,7 @@ class Siblings:
         return None
 
     async def earlier(self, rollout: Rollout, known: dict[str, Sibling]) -> list[Sibling]:
-        """The running baseline: rewarded rollouts opened before this one, of its task if there are enough, else of all.
+        """Return the running baseline: earlier rewarded rollouts, of the same task if there are enough, else of all.
 
         At most `running_window` of them; none if there are fewer than MIN_EARLIER. Only the store is asked, so a
         restart changes nothing. `known` has the rollouts read for this step so far; those read here are added to it.

@@ -1,4 +1,4 @@
-"""Which agents of a rollout are trained (`trainer.agents`), and a warning for names that no call ever had."""
+"""Selects the agents of a rollout to train (`trainer.agents`), and warns of names that no call ever had."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ NO_NAME = "no name (calls without X-Agent-Name)"
 
 
 class TrainedAgents:
-    """The agents that are trained, by name. None: all of them, as one."""
+    """The agents that are trained, by name. None means all of them, as one."""
 
     def __init__(self, configured: Sequence[str] | None) -> None:
         self._trained = (OTHERS,) if configured is None else tuple(configured)
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The agents that are trained by their own names."""
+        """Return the agents that are trained by their own names."""
         return tuple(name for name in self._trained if name != OTHERS)
 
     def role(self, agent: str | None) -> str | None:
-        """What an agent's call counts as: the agent's own name, `*`, or None if it is not trained."""
+        """Return the role of an agent's call: the agent's own name, `*`, or None if it is not trained."""
         if agent in self._trained:
             return agent
         return OTHERS if OTHERS in self._trained else None

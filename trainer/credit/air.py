@@ -1,4 +1,4 @@
-"""Automatic intermediate rewarding (AIR): rewards calls for what the proxy saw happen. Pure.
+"""Automatic intermediate rewarding (AIR): rewards calls for events that the proxy saw. Pure.
 
 Agent Lightning (arXiv 2508.03680), section 3.3, takes such rewards from what a system reports about itself anyway.
 """
@@ -32,7 +32,7 @@ FLAGS = ("is_error", "isError")
 
 
 def air_rewards(calls: Sequence[ModelCall], config: AirConfig) -> dict[str, float]:
-    """The automatic reward of each call of a rollout (in order): the weight of each event, as often as it happened.
+    """Return the automatic reward of each call of a rollout, in order: each event's weight times its count.
 
     Calls without events are left out; all calls are if `config` is not enabled.
     """
@@ -65,7 +65,7 @@ def _events(call: ModelCall, seen: set[tuple[str, str]]) -> Iterator[str]:
 
 
 def failed(tool: ToolCall) -> bool:
-    """Whether the agent sent the result back as an error.
+    """Return whether the agent sent the result back as an error.
 
     Chat completions and Responses have no flag for it. There the text decides: a framework's words, or a JSON object.
     """
@@ -78,7 +78,7 @@ def failed(tool: ToolCall) -> bool:
 
 
 def tool_schemas(request: Json) -> dict[str, Any]:
-    """The JSON schema of each tool that a request offers, for any recorded API; None for free-form input."""
+    """Return the JSON schema of each tool that a request offers, for any recorded API; None for free-form input."""
     found: dict[str, Any] = {}
     for tool in dicts(request.get("tools")):
         function = tool.get("function")
@@ -90,7 +90,7 @@ def tool_schemas(request: Json) -> dict[str, Any]:
 
 
 def arguments_match(tool: ToolCall, schemas: Mapping[str, Any]) -> bool:
-    """Whether the arguments are a JSON object that the tool's schema allows.
+    """Return whether the arguments are a JSON object that the tool's schema allows.
 
     If the schema is itself wrong, or refers to another document, every object matches: it is not the model's fault.
     """

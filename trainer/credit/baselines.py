@@ -1,4 +1,4 @@
-"""Baselines over the siblings of a task: from returns to advantages."""
+"""Turns returns into advantages, by baselines over the siblings of a task."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Baseline:
 
 
 def grpo(returns: Sequence[float]) -> list[Baseline]:
-    """(r - mean) / (std + 1e-4) with the sample standard deviation, as TRL does (DeepSeekMath, arXiv 2402.03300)."""
+    """Compute (r - mean) / (std + 1e-4) with the sample standard deviation, as TRL (DeepSeekMath, arXiv 2402.03300)."""
     return [Baseline(fmean(returns), stdev(returns) + STD_EPSILON)] * len(returns)
 
 
 def dr_grpo(returns: Sequence[float]) -> list[Baseline]:
-    """r - mean. GRPO's division favours very easy and very hard tasks (Dr. GRPO, arXiv 2503.20783)."""
+    """Compute r - mean. GRPO's division favours very easy and very hard tasks (Dr. GRPO, arXiv 2503.20783)."""
     return [Baseline(fmean(returns))] * len(returns)
 
 
 def rloo(returns: Sequence[float]) -> list[Baseline]:
-    """r - the mean of the other siblings (REINFORCE leave-one-out, arXiv 2402.14740)."""
+    """Compute r - the mean of the other siblings (REINFORCE leave-one-out, arXiv 2402.14740)."""
     total = math.fsum(returns)
     return [Baseline((total - r) / (len(returns) - 1)) for r in returns]
 
 
 def reinforce_pp(returns: Sequence[float]) -> list[Baseline]:
-    """(r - mean) / sqrt(variance + 1e-8) over the whole step, across tasks (REINFORCE++, arXiv 2501.03262).
+    """Compute (r - mean) / sqrt(variance + 1e-8) over the whole step, across tasks (REINFORCE++, arXiv 2501.03262).
 
     The paper takes the variance over tokens; here every rollout counts once, as in the loss.
     """
@@ -54,7 +54,7 @@ ACROSS_TASKS = frozenset({"reinforce_pp"})
 
 
 def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | None:
-    """One baseline per sibling; None if the group teaches nothing (fewer than two siblings, or all returns equal)."""
+    """Return one baseline per sibling; None if the group has fewer than two siblings or only equal returns."""
     if len(returns) < 2 or math.isclose(max(returns), min(returns), rel_tol=1e-9, abs_tol=1e-9):
         return None
     return BASELINES[name](returns)

@@ -14,12 +14,12 @@ LARGEST = 1e30
 
 
 def reward_weights(config: TrainerConfig) -> dict[str, float]:
-    """The weight of each reward name, the judge's included."""
+    """Return the weight of each reward name, the judge's included."""
     return {**config.reward_weights, **({JUDGE: config.judge.weight} if config.judged else {})}
 
 
 def weighted_rewards(rewards: Sequence[Reward], weights: Mapping[str, float]) -> RolloutRewards:
-    """The weighted sum of the newest reward of each name, for each call and for the rollout. Oldest reward first.
+    """Return the weighted sum of each name's newest reward, per call and for the rollout. Oldest reward first.
 
     Names without a weight do not count.
     """

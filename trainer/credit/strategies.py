@@ -1,4 +1,4 @@
-"""Credit over calls: from the rewards of a group's rollouts to an advantage for each call. Pure.
+"""Assigns credit: turns the rewards of a group's rollouts into an advantage for each call. Pure.
 
 A strategy is one function. It takes a group (rollouts that are compared with each other) and returns one list per
 rollout, with one advantage per call. An advantage of 0.0 teaches nothing, and so does a group of zeros. Where
@@ -53,7 +53,7 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
 
 
 def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
-    """A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
+    """Compute A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
 
     A(step) compares the discounted returns of an agent's calls that had the same state (prompt), anywhere in the group.
     It is 0 for a state that only one call had.
@@ -79,7 +79,7 @@ STRATEGIES: Mapping[str, Credit] = MappingProxyType(
 
 
 def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
-    """One advantage per call, and None for calls of agents that are not trained.
+    """Return one advantage per call, and None for calls of agents that are not trained.
 
     An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
     about it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
@@ -123,14 +123,14 @@ def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
 
 
 def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
-    """The strategy that `trainer.credit` has for an agent's calls."""
+    """Return the strategy that `trainer.credit` has for an agent's calls."""
     if isinstance(credit, str):
         return credit
     return credit.get(agent or "*", credit.get("*", "uniform"))
 
 
 def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, discount: float) -> list[float]:
-    """R_t = r_t + discount x R_{t+1} for each call. The last call's reward includes the rollout's own.
+    """Compute R_t = r_t + discount x R_{t+1} for each call. The last call's reward includes the rollout's own.
 
     Calls that have no answer, or were sent again, are not discounted.
     """
@@ -144,7 +144,7 @@ def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, disc
 
 
 def state_of(call: ModelCall) -> Hashable:
-    """What the model was shown: the prompt's token ids, or else the request's messages and tools."""
+    """Return the model's input: the prompt's token ids, or else the request's messages and tools."""
     shown = {key: call.request[key] for key in SHOWN if key in call.request}
     return call.prompt_token_ids or json.dumps(shown, sort_keys=True)
 

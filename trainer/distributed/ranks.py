@@ -1,4 +1,4 @@
-"""Several processes (ranks) of one trainer. Rank 0 leads; the others do what it does.
+"""Runs one trainer in several processes (ranks). Rank 0 leads; the others repeat its work.
 
 Adapter and optimizer are the same on every rank. The samples of a step are shared out, and gradients are summed before
 anybody uses them, so a step's update does not depend on the number of ranks.
@@ -39,12 +39,12 @@ class RankLost(LightningError):
 
 
 def leads() -> bool:
-    """Whether this process is rank 0, or the only one. The launcher says so before there is a process group."""
+    """Return whether this process is rank 0, or the only one. The launcher says so before a process group exists."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def processes() -> Processes:
-    """The processes that the launcher (torchrun, `accelerate launch`) started; a single one without a launcher."""
+    """Return the processes of the launcher (torchrun, `accelerate launch`), or a single one without a launcher."""
     return Ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 or shards.asked_for() else Processes()
 
 
@@ -95,7 +95,7 @@ class Ranks(Processes):
                 self._calling = self._calling and not tells
 
     def follow(self, trainer: object) -> None:
-        """Do what rank 0 does until it ends. Ctrl-C is rank 0's to act on."""
+        """Repeat the work of rank 0 until it ends. Only rank 0 acts on Ctrl-C."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         while True:
@@ -109,14 +109,14 @@ class Ranks(Processes):
         dist.destroy_process_group()
 
     def end(self) -> None:
-        """Let the other ranks end. Without this they take the end of rank 0 for a failure."""
+        """Let the other ranks end. Otherwise they take the end of rank 0 for a failure."""
         if self.size > 1:
             with self._turn, _lost_ranks_named():
                 self._tell(None)
             dist.destroy_process_group()
 
     def passes(self, parts: Sequence[MicroBatch], cost: TreeCost) -> list[Pass]:
-        """This rank's share of the passes; as many as any other rank's if the base model is sharded."""
+        """Return this rank's share of the passes; as many as any other rank's if the base model is sharded."""
         shares = share_out(parts, cost, self.size)
         mine = [Pass(part, True) for part in shares[self.rank]]
         if self.sharded and parts:

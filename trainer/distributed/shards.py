@@ -21,7 +21,7 @@ from ...proxy.errors import ConfigError
 
 
 def asked_for() -> bool:
-    """Whether the launcher's configuration asks for a sharded base model."""
+    """Return whether the launcher's configuration asks for a sharded base model."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
@@ -44,7 +44,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def gathered(weight: Tensor) -> Tensor:
-    """The whole of a sharded weight, which every rank has to take part in; any other weight as it is."""
+    """Return a sharded weight as a whole, which needs every rank; return any other weight as it is."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 

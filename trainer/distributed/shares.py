@@ -10,7 +10,7 @@ Shares = list[list[MicroBatch]]
 
 
 def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
-    """Micro-batches by rank. The largest one of the slowest rank is halved as long as that makes the step shorter.
+    """Return micro-batches by rank. The slowest rank's largest one is halved while that makes the step shorter.
 
     Every half computes their shared prefix anew, so the total work grows; what counts is the slowest rank.
     """

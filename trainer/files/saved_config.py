@@ -1,4 +1,4 @@
-"""The configuration that is saved with a checkpoint: tells what changed since, and refuses what must not change.
+"""Saves the configuration with a checkpoint, shows later changes, and refuses forbidden ones.
 
 It holds no secrets.
 """
@@ -29,7 +29,7 @@ Saved = dict[str, Any]
 
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
-    """Every key of `trainer` with its dotted name, and the model and adapters that it was used with."""
+    """Return every key of `trainer` with its dotted name, and the model and adapters that it was used with."""
     keys = _flat("trainer", trainer.model_dump(mode="json"))
     adapters = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
     return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
@@ -40,7 +40,7 @@ def write(directory: Path, config: Saved) -> None:
 
 
 def changes(directory: Path, config: Saved) -> list[str]:
-    """`key old → new` for each key that changed since a checkpoint; none if it has no saved configuration.
+    """Return `key old → new` for each key changed since a checkpoint; none if it has no saved configuration.
 
     Raises ConfigError if the checkpoint cannot be used with `config`: it has another rank, other adapters, or another
     base model.
@@ -86,7 +86,7 @@ def _shapes(adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of the base weights. It is the same in float32 and bfloat16, and wherever the files are."""
+    """Return a digest of the base weights. It is the same in float32 and bfloat16, and wherever the files are."""
     digest = hashlib.sha256()
     for name, weights in model.named_parameters():
         if "lora_" not in name:

@@ -1,4 +1,4 @@
-"""The files of policy versions, and which of them are kept."""
+"""Manages the files of policy versions, and decides which to keep."""
 
 from __future__ import annotations
 

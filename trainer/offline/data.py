@@ -37,7 +37,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """The store to train on in `directory`, made from `source` if it is not there yet. Warns if `source` has changed.
+    """Return the store to train on in `directory`, made from `source` if missing. Warn if `source` has changed.
 
     Raises ConfigError if `source` cannot be read, or is not what the store was made from.
     """

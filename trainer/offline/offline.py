@@ -100,7 +100,7 @@ class OfflineRun:
 
 
 def offline_config(config: Config, directory: Path, store: StoreConfig) -> Config:
-    """The configuration of a run that writes into `directory`, takes rollouts of any age, and waits for no siblings."""
+    """Return the configuration of an offline run in `directory`: rollouts of any age, no wait for siblings."""
     trainer = config.trainer.model_copy(update={"max_staleness": NEVER_STALE, "group_timeout_s": 0.0})
     policy = config.policy.model_copy(update={"directory": directory})
     return config.model_copy(update={"trainer": trainer, "policy": policy, "store": store})

@@ -29,7 +29,7 @@ class Seen:
 
     @property
     def rollouts(self) -> int:
-        """The number of rollouts with a reward."""
+        """Return the number of rollouts with a reward."""
         return sum(map(len, self.rewards.values()))
 
     def reward(self, task_id: str | None, reward: float | None) -> None:
@@ -57,7 +57,7 @@ class Seen:
         }
 
     def tasks(self) -> dict[str, dict[str, float]]:
-        """The mean, spread and number of the rewards of each task."""
+        """Return the mean, spread and number of the rewards of each task."""
         found = {
             task_id: {"mean": fmean(rewards), "std": pstdev(rewards), "rollouts": float(len(rewards))}
             for task_id, rewards in self.rewards.items()
@@ -67,7 +67,7 @@ class Seen:
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """The number of rows, and the advantages of the trained tokens, each token counted once (as in verl)."""
+    """Return the number of rows, and the advantages of the trained tokens, each token counted once (as in verl)."""
     advantages = [value for sample in samples for value in compress(sample.advantages, sample.mask)] or [0.0]
     return {
         "samples": float(len(samples)),
@@ -78,5 +78,5 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def staleness_metrics(staleness: Sequence[int]) -> dict[str, float]:
-    """The staleness of the rollouts that are trained on, in policy versions."""
+    """Return the staleness of the rollouts that are trained on, in policy versions."""
     return {"staleness_mean": fmean(staleness or [0]), "staleness_max": float(max(staleness, default=0))}

@@ -22,7 +22,7 @@ class Metric:
 
     @property
     def tag(self) -> str:
-        """Its name in TensorBoard, W&B, MLflow and trackio."""
+        """Return its name in TensorBoard, W&B, MLflow and trackio."""
         return f"{self.group}/{self.name}"
 
 
@@ -133,15 +133,15 @@ ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **SFT_METRICS})
 
 
 def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """A step's numbers under their trackers' tags."""
+    """Return a step's numbers under their trackers' tags."""
     return {ALL_METRICS[name].tag if name in ALL_METRICS else name: value for name, value in scalars(metrics).items()}
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """A step's numbers, without its rewards by task."""
+    """Return a step's numbers, without its rewards by task."""
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 def table(group: str) -> str:
-    """The rows of a group as docs/metrics.md has them."""
+    """Return the rows of a group as docs/metrics.md has them."""
     return "".join(f"| `{m.name}` | {m.unit} | {m.meaning} |\n" for m in ALL_METRICS.values() if m.group == group)

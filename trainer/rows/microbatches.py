@@ -29,7 +29,7 @@ class MicroBatch:
 
     @property
     def padded_tokens(self) -> int:
-        """The size of the same samples as a right-padded batch."""
+        """Return the size of the same samples as a right-padded batch."""
         return len(self.samples) * max(len(sample.token_ids) for sample in self.samples)
 
 
@@ -48,7 +48,7 @@ class TreeCost:
         return len(tree) + self.attention * float(tree.depths.sum() + len(tree))
 
     def prefix(self, lengths: Ints) -> NDArray[np.float64]:
-        """The cost of the first so many nodes of a row."""
+        """Return the cost of the first so many nodes of a row."""
         return lengths + self.attention * lengths * (lengths + 1) / 2
 
 
@@ -95,7 +95,7 @@ def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
 
 
 def halves(batch: MicroBatch) -> Iterator[MicroBatch]:
-    """Two batches of half the samples each; the batch itself if it has a single sample."""
+    """Return two batches of half the samples each, or the batch itself if it has a single sample."""
     middle = len(batch.samples) // 2
     yield from (_batch(half) for half in (batch.samples[:middle], batch.samples[middle:]) if half)
 

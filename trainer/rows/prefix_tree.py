@@ -1,4 +1,4 @@
-"""Rows of tokens as one tree, in which every shared prefix is there once. numpy only.
+"""Stores rows of tokens as one tree, in which every shared prefix exists only once. numpy only.
 
 Nodes are numbered in preorder, so a subtree is an interval, and "is an ancestor of" takes two comparisons.
 """
@@ -32,7 +32,7 @@ class PrefixTree:
 
 
 def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
-    """The tree of `rows`, in O(tokens): in sorted order a row shares its longest prefix with the row before it."""
+    """Return the tree of `rows`, in O(tokens): a sorted row shares its longest prefix with the row before it."""
     paths: list[Ints] = [np.empty(0, np.int64)] * len(rows)
     tokens: list[Ints] = []
     depths: list[Ints] = []
@@ -52,7 +52,7 @@ def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
 
 
 def padded_tree(tree: PrefixTree, multiple: int) -> PrefixTree:
-    """The tree with nodes added that no other node sees, up to a multiple of `multiple`."""
+    """Return the tree with nodes added that no other node sees, up to a multiple of `multiple`."""
     extra = np.arange(len(tree), -(-len(tree) // multiple) * multiple)
     zeros = np.zeros(len(extra), np.int64)
     return PrefixTree(
@@ -64,7 +64,7 @@ def padded_tree(tree: PrefixTree, multiple: int) -> PrefixTree:
 
 
 def shared_prefix(a: Ints, b: Ints) -> int:
-    """The number of leading tokens that `a` and `b` have in common."""
+    """Return the number of leading tokens that `a` and `b` have in common."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
     return int(differing[0]) if len(differing) else n

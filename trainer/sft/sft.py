@@ -189,7 +189,7 @@ def fine_tune(
 
 
 def mean_loss(trainer: LightningTrainer, samples: Sequence[Sample]) -> float | None:
-    """Mean cross-entropy (nats) of the answers' tokens under the current policy; None without samples."""
+    """Compute mean cross-entropy (nats) of the answers' tokens under the current policy; None without samples."""
     if not samples:
         return None
     scored = trainer.logprobs([sample.token_ids for sample in samples])
@@ -198,7 +198,7 @@ def mean_loss(trainer: LightningTrainer, samples: Sequence[Sample]) -> float | N
 
 
 def dataset(samples: Sequence[Sample]) -> Dataset:
-    """Tokenised rows as SFTTrainer takes them. Only the answers' tokens count in the loss."""
+    """Return tokenised rows as SFTTrainer takes them. Only the answers' tokens count in the loss."""
     labels = [[t if m else IGNORED for t, m in zip(s.token_ids, s.mask, strict=True)] for s in samples]
     return Dataset.from_dict({"input_ids": [list(s.token_ids) for s in samples], "labels": labels})
 

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall | None:
-    """The call with tokens to imitate, at temperature 1 and log-probability 0; unchanged if it is of no use.
+    """Return the call with tokens to imitate, at temperature 1 and log-probability 0; unchanged if it is of no use.
 
     None if it has to be tokenised, and the chat template does not show its answer after the prompt.
     """

@@ -49,7 +49,7 @@ class Rewarded(NamedTuple):
 
     @property
     def task(self) -> str:
-        """The task's id; the rollout's own if it has no task."""
+        """Return the task's id; the rollout's own if it has no task."""
         return self.rollout.task_id or self.rollout.rollout_id
 
 
@@ -67,7 +67,7 @@ class Traces:
 
     @property
     def digest(self) -> str:
-        """A digest that tells whether two have the same rows."""
+        """Return a digest that is equal for two traces exactly if they have the same rows."""
         rows = [[(s.rollout_id, s.token_ids, s.mask) for s in part] for part in (self.train, self.held_out)]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 

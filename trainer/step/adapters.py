@@ -31,7 +31,7 @@ class Adapters:
             parameter.requires_grad_(True)
 
     def parameters(self, *names: str) -> list[nn.Parameter]:
-        """The parameters of these adapters, by default of all, whichever is active."""
+        """Return the parameters of these adapters, by default of all, whichever is active."""
         chosen = names or self.names
         return [p for name, p in self._model.named_parameters() if _adapter_in(name) in chosen]
 
@@ -41,7 +41,7 @@ class Adapters:
             self._model.set_adapter(name)
 
     def weights(self, name: str = DEFAULT_ADAPTER) -> Weights:
-        """A copy of an adapter's weights, under PEFT's names."""
+        """Return a copy of an adapter's weights, under PEFT's names."""
         found = get_peft_model_state_dict(self._model, adapter_name=name)
         return {key: value.clone() for key, value in found.items()}
 

@@ -64,7 +64,7 @@ class _Part:
 
 
 def attention_plan(tree: PrefixTree) -> tuple[Block, ...]:
-    """Blocks in which each node meets itself and each of its ancestors exactly once."""
+    """Return blocks in which each node meets itself and each of its ancestors exactly once."""
     pending: list[_Part] = []  # runs come from the last to the first, so a run's children are on top
     for start, stop in reversed(list(pairwise(_run_starts(tree.ends)))):
         end, children = int(tree.ends[start]), list[_Part]()

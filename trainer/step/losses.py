@@ -50,7 +50,7 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
 
 
 def loss_arguments(config: TrainerConfig) -> dict[str, Any]:
-    """The arguments of TRL's GRPOConfig for the per-token term.
+    """Return the arguments of TRL's GRPOConfig for the per-token term.
 
     `importance_cap` bounds weights that nothing else bounds: sapo's gate and vespo's weighting stay under 1.6 and 1.3
     with their default settings.
@@ -73,14 +73,14 @@ def loss_arguments(config: TrainerConfig) -> dict[str, Any]:
 
 
 def weight_limits(config: TrainerConfig) -> tuple[float, float]:
-    """The least and greatest importance ratio that do not count as clipped."""
+    """Return the least and greatest importance ratio that do not count as clipped."""
     if LOSSES[config.loss_type].term == "dapo":
         return 1 - config.clip_low, 1 + config.clip_high
     return 0.0, config.importance_cap
 
 
 def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: int = 0) -> dict[str, float]:
-    """The weight of each trained token in the loss of the step, by rollout. Rollouts without tokens are left out.
+    """Return the weight of each trained token in the step's loss, by rollout, without rollouts that have no tokens.
 
     The loss is averaged over `compared` rollouts, those that teach nothing included; 0 stands for those of `samples`.
     """
@@ -111,12 +111,12 @@ class Answers:
         return cls(rows, columns.minimum(ends - 1), (columns < ends).float())
 
     def take(self, values: Tensor) -> Tensor:
-        """(B, T) -> (A, L), with zeros where there is no token."""
+        """Gather (B, T) -> (A, L), with zeros where there is no token."""
         return torch.where(self.mask.bool(), values[self.rows, self.columns], 0.0)
 
 
 def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
-    """[start, end) of each answer: an unbroken run of sampled tokens with one advantage."""
+    """Return [start, end) of each answer: an unbroken run of sampled tokens with one advantage."""
     end = 0
     for (sampled, _), tokens in groupby(zip(sample.mask, sample.advantages, strict=True)):
         start, end = end, end + len(list(tokens))
@@ -127,7 +127,7 @@ def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
 def loss_inputs(
     samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float], config: TrainerConfig
 ) -> dict[str, Tensor]:
-    """TRL's inputs, and `token_weights`; all are (A, L), with 0 where there is no token.
+    """Return TRL's inputs, and `token_weights`; all are (A, L), with 0 where there is no token.
 
     The weights go into the loss with the advantages, in which every term is linear.
     """
@@ -152,14 +152,14 @@ def loss_inputs(
 
 
 def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
-    """(A, L) log-ratios -> ratios: each token's own, or the geometric mean of its answer (GSPO, arXiv 2507.18071)."""
+    """Turn (A, L) log-ratios into ratios: per token, or an answer's geometric mean (GSPO, arXiv 2507.18071)."""
     if level == "sequence":
         log_ratios = ((log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(log_ratios)
     return log_ratios.exp()
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, inputs: Mapping[str, Tensor], cap: float) -> Tensor:
-    """The KL to the reference, weighted like the loss: sum of weight · min(ratio, cap) · (logp - ref)² / 2.
+    """Compute the KL to the reference, weighted like the loss: sum of weight · min(ratio, cap) · (logp - ref)² / 2.
 
     Its gradient, ratio · (logp - ref) · ∇logp, is that of TRL's ratio · k3 (`use_bias_correction_kl`; DeepSeek-V3.2,
     arXiv 2512.02556). Apart from the cap, it is the unbiased gradient of the reverse KL.
@@ -169,5 +169,5 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, inputs: Mapping[str, Tensor]
 
 
 def padded(rows: Sequence[Sequence[float]], device: torch.device) -> Tensor:
-    """(B, T) in float32, zeros on the right."""
+    """Return (B, T) in float32, with zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float32) for row in rows], True).to(device)

@@ -45,22 +45,22 @@ class Processes:
         return nullcontext()
 
     def passes(self, parts: Sequence[MicroBatch], cost: TreeCost) -> list[Pass]:
-        """The passes of a step that this process makes."""
+        """Return the passes of a step that this process makes."""
         return [Pass(part, True) for part in parts]
 
     def gathered(self, value: T) -> list[T]:
-        """The `value` of every process, in order of rank."""
+        """Return the `value` of every process, in order of rank."""
         return [value]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over all processes, in each of them."""
 
     def whole(self, weight: Tensor) -> Tensor:
-        """The weight itself. A sharded one is gathered, which every process has to take part in."""
+        """Return the weight itself. A sharded one is gathered, which every process has to take part in."""
         return weight
 
     def alone(self, accelerator: Any) -> Any:
-        """The accelerator of this process without the others: it gathers and sums nothing."""
+        """Return the accelerator of this process without the others: it gathers and sums nothing."""
         return accelerator
 
     def end(self) -> None:

@@ -39,7 +39,7 @@ class Targets:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Targets:
-        """The trained tokens of `samples`."""
+        """Return the trained tokens of `samples`."""
         columns = [np.flatnonzero(np.asarray(s.mask)) for s in samples]
         return cls(
             rows=np.repeat(np.arange(len(samples)), [len(c) for c in columns]),
@@ -86,7 +86,7 @@ def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
 
 
 def attention_cost(config: PreTrainedConfig, linear_parameters: int) -> float:
-    """The work of attending from one node to one other, in units of a node's work in the linear layers."""
+    """Return the work of attending from one node to one other, in units of a node's work in the linear layers."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * text.num_attention_heads * head_dim / linear_parameters

@@ -1,4 +1,4 @@
-"""Says why a step is skipped: what is not finite, and in which rollouts."""
+"""Explains why a step is skipped: names the values that are not finite, and their rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAMED = 5
 
 
 def fault_of_loss(rollout_ids: Sequence[str], parts: Mapping[str, Tensor]) -> str:
-    """The first of `parts` that is not finite, or else the loss. A part is (A, L), one row for each rollout id."""
+    """Return the first of `parts` that is not finite, or else the loss. A part is (A, L), a row per rollout id."""
     for name, values in parts.items():
         finite = values.isfinite().all(1).tolist()
         if not all(finite):
@@ -20,7 +20,7 @@ def fault_of_loss(rollout_ids: Sequence[str], parts: Mapping[str, Tensor]) -> st
 
 
 def some_rollouts(rollout_ids: Sequence[str]) -> str:
-    """The rollouts in words, a few by name."""
+    """Return the rollouts in words, a few by name."""
     ids = list(dict.fromkeys(rollout_ids))
     more = f" and {len(ids) - NAMED} more" if len(ids) > NAMED else ""
     return f"rollout{'s' if len(ids) != 1 else ''} {', '.join(ids[:NAMED])}{more}"

@@ -104,7 +104,7 @@ class StepMetrics:
         return whole
 
     def result(self) -> dict[str, float]:
-        """The metrics, under the names of `metric_schema`; means are over trained tokens. They may not be finite."""
+        """Return metrics by the names of `metric_schema`. Means are over trained tokens, and may not be finite."""
         n, seconds = max(self.trained_tokens, 1), self.elapsed
         kl_base = {"kl_base": self.kl_base_sum / n} if self.config.kl_coef or self.config.kl_metric else {}
         return {
@@ -131,5 +131,5 @@ class StepMetrics:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """KL(p, q) for tokens sampled from p, given log q/p. It is never below 0 (http://joschu.net/blog/kl-approx.html)."""
+    """Estimate KL(p, q) >= 0 for tokens sampled from p, given log q/p (http://joschu.net/blog/kl-approx.html)."""
     return log_ratio.clamp(max=_MAX_LOG_RATIO).exp() - 1 - log_ratio

@@ -96,27 +96,27 @@ class LightningTrainer(GRPOTrainer):
 
     @property
     def policy_model(self) -> PreTrainedModel:
-        """The bare causal LM, with LoRA layers in it."""
+        """Return the bare causal LM, with LoRA layers in it."""
         model = self.peft_model.get_base_model()
         assert isinstance(model, PreTrainedModel)
         return model
 
     @property
     def max_tokens(self) -> int:
-        """The longest sample that the model and the configuration allow."""
+        """Return the longest sample that the model and the configuration allow."""
         context = getattr(self.policy_model.config.get_text_config(), "max_position_embeddings", None)
         return min(self.settings.max_sample_tokens, context or self.settings.max_sample_tokens)
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that the model has embeddings of."""
+        """Return the number of tokens that the model has embeddings of."""
         return int(self.policy_model.get_input_embeddings().num_embeddings)
 
     # Training ------------------------------------------------------------------------------------------------------
 
     @on_every_process
     def step(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on `batch`. Returns its metrics together with the batch's own.
+        """Take one optimizer step on `batch`. Return its metrics together with the batch's own.
 
         Each adapter gets the update that its own samples alone would give it; without any, it stays as it is.
         If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
@@ -214,7 +214,7 @@ class LightningTrainer(GRPOTrainer):
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], weights: Weights | None = None, adapter: str = DEFAULT_ADAPTER
     ) -> list[list[float]]:
-        """Log-probability of every token at temperature 1 under an adapter; 0.0 for the first token of each row.
+        """Return each token's log-probability at temperature 1 under an adapter; 0.0 for the first of each row.
 
         With `weights`, score as if the adapter had these.
         """
@@ -247,7 +247,7 @@ class LightningTrainer(GRPOTrainer):
     # Weights and checkpoints ---------------------------------------------------------------------------------------
 
     def adapter(self, name: str = DEFAULT_ADAPTER) -> Weights:
-        """A copy of an adapter's weights."""
+        """Return a copy of an adapter's weights."""
         return self.adapters.weights(name)
 
     def adopt(self, step: int) -> None:

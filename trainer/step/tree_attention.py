@@ -40,24 +40,24 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Which of a tree's N nodes see each other, in the form that each implementation needs. Made when first used."""
+    """Holds which of a tree's N nodes see each other, in each implementation's form. Made when first used."""
 
     tree: PrefixTree
     device: torch.device
 
     @cached_property
     def visible(self) -> Tensor:
-        """(N, N), true where a row's node sees a column's: its ancestors and itself."""
+        """Return (N, N), true where a row's node sees a column's: its ancestors and itself."""
         return self._among(0, len(self.tree))
 
     @cached_property
     def blocks(self) -> list[tuple[Block, Tensor | None]]:
-        """The plan's blocks, those of kind `tree` with their square of `visible`."""
+        """Return the plan's blocks, those of kind `tree` with their square of `visible`."""
         return [(b, self._among(*b.keys) if b.kind == "tree" else None) for b in attention_plan(self.tree)]
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """The mask for FlexAttention."""
+        """Return the mask for FlexAttention."""
         ends, n = self._ends, len(self.tree)
         return create_block_mask(ancestor_or_self(ends), B=None, H=None, Q_LEN=n, KV_LEN=n, device=ends.device)
 
@@ -71,7 +71,7 @@ class TreeMask:
 
 
 def ancestor_or_self(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's mask_mod for nodes in preorder: true if the query is in the key's subtree, [key, ends[key])."""
+    """Return true if the query is in the key's subtree, [key, ends[key]): FlexAttention's mask_mod in preorder."""
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends[key])
@@ -100,7 +100,7 @@ def tree_attention_forward(
     tree_mask: TreeMask | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """(1, heads, N, D) queries and (1, key heads, N, D) keys and values of the tree's nodes -> (1, N, heads, D).
+    """Map (1, heads, N, D) queries and (1, key heads, N, D) keys and values of tree nodes to (1, N, heads, D).
 
     There is no dropout: the policy is trained as it sampled.
     """

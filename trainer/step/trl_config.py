@@ -1,4 +1,4 @@
-"""The trainer's configuration as TRL and PEFT take it."""
+"""Translates the trainer's configuration for TRL and PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""litellm in a thread of its own with an event loop: importing it takes seconds, and its first call imports more."""
+"""Runs litellm in a thread with its own event loop, because its import takes seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LitellmStream:
 
 
 class Engine:
-    """Started by the first call. All of litellm's objects live in its thread; bytes come out."""
+    """Runs litellm from the first call on. All of litellm's objects stay in its thread; bytes come out."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -55,18 +55,18 @@ class Engine:
         self._litellm: ModuleType | None = None
 
     async def ask(self, path: str, body: Json, params: Mapping[str, Any]) -> tuple[bytes | LitellmStream, list[Header]]:
-        """litellm's answer to a call of this API, and the provider's headers as far as it keeps them.
+        """Return litellm's answer to a call of this API, and the provider's headers as far as litellm keeps them.
 
         `params` win over `body`. Raises whatever litellm raises.
         """
         return await self._there(self._ask(path, body, params))
 
     async def next(self, stream: LitellmStream) -> bytes | None:
-        """The next event of a stream; None after the last."""
+        """Return the next event of a stream; None after the last."""
         return await self._there(_next(stream))
 
     def drop(self, stream: LitellmStream) -> None:
-        """Let go of a stream that is not at its end."""
+        """Release a stream that is not at its end."""
         if self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(_drop(stream), self._loop)
 
@@ -110,7 +110,7 @@ class Engine:
 
 
 def import_litellm() -> ModuleType:
-    """Import litellm and silence it: what it would log or report may hold keys and whole conversations."""
+    """Import litellm and turn off its logs and reports, which may hold keys and whole conversations."""
     os.environ.update(_SETTINGS)
     import litellm
 

@@ -1,4 +1,4 @@
-"""litellm's exceptions as answers and errors of ours, without any secret that they quote."""
+"""Turns litellm's exceptions into answers and errors of ours, without any secret that they quote."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TYPES = {
 
 
 class ProviderError(LightningError):
-    """What the provider answered, or litellm in its place."""
+    """The error answer of the provider, or of litellm in its place."""
 
     def __init__(self, message: str, status: int, headers: list[Header]) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class ProviderError(LightningError):
 
 
 def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> LightningError:
-    """The error to show instead: ProviderError if the provider answered, else what kept it from answering."""
+    """Return the error to show: ProviderError if the provider answered, else the reason why it did not."""
     told = str(error).partition("\nTraceback (most recent call last)")[0]
     message = redacted(told, secrets)[:_LONGEST_MESSAGE]
     chain = list(_chain(error))

@@ -1,4 +1,4 @@
-"""A provider that speaks no OpenAI protocol, through litellm. What that loses is in docs/providers.md."""
+"""Calls providers without an OpenAI protocol through litellm. docs/providers.md says what gets lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LitellmUpstream:
         self._listed, self._served = sorted(named), frozenset(named.values())
 
     async def open(self, request: Request) -> LitellmAnswer:
-        """One call of litellm, without any retry of its own. Also raises InvalidRequest, NotFound."""
+        """Make one call of litellm, without any retry of its own. Also raise InvalidRequest, NotFound."""
         if request.method == "GET" and request.path == "/v1/models":
             models = [{"id": name, "object": "model", "owned_by": self._config.name} for name in self._listed]
             return LitellmAnswer(200, [_JSON], [orjson.dumps({"object": "list", "data": models})])
@@ -153,7 +153,7 @@ class _Call:
 
 
 class LitellmAnswer:
-    """An answer of litellm's: the bytes that are there, and those to come."""
+    """An answer of litellm: the bytes received so far, and those to come."""
 
     def __init__(
         self,

@@ -81,7 +81,9 @@ def test_a_model_is_the_same_in_either_precision(base: Path, tmp_path: Path) -> 
 def test_an_adapter_of_another_rank_is_refused_without_a_saved_configuration(base: Path, tmp_path: Path) -> None:
     trainer(base, tmp_path).save(tmp_path / "1")
     (tmp_path / "1" / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"adapter of another shape: .* is \(4, \d+\) in the checkpoint and \(8, \d+\)"):
+    with pytest.raises(
+        ConfigError, match=r"adapter of another shape: .* is \(4, \d+\) in the checkpoint and \(8, \d+\)"
+    ):
         trainer(base, tmp_path, lora_rank=8).load(tmp_path / "1")
 
 
