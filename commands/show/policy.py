@@ -40,7 +40,7 @@ def promote(context: typer.Context, version: Annotated[int, typer.Argument(min=0
 
 @app.command()
 def rollback(context: typer.Context, as_json: Json = False) -> None:
-    """Make the version before the live one live again."""
+    """Go back to the newest usable version that is older than the live one."""
     _change(context, "/policy/rollback", None, as_json)
 
 

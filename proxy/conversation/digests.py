@@ -69,7 +69,7 @@ def origins(caller: str, asked: Iterable[Atom], answer: Iterable[Atom]) -> set[b
 
 
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
-    """Return digests that may show where something in a request came from, those of its own rollout first.
+    """Yield digests that may show which rollout a request quotes. Those of the request's own rollout come first.
 
     A prompt tells nothing: what one rollout found may be in the prompt of all that follow.
     """

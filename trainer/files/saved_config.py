@@ -29,7 +29,7 @@ Saved = dict[str, Any]
 
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
-    """Return every key of `trainer` with its dotted name, and the model and adapters that it was used with."""
+    """Return every `trainer` key by its dotted name, with the model and the adapters of the policy."""
     keys = _flat("trainer", trainer.model_dump(mode="json"))
     adapters = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
     return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
