@@ -31,8 +31,11 @@ def processes() -> dict[str, str]:
     """The children that run, by their id."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            for pid in (task / "children").read_text().split():
+        children = ""
+        with suppress(OSError):  # a thread that has ended
+            children = (task / "children").read_text()
+        for pid in children.split():
+            with suppress(OSError):  # a process that has ended hides no other
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if command and not any(kept in command for kept in KEPT):  # one that has ended has no command
                     found[pid] = f"process {pid}: {command.strip()[:200]}"

@@ -239,7 +239,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(
         (tmp_path / "1" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"policy\.adapters") as error:
         trainer(base, tmp_path / "b", adapters).load(tmp_path / "1")
-    said = '["checker", "writer"] → ' if configuration else "None"
+    said = '["checker", "writer"] → ' if configuration else "missing"
     assert said in error.value.message
 
 
