@@ -34,7 +34,6 @@ UVICORN: dict[str, Any] = {
     # The upstream's own `server` and `date` are passed on; a second one of each would not be transparent.
     "server_header": False,
     "date_header": False,
-    "proxy_headers": False,  # nothing depends on the client's address or scheme
     "timeout_graceful_shutdown": 5,
     # Longer than any client keeps an idle connection: none is closed just as a request comes in.
     "timeout_keep_alive": 75,

@@ -102,9 +102,9 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         relay = Relay(config, keys, gateway)
         # The control API's view of them, and what runs beside the calls.
         parts = Parts(
-            config=config, publish=mode, store=store, recorder=recorder, swap=swap, watch=watch, pins=pins, keys=keys,
-            metrics=metrics, redactor=redactor, relay=relay, exact=exact, model_check=ModelCheck(config, store, swap),
-            health=upstreams.health,
+            config=config, publish=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
+            pins=pins, keys=keys, metrics=metrics, redactor=redactor, relay=relay, exact=exact,
+            model_check=ModelCheck(config, store, swap), health=upstreams.health,
         )  # fmt: skip
         beside = [keys.watch(), check_health(config, operator, upstreams.health)]
         beside.append(Keeper(database, config, parts.forget).run())

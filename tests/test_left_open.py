@@ -38,8 +38,11 @@ def test_other_machines_are_not_asked(host: str) -> None:
 
 
 def test_this_machine_is_asked() -> None:
+    asked: list[str] = []
+    watch(asked)
     with socket.create_server(("localhost", 0)) as server, socket.create_connection(server.getsockname()):
-        pass
+        watch([])
+    assert asked == []
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")

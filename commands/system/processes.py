@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from ...proxy.errors import ConfigError, LightningError
+from ...proxy.store.copies import make_private
 
 T = TypeVar("T")
 GUARD = Path(__file__).with_name("guard.py")
@@ -195,6 +196,7 @@ class Supervisor:
 
 async def _launch(spec: ChildSpec, log: Path) -> tuple[asyncio.subprocess.Process, int]:
     """Start the program under its guard, appending to `log`. Returns the process and our end of its lifeline."""
+    make_private(log)
     read_end, lifeline = os.pipe()
     try:
         with log.open("ab") as output:

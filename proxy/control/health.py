@@ -8,7 +8,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from ..errors import LightningError
 from ..upstreams.health import replica_name
 from .answers import ERRORS, Ready, answers
-from .parts import Parts
 from .requests import parts
 from .status import waiting
 
@@ -38,19 +37,13 @@ async def readyz(request: Request) -> Response:
             await p.watch.require()
     except LightningError as error:
         checks["upstream"] = error.message
-    answered = checks["upstream"] == "ok" or _stands_by(p)
+    answered = checks["upstream"] == "ok" or not all(p.health.is_down(other) for other in p.router.standing_by())
     status = "not ready" if checks["store"] != "ok" or not answered else "ready"
     if status == "ready" and checks["upstream"] != "ok":
         status = "degraded"  # a fallback answers
     down = [f"{name} {replica_name(url)}" for (name, url), problem in p.health.problems.items() if problem is not None]
     view = {"status": status, **checks} | ({"down": down} if down else {})
     return JSONResponse(view, 503 if status == "not ready" else 200)
-
-
-def _stands_by(p: Parts) -> bool:
-    """Whether a fallback of the policy's upstream is up; one that is not watched counts as up."""
-    fallbacks = p.watch.upstream.fallbacks if p.watch is not None else ()
-    return any(not p.health.is_down(other) for other in p.config.upstreams if other.name in fallbacks)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -10,6 +10,7 @@ from ..conversation.exact import ExactTokens
 from ..gateway.relay import Relay
 from ..policy.model_check import ModelCheck
 from ..policy.pins import Pins
+from ..policy.routing import PolicyRouter
 from ..policy.swap import Swap
 from ..policy.watch import Watch
 from ..recording.metrics import Metrics
@@ -30,6 +31,7 @@ class Parts:
     recorder: Recorder
     swap: Swap | None
     watch: Watch | None
+    router: PolicyRouter
     pins: Pins
     keys: Keys
     metrics: Metrics

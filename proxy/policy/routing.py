@@ -44,6 +44,10 @@ class PolicyRouter:
         """Return the alias as an entry of `GET /v1/models`."""
         return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}
 
+    def standing_by(self) -> list[UpstreamConfig]:
+        """Return the upstreams that answer for the alias while the policy's own does not."""
+        return [route.upstream for route in self._fallbacks(self._upstream_of(self.alias), self.alias)]
+
     async def _route(self, rollout: RolloutName, model: str | None) -> Route:
         upstream = self._upstream_of(model)
         fallbacks = tuple(self._fallbacks(upstream, model)) if upstream.fallbacks else ()

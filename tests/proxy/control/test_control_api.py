@@ -143,6 +143,13 @@ async def test_siblings_are_opened_with_urls_and_keys_of_their_own(running: Runn
         assert (await system.chat(second["rollout_id"], **key))[0] == 403
 
 
+async def test_behind_a_proxy_that_speaks_tls_a_rollouts_url_is_https(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        for scheme in ("https", "http"):
+            _, (opened,) = await system.call("POST", "/rollouts", {}, X_Forwarded_Proto=scheme)
+            assert opened["base_url"].startswith(f"{scheme}://127.0.0.1:")
+
+
 async def test_a_rollouts_key_offers_nothing_to_the_trainer_again(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t"})

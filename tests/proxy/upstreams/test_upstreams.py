@@ -196,6 +196,14 @@ async def test_a_fallback_that_has_no_such_api_is_passed_over(tmp_path: Path, fi
     assert (status, b"by last" in raw) == (200, True)
 
 
+async def test_a_fallback_that_has_no_name_for_the_alias_makes_nothing_ready(tmp_path: Path) -> None:
+    vllm = upstream("policy", Server("gone", free_port()), kind="vllm", fallbacks=["litellm"])
+    litellm = UpstreamConfig(name="litellm", kind="litellm", models=["gemini/m"])
+    async with proxying(tmp_path, vllm, litellm) as proxy:
+        assert (await proxy.ask(model="policy"))[0] == 502
+        assert (await proxy.get("/readyz"))["status"] == "not ready"
+
+
 async def test_what_a_fallback_of_the_policy_answers_is_no_policy_version(tmp_path: Path) -> None:
     async with Server("second").running() as second:
         vllm = upstream("policy", Server("gone", free_port()), kind="vllm", fallbacks=["two"])
