@@ -67,7 +67,7 @@ class System:
             "policy": {"model": str(model), "publish": publish, "directory": f"{directory}/policy"} | (policy or {}),
             "vllm": {"port": self.vllm_port, "max_model_len": 256, "kv_cache_gib": 1} | (vllm or {}),
             "trainer": {
-                "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 1e-2, "report_to": [],
+                "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 5e-3, "report_to": [],
                 "poll_s": 0.1, "group_timeout_s": 30, **trainer,
             },
         }  # fmt: skip
