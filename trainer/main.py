@@ -14,6 +14,7 @@ from pathlib import Path
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError
 from ..proxy.policy.mode import publish_mode
+from ..proxy.policy.operator import operator_headers
 from ..proxy.policy.swap import Swap
 from ..proxy.policy.vllm import VllmFleet, operator_session
 from ..proxy.store.database import opened
@@ -34,7 +35,7 @@ async def train(
     config: Config, stop: asyncio.Event, *, once: bool = False, show: Show = show_nothing, method: Method = "rl"
 ) -> None:
     """Train on the configured store and publish to its vLLM until `stop` is set; `show` every step."""
-    upstream = next((u for u in config.upstreams if u.kind == "vllm"), None)
+    upstream = config.policy_upstream
     if upstream is None:
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
     mode = publish_mode(config)
@@ -42,7 +43,8 @@ async def train(
     with only_trainer(config.policy.directory, config.store.path):
         async with _trainer(config) as trainer, opened(config.store) as database, operator_session() as session:
             store = Store(database)
-            vllm = VllmFleet(session, upstream.urls, upstream.credentials)
+            headers = upstream.credentials | operator_headers(config.policy.directory)
+            vllm = VllmFleet(session, upstream.urls, headers)
             publisher = Publisher(config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer)
             if method == "sft":
                 await SftRun(config, store, trainer, publisher, show).run(stop)

@@ -59,7 +59,7 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
         for url in upstream.urls:
             reached[url] = await _check_server(session, upstream, url)
             yield reached[url]
-    policy = next((upstream for upstream in config.upstreams if upstream.kind == "vllm"), None)
+    policy = config.policy_upstream
     if policy is None:
         fix = "add an upstream with kind: vllm to train"
         yield Check("policy", "warning", "no upstream of kind vllm: calls are recorded but never trained on", fix)

@@ -10,6 +10,7 @@ import aiohttp
 from ...proxy.config.root import Config
 from ...proxy.config.upstreams import UpstreamConfig
 from ...proxy.conversation.renderer import RENDER
+from ...proxy.policy.operator import operator_headers
 from ...proxy.types import PublishMode
 from .checks import Check, failed, ok, warning
 
@@ -32,7 +33,7 @@ class VllmChecks:
         self._config = config
         self._session = session
         self._root = upstream.urls[0].removesuffix("/v1")
-        self._headers = upstream.credentials
+        self._headers = upstream.credentials | operator_headers(config.policy.directory)
         self._publish = publish
         self._model = ""
 

@@ -32,10 +32,10 @@ async def serving_power(config: Config, models: Iterable[str]) -> AsyncIterator[
 
     An upstream on another machine is left to whoever serves it there.
     """
-    by_model, vllm = models_by_upstream(config.upstreams), next((u for u in config.upstreams if u.kind == "vllm"), None)
+    by_model, vllm = models_by_upstream(config.upstreams), config.policy_upstream
     upstreams = {by_model[name].name: by_model[name] for name in models if power_of(name) is not None}
     async with AsyncExitStack() as stack:
         for upstream in upstreams.values():
             if vllm is not None and urlsplit(upstream.urls[0]).hostname in HERE:
-                await stack.enter_async_context(power_server(upstream, vllm))
+                await stack.enter_async_context(power_server(upstream, vllm, config.policy.directory))
         yield

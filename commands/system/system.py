@@ -88,7 +88,7 @@ class System:
 
 def check_addresses(config: Config) -> None:
     """Raise LightningError unless the ports are free and the first vLLM upstream is the server to start."""
-    upstream = next((one for one in config.upstreams if one.kind == "vllm"), None)
+    upstream = config.policy_upstream
     address = urlsplit(upstream.urls[0]) if upstream else None
     if address is None or address.port != config.vllm.port:
         raise ConfigError(f"upstreams: the first of kind vllm must be at port {config.vllm.port}, as vllm.port says")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from pydantic import model_validator
 
 from .policy import PolicyConfig, VllmConfig
@@ -27,6 +29,11 @@ class Config(Section):
             raise ValueError("upstreams: at least one is needed")
         check_fallbacks({upstream.name: upstream.fallbacks for upstream in self.upstreams}, len(self.upstreams))
         return self
+
+    @cached_property
+    def policy_upstream(self) -> UpstreamConfig | None:
+        """Return the upstream that serves the policy, the first of kind vllm; None without one."""
+        return next((upstream for upstream in self.upstreams if upstream.kind == "vllm"), None)
 
     def keys(self) -> list[str]:
         """Return every secret key in the configuration: ours and the upstreams'."""

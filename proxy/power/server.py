@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -12,6 +13,7 @@ from aiohttp import web
 from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError, Unsupported
 from ..gateway.body import parse_object
+from ..policy.operator import operator_headers
 from ..policy.vllm import operator_session
 from .chat import CHAT, PowerChat
 
@@ -21,11 +23,15 @@ _KEYS = ("authorization", "x-api-key")
 
 
 @asynccontextmanager
-async def power_server(upstream: UpstreamConfig, vllm: UpstreamConfig) -> AsyncIterator[None]:
-    """Answer at the address of `upstream`, sampling from `vllm`, until the block is left."""
+async def power_server(upstream: UpstreamConfig, vllm: UpstreamConfig, directory: Path) -> AsyncIterator[None]:
+    """Answer at the address of `upstream`, sampling from `vllm`, until the block is left.
+
+    `directory`: where the operator's key of this vLLM is.
+    """
+    own = operator_headers(directory)
     async with operator_session() as session:
         app = web.Application(client_max_size=MOST_BYTES)
-        app.router.add_route("*", "/{path:.*}", _Handler(PowerChat(session, vllm.urls[0])).answer)
+        app.router.add_route("*", "/{path:.*}", _Handler(PowerChat(session, vllm.urls[0]), own).answer)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
@@ -44,13 +50,14 @@ async def _listen(runner: web.AppRunner, url: str) -> None:
 
 
 class _Handler:
-    """Answers requests; vLLM is asked with the key that a request carries."""
+    """Answers requests; vLLM is asked with the key that a request carries, and with the operator's."""
 
-    def __init__(self, chat: PowerChat) -> None:
+    def __init__(self, chat: PowerChat, operator: Mapping[str, str]) -> None:
         self._chat = chat
+        self._operator = operator
 
     async def answer(self, request: web.Request) -> web.Response:
-        headers = {name: request.headers[name] for name in _KEYS if name in request.headers}
+        headers = {name: request.headers[name] for name in _KEYS if name in request.headers} | {**self._operator}
         try:
             if request.path != CHAT:
                 raise Unsupported(f"power sampling answers {CHAT} only, not {request.path}")

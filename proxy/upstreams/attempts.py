@@ -28,7 +28,8 @@ _RETRIED = frozenset({429, 502, 503, 504, 529})
 class Upstreams:
     """All upstreams, each made when first used.
 
-    `health` says which servers not to ask; `makers` make upstreams of kinds that do not speak plain HTTP.
+    `health` says which servers not to ask; `makers` make upstreams of kinds that do not speak plain HTTP. `vouching`:
+    by the upstream's name, headers that tell it that a request comes through the proxy.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class Upstreams:
         session: aiohttp.ClientSession,
         health: Health | None = None,
         makers: Mapping[str, Callable[[UpstreamConfig], Upstream]] | None = None,
+        vouching: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self.health = health or Health()
         self._session = session
         self._makers = makers or {}
+        self._vouching = vouching or {}
         self._opened: dict[str, Upstream] = {}
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
@@ -55,7 +58,10 @@ class Upstreams:
 
     def _make(self, config: UpstreamConfig) -> Upstream:
         make = self._makers.get(config.kind)
-        made = HttpUpstream(config, self._session, self.health) if make is None else make(config)
+        if make is not None:
+            made = make(config)
+        else:
+            made = HttpUpstream(config, self._session, self.health, self._vouching.get(config.name, {}))
         self._opened[config.name] = made
         return made
 

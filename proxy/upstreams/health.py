@@ -66,7 +66,7 @@ async def check_health(config: Config, session: aiohttp.ClientSession, health: H
 
     Not the policy's: `policy/watch.py` knows more of it, whether a server has the live weights for one.
     """
-    policys = next((upstream for upstream in config.upstreams if upstream.kind == "vllm"), None)
+    policys = config.policy_upstream
     checked = [upstream for upstream in config.upstreams if upstream.health_check_s and upstream is not policys]
     await asyncio.gather(*(_watch(upstream, url, session, health) for upstream in checked for url in upstream.urls))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import lru_cache, partial
 from posixpath import relpath
 from urllib.parse import quote
@@ -77,8 +77,11 @@ def make_session() -> aiohttp.ClientSession:
 class HttpUpstream:
     """Servers with the agents' protocol: a single one, or replicas. A rollout keeps to one replica."""
 
-    def __init__(self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health) -> None:
+    def __init__(
+        self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health, vouching: Mapping[str, str]
+    ) -> None:
         self._config = config
+        self._vouching = tuple(vouching.items())
         self._session = session
         self._health = health
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
@@ -103,7 +106,7 @@ class HttpUpstream:
                 response = await self._session.request(
                     request.method,
                     _url(base_url, request.path, request.query),
-                    headers=_request_headers(upstream, request),
+                    headers=[*_request_headers(upstream, request), *self._vouching],
                     data=aiohttp.BytesPayload(request.body) if request.body else None,
                     allow_redirects=False,
                     auto_decompress=request.identity,

@@ -277,10 +277,10 @@ async def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(se
         calls = served.calls("text", f"likely-{model}".replace(":", "-"))
         return [sum(choice.logprobs) for call in calls for choice in call.choices]
 
-    upstreams = (UpstreamConfig(**upstream) for upstream in yaml.safe_load(served.config.read_text())["upstreams"])
-    by_name = {upstream.name: upstream for upstream in upstreams}
+    config = yaml.safe_load(served.config.read_text())
+    by_name = {upstream["name"]: UpstreamConfig(**upstream) for upstream in config["upstreams"]}
     await asyncio.to_thread(ask, "policy", n=8, temperature=1.0)
-    async with power_server(by_name["power"], by_name["policy"]):
+    async with power_server(by_name["power"], by_name["policy"], Path(config["policy"]["directory"])):
         await asyncio.to_thread(ask, "power:4", temperature=0.3)
     before, after = [await asyncio.to_thread(likelihoods, model) for model in ("policy", "power:4")]
     assert (len(before), len(after)) == (32, 4)

@@ -147,7 +147,7 @@ async def powered_system(running: Running, directory: Path, publish: str = "lora
     power = UpstreamConfig(name="power", kind="openai", base_url=url, models=["power:4", "power:1"])
     async with (
         running(directory, publish=publish, others=[power]) as system,
-        power_server(power, system.config.upstreams[0]),
+        power_server(power, system.config.upstreams[0], directory / "policy"),
     ):
         yield system
 
@@ -258,7 +258,7 @@ async def test_an_address_that_is_taken_is_one_line(running: Running, tmp_path: 
     async with powered_system(running, tmp_path) as system:
         vllm, power = system.config.upstreams
         with pytest.raises(LightningError, match=f"{power.base_url}: .*in use"):
-            async with power_server(power, vllm):
+            async with power_server(power, vllm, tmp_path / "policy"):
                 pass
 
 
