@@ -35,6 +35,7 @@ from .policy.mode import publish_mode
 from .policy.model_check import ModelCheck
 from .policy.operator import KEY_HEADER, operator_headers
 from .policy.pins import Pins
+from .policy.probe import Prober
 from .policy.routing import PolicyRouter
 from .policy.swap import Swap
 from .policy.vllm import VllmFleet, operator_session
@@ -110,9 +111,7 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, relay=relay, exact=exact,
             model_check=ModelCheck(config, store, swap), health=upstreams.health,
         )  # fmt: skip
-        beside = [keys.watch(), check_health(config, operator, upstreams.health)]
-        beside.append(Keeper(database, config, parts.forget).run())
-        await stack.enter_async_context(_running([*beside, watch.run()] if watch is not None else beside))
+        await stack.enter_async_context(_running(_beside(parts, operator)))
         yield parts
 
 
@@ -130,6 +129,15 @@ def _watch(config: Config, store: Store, session: ClientSession, pins: Pins, hea
     headers = upstream.credentials | operator_headers(config.policy.directory)
     vllm = VllmFleet(session, upstream.urls, headers)
     return Watch(Swap(store, vllm, publish_mode(config), config.policy.directory), upstream, pins, health)
+
+
+def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:
+    """What runs beside the calls."""
+    work = [parts.keys.watch(), check_health(parts.config, session, parts.health)]
+    work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
+    if parts.watch is not None:
+        work += [parts.watch.run(), Prober(parts.config.policy, parts.watch, parts.health).run()]
+    return work
 
 
 @asynccontextmanager

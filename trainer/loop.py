@@ -63,6 +63,7 @@ class TrainingLoop:
         self._show = show
         self._stop = asyncio.Event()
         self._waits_for: str | None = None
+        self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._free_since = time.perf_counter()
         self.version = 0  # the policy version that the trainer's weights go on from
@@ -260,6 +261,7 @@ class TrainingLoop:
         """After a promotion or rollback by hand, train on from that version."""
         live = await self._store.versions.live()
         if live.version == self.version:
+            await self._warn_of_other_weights()
             return
         step = await self._store.steps.of_version(live.version)
         checkpoint = self._checkpoints / str(step.step if step else 0)
@@ -270,6 +272,13 @@ class TrainingLoop:
         self.version = live.version
         if step is not None and self._publisher and self._publisher.is_of_another_mode(live):
             await self._publish_again(step)
+
+    async def _warn_of_other_weights(self) -> None:
+        """Say once what the proxy found: the policy's server does not answer as the live version did."""
+        problem = await self._store.probes.problem(self.version)
+        if problem is not None and problem != self._other_weights:
+            log.error("rollouts come from other weights: %s", problem)
+        self._other_weights = problem
 
     async def is_stopped(self) -> bool:
         """Return whether a collapse stops publication. With `collapse.action: rollback`, go back first."""

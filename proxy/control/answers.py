@@ -158,6 +158,7 @@ class Ready(BaseModel):
     status: Literal["ready", "degraded", "not ready"]
     store: str
     upstream: str
+    policy: str | None = None
 
 
 # FastAPI's own error body, which it names by default, is none of ours.

@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from ..errors import LightningError
 from ..upstreams.health import replica_name
 from .answers import ERRORS, Ready, answers
+from .parts import Parts
 from .requests import parts
 from .status import waiting
 
@@ -39,11 +40,18 @@ async def readyz(request: Request) -> Response:
         checks["upstream"] = error.message
     answered = checks["upstream"] == "ok" or not all(p.health.is_down(other) for other in p.router.standing_by())
     status = "not ready" if checks["store"] != "ok" or not answered else "ready"
-    if status == "ready" and checks["upstream"] != "ok":
-        status = "degraded"  # a fallback answers
+    if status == "ready" and (other := await _other_weights(p)) is not None:
+        checks["policy"] = other
+    if status == "ready" and any(check != "ok" for check in checks.values()):
+        status = "degraded"  # a fallback answers, or other weights
     down = [f"{name} {replica_name(url)}" for (name, url), problem in p.health.problems.items() if problem is not None]
     view = {"status": status, **checks} | ({"down": down} if down else {})
     return JSONResponse(view, 503 if status == "not ready" else 200)
+
+
+async def _other_weights(p: Parts) -> str | None:
+    """Why the policy's server does not seem to serve the live version."""
+    return await p.store.probes.problem((await p.store.versions.live()).version)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

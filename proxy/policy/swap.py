@@ -83,6 +83,10 @@ class Swap:
         """Return whether merged weights in vLLM carry the label of this version."""
         return await self.vllm.weight_version() in _labels(version)
 
+    async def has_label(self, server: VllmServer, version: PolicyVersion) -> bool:
+        """Return whether merged weights in one server carry the label of this version."""
+        return await server.weight_version() in _labels(version)
+
     async def load(self, version: PolicyVersion) -> None:
         """Serve the version's adapters beside the others; the base model has none."""
         for name, path in _adapters(version).items():

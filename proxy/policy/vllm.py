@@ -13,6 +13,9 @@ from ..upstreams.http import why_not_connected
 
 LOADING = "loading"  # the label of the weights while they are replaced
 
+_PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+PROBE_PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]  # tokens that every vocabulary has
+
 T = TypeVar("T")
 
 
@@ -92,11 +95,20 @@ class VllmServer:
 
     async def sample(self, model: str, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Sample up to `tokens` tokens at temperature 1; return their ids and their log-probabilities."""
-        plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "logprobs": 0, "return_token_ids": True}
-        answer = await self._request("POST", "/v1/completions", body | plain)
+        answer = await self._request("POST", "/v1/completions", body | _PLAIN)
         choice = answer["choices"][0]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+    async def probe(self, model: str) -> list[tuple[str, dict[str, float]]]:
+        """Sample with a fixed seed from a fixed prompt: by position, the token and the most likely ones.
+
+        Token ids as text, with log-probabilities.
+        """
+        body: dict[str, Any] = {"model": model, "prompt": PROBE_PROMPT, "max_tokens": 16, "ignore_eos": True, "seed": 0}
+        body |= {"logprobs": 5, "return_tokens_as_token_ids": True} | _PLAIN
+        logprobs = (await self._request("POST", "/v1/completions", body))["choices"][0]["logprobs"]
+        return list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         url = self._root + path
@@ -128,6 +140,11 @@ class VllmFleet:
     ) -> None:
         """`urls`: those of the upstream; `headers` go with every request."""
         self._servers = [VllmServer(session, url, headers or {}) for url in urls]
+
+    @property
+    def servers(self) -> Sequence[VllmServer]:
+        """Return all servers, also those that are away."""
+        return self._servers
 
     async def each(self, work: Callable[[VllmServer], Awaitable[object]]) -> dict[str, LightningError | None]:
         """Do the work at every server and return the errors by URL. Raise if it failed everywhere."""

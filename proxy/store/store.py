@@ -7,6 +7,7 @@ from .conversations import ConversationIndex
 from .database import Database
 from .events import Events
 from .keys import Keyring
+from .probes import Probes
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import Steps
@@ -24,6 +25,7 @@ class Store:
         self.calls = Calls(database, self.rollouts, self.rewards)
         self.events = Events(database)
         self.versions = Versions(database)
+        self.probes = Probes(database)
         self.steps = Steps(database, self.versions)
         self.waiting = Waiting(database)
         self.keys = Keyring(database)

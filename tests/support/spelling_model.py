@@ -19,11 +19,11 @@ KNOWN = 6.0  # the first number of every embedding, which no layer changes
 LIKELIER = 9.0
 
 
-def save_spelling_model(directory: Path) -> Path:
+def save_spelling_model(directory: Path, seed: int = 0) -> Path:
     """Two layers, random weights but for the choice of characters."""
     smollm = prepare_model(cache_directory())
     tokens: dict[str, int] = Tokenizer.from_file(str(smollm / "tokenizer.json")).get_vocab()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokens), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False,
