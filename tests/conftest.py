@@ -26,6 +26,7 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig, StoreConfig, TelemetryConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
+from lightning_proxy.proxy.policy.operator import KEY_HEADER
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store
 from support import fuzzing, network  # noqa: F401  (fuzzing registers the profiles)
@@ -111,6 +112,7 @@ class PolicyServer:
         self.headers: list[dict[str, str]] = []
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # the message, from the request
         self.restart()
+        self.guarded = False  # as our own vLLM is, by OperatorGuard
         self.app = web.Application()
         self.app.router.add_get("/v1/models", self.models)
         self.app.router.add_get("/weight_info", self.weight_info)
@@ -137,7 +139,9 @@ class PolicyServer:
     async def weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
 
-    async def is_paused(self, _: web.Request) -> web.Response:
+    async def is_paused(self, request: web.Request) -> web.Response:
+        if self.guarded and KEY_HEADER not in request.headers:
+            return web.Response(status=401)
         return web.json_response({"is_paused": self.paused})
 
     async def operate(self, request: web.Request) -> web.Response:
@@ -155,6 +159,8 @@ class PolicyServer:
 
     async def load(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.guarded and KEY_HEADER not in request.headers:
+            return web.Response(status=401)
         if request.path == self.refuses:
             error = {"message": "LoRA rank 64 is greater than max_lora_rank 16."}
             return web.json_response({"error": error}, status=400)

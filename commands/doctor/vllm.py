@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -49,7 +49,8 @@ class VllmChecks:
         checks = (("tokens", self._tokens), ("logprobs", self._logprobs), ("template", self._template))
         exact = self._config.policy.token_continuity == "exact"
         continuity = (("continuity", self._continuity),) if exact else ()
-        for name, check in (*checks, *continuity, ("publishing", self._publishing)):
+        publishing = (("publishing", self._publishing), ("operator", self._operator))
+        for name, check in (*checks, *continuity, *publishing):
             try:
                 yield await check(name)
             except (Refused, KeyError, IndexError, TypeError) as error:
@@ -133,6 +134,15 @@ class VllmChecks:
                 return failed(name, f"merged: {path} answers HTTP {status}", fix)
         return ok(name, "merged: weights can be replaced in place")
 
+    async def _operator(self, name: str) -> Check:
+        """Check that a web page could not use the routes that publishing needs."""
+        method, path = ("POST", "/v1/load_lora_adapter") if self._publish == "lora" else ("GET", "/is_paused")
+        status, _ = await self._send(method, path, {}, {"Origin": "https://page.example"})
+        if status in (401, 403):
+            return ok(name, "operator routes are closed to others")
+        found = "a web page, or any program that reaches this vLLM, can replace its weights"
+        return warning(name, found, f"{RESTART}, or give it our guard (docs/security.md)")
+
     async def _chat(self, **more: Any) -> dict[str, Any]:
         body = {"model": self._model, "messages": QUESTION, "logprobs": True, "return_token_ids": True}
         more |= {"return_tokens_as_token_ids": True, "top_p": 1.0, "top_k": 0}
@@ -149,10 +159,13 @@ class VllmChecks:
             raise Refused(f"{path} answers HTTP {status}: {str(answer)[:200]}")
         return answer
 
-    async def _send(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        url = self._root + path
+    async def _send(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """The answer's status and body. `headers`: in place of those with our keys."""
+        url, sent = self._root + path, self._headers if headers is None else headers
         try:
-            async with self._session.request(method, url, json=body, headers=self._headers) as answer:
+            async with self._session.request(method, url, json=body, headers=sent) as answer:
                 is_json = "json" in answer.content_type
                 return answer.status, await (answer.json() if is_json else answer.text())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:

@@ -23,13 +23,15 @@ async def outcomes(system: Any) -> tuple[int, dict[str, str]]:
 @pytest.mark.parametrize("publish", ["merged", "lora"])
 async def test_a_whole_system_passes(running: Running, tmp_path: Path, publish: str) -> None:
     async with running(tmp_path, publish=publish) as system:
+        assert (await outcomes(system))[1]["operator"] == "warning", "a web page could replace the weights"
+        system.vllm.guarded = True
         code, found = await outcomes(system)
         assert set(found.values()) == {"ok"}
         wanted = {"configuration", "store", "proxy", "upstream policy", "context length", "tokens", "logprobs"}
-        assert found.keys() == wanted | {"template", "publishing", "alias", "rewards"}
+        assert found.keys() == wanted | {"template", "publishing", "operator", "alias", "rewards"}
         assert code == 0
         _, rollouts = await system.call("GET", "/rollouts")
-        assert [(r["mode"], r["status"]) for r in rollouts["data"]] == [("eval", "discarded")]
+        assert {(r["mode"], r["status"]) for r in rollouts["data"]} == {("eval", "discarded")}
 
 
 @pytest.mark.parametrize(
