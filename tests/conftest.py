@@ -113,6 +113,7 @@ class PolicyServer:
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # the message, from the request
         self.restart()
         self.guarded = False  # as our own vLLM is, by OperatorGuard
+        self.plain = False  # without development mode
         self.app = web.Application()
         self.app.router.add_get("/v1/models", self.models)
         self.app.router.add_get("/weight_info", self.weight_info)
@@ -137,6 +138,8 @@ class PolicyServer:
         return web.json_response({"object": "list", "data": [base, *adapters]})
 
     async def weight_info(self, _: web.Request) -> web.Response:
+        if self.plain:
+            return web.json_response({"detail": "Not Found"}, status=404)
         return web.json_response({"weight_version": self.label})
 
     async def is_paused(self, request: web.Request) -> web.Response:

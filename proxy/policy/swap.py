@@ -8,13 +8,16 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic
 
 from ..errors import Conflict, LightningError, NotFound
 from ..store.store import Store
 from ..types import PolicyVersion, PublishMode
-from .vllm import VllmFleet, VllmServer
+from .vllm import VllmError, VllmFault, VllmFleet, VllmServer
 
 log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 30.0  # a server without operator routes
 
 
 class NotServed(LightningError):
@@ -37,6 +40,7 @@ class Swap:
         self.vllm = vllm
         self.mode = mode
         self._lock_file = directory / "swap.lock"
+        self._refused: dict[str, tuple[VllmError, float]] = {}
 
     async def activate(
         self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
@@ -111,13 +115,35 @@ class Swap:
     async def _restore_weights(self, server: VllmServer) -> None:
         live = await self.store.versions.live()
         labels = _labels(live)
-        if await server.weight_version() not in labels:
+        try:
+            label = await self._label(server)
+        except VllmError as error:
+            if not isinstance(error, VllmFault) and await self.store.versions.is_new():
+                return  # it serves its own weights, which are version 0: no operator route is needed yet
+            raise NotServed(
+                f"vLLM does not say whether it serves policy version {live.version} ({error}): `lightning-proxy "
+                "doctor` says what it needs to publish"
+            ) from None
+        if label not in labels:
             log.warning("vLLM does not serve policy version %d: loading it again", live.version)
             await server.load_weights(await self._weights(live))
             await server.go_on(labels[0])
         elif await server.is_paused():
             log.warning("vLLM was left paused: resuming it")
             await server.resume()
+
+    async def _label(self, server: VllmServer) -> str:
+        """The label of a server's weights. One that refused to say is asked again after a while."""
+        refused, until = self._refused.get(server.base_url, (None, 0.0))
+        if refused is not None and monotonic() < until:
+            raise refused
+        try:
+            return await server.weight_version()
+        except VllmFault:
+            raise
+        except VllmError as error:
+            self._refused[server.base_url] = error, monotonic() + ASK_AGAIN_S
+            raise
 
     async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
         served = {model["id"] for model in await server.models()}

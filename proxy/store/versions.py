@@ -67,6 +67,10 @@ class Versions:
         """Return every version, by number."""
         return [read_version(row) for row in await self._db.all("SELECT * FROM policy_versions ORDER BY version")]
 
+    async def is_new(self) -> bool:
+        """Return whether nothing was ever published from this store."""
+        return await self._db.one("SELECT 1 FROM policy_versions WHERE publish IS NOT NULL") is None
+
     async def get(self, version: int) -> PolicyVersion:
         """Return the version of this number; NotFound if there is none."""
         row = await self._db.one("SELECT * FROM policy_versions WHERE version = :version", {"version": version})
