@@ -95,12 +95,20 @@ def up(context: typer.Context, model: Model = None, port: Port = None, logs: Log
 
 
 @app.command()
-def serve(context: typer.Context, port: Port = None) -> None:
+def serve(
+    context: typer.Context,
+    port: Port = None,
+    upstream: Annotated[
+        str | None, typer.Option(metavar="URL", help="a vLLM's URL, with /v1; in place of all `upstreams`")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="what that server calls the model (policy.model)")] = None,
+) -> None:
     """Run the proxy alone."""
     from .commands.serve import serve as run
 
     _write_for_the_owner_only()
-    run(_load(context, {"proxy.port": port}))
+    upstreams = None if upstream is None else [{"name": "policy", "base_url": upstream}]
+    run(_load(context, {"proxy.port": port, "upstreams": upstreams, "policy.model": model}))
 
 
 @app.command()

@@ -127,7 +127,7 @@ def _watch(config: Config, store: Store, session: ClientSession, pins: Pins, hea
     if upstream is None:
         return None
     headers = upstream.credentials | operator_headers(config.policy.directory)
-    vllm = VllmFleet(session, upstream.urls, headers)
+    vllm = VllmFleet(session, upstream.urls, headers, config.policy.model)
     return Watch(Swap(store, vllm, publish_mode(config), config.policy.directory), upstream, pins, health)
 
 

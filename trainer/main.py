@@ -44,7 +44,7 @@ async def train(
         async with _trainer(config) as trainer, opened(config.store) as database, operator_session() as session:
             store = Store(database)
             headers = upstream.credentials | operator_headers(config.policy.directory)
-            vllm = VllmFleet(session, upstream.urls, headers)
+            vllm = VllmFleet(session, upstream.urls, headers, config.policy.model)
             publisher = Publisher(config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer)
             if method == "sft":
                 await SftRun(config, store, trainer, publisher, show).run(stop)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ...proxy.config.file import load_config
 from ...proxy.config.root import Config
-from ...proxy.config.upstreams import UpstreamConfig
+from ...proxy.config.upstreams import UpstreamConfig, below
 from ...proxy.errors import ConfigError
 from ...proxy.policy.mode import publish_mode
 from ..api_client import ApiClient
@@ -78,7 +78,7 @@ async def _check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig
     fix = f"{start}, or correct upstreams.base_url"
     try:
         limit = aiohttp.ClientTimeout(total=REACH_S)
-        async with session.get(f"{url}/models", headers=upstream.credentials, timeout=limit) as answer:
+        async with session.get(below(url, "/models"), headers=upstream.credentials, timeout=limit) as answer:
             status = answer.status
     except (aiohttp.ClientError, TimeoutError) as error:
         return failed(name, f"{url} is not reachable: {error or 'no answer in time'}", fix)

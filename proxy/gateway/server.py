@@ -1,9 +1,9 @@
 """Changes three details of the way in which uvicorn reads HTTP/1.1.
 
 Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
-HTTP/2 with every request, and uvicorn would lose its body. What is no HTTP is refused in OpenAI's shape. Two lengths, a
-bare line feed and whatever else two parsers might read differently is refused by llhttp. Limits on the size and time of
-a head are for a reverse proxy to set.
+HTTP/2 with every request, and uvicorn would lose its body. A WebSocket is a 501. What is no HTTP is refused in OpenAI's
+shape. Two lengths, a bare line feed and whatever else two parsers might read differently is refused by llhttp. Limits
+on the size and time of a head are for a reverse proxy to set.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _BODY = b'{"error":{"message":"this is no valid HTTP request","type":"invalid_request_error","param":null,"code":null}}'
-_REFUSAL = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-    % (len(_BODY), _BODY)
+_HEAD = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+_REFUSAL = _HEAD % (b"400 Bad Request", len(_BODY)) + _BODY
+_SOCKET = (
+    b'{"error":{"message":"WebSockets are not passed on: ask over HTTP","type":"invalid_request_error","param":null,'
+    b'"code":null}}'
 )
+_NO_SOCKETS = _HEAD % (b"501 Not Implemented", len(_SOCKET)) + _SOCKET
 
 
 class ServerProtocol(HttpToolsProtocol):
@@ -55,6 +58,9 @@ class ServerProtocol(HttpToolsProtocol):
         if method == b"CONNECT":
             self._refuse()
             return
+        if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in self.headers):
+            self._refuse(_NO_SOCKETS)
+            return
         head = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         for name, value in self.headers:
             if name == b"connection":
@@ -66,9 +72,9 @@ class ServerProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
 
-    def _refuse(self) -> None:
+    def _refuse(self, refusal: bytes = _REFUSAL) -> None:
         """Answer and close: where the next request begins is not known."""
         under_way = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not (self.pipeline or under_way):  # nothing may come into the middle of an answer
-            self.transport.write(_REFUSAL)
+            self.transport.write(refusal)
         self.transport.close()

@@ -36,13 +36,17 @@ def operator_session() -> aiohttp.ClientSession:
 
 
 class VllmServer:
-    """One vLLM server, addressed by the `base_url` (ending in /v1) of its upstream."""
+    """One vLLM server, addressed by the `base_url` of its upstream; operator routes are beside its /v1."""
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str, headers: Mapping[str, str]) -> None:
-        self.base_url = base_url
+    def __init__(
+        self, session: aiohttp.ClientSession, base_url: str, headers: Mapping[str, str], model: str | None = None
+    ) -> None:
+        """`model`: the base model, where a server lists several; by default its first."""
+        self.base_url = base_url.rstrip("/")
+        self._model = model
         self._headers = headers
         self._session = session
-        self._root = base_url.rstrip("/").removesuffix("/v1")
+        self._root = self.base_url.removesuffix("/v1")
         self._timeout = aiohttp.ClientTimeout(total=120.0, sock_connect=5)
 
     async def models(self) -> list[dict[str, Any]]:
@@ -55,7 +59,7 @@ class VllmServer:
         names = [model["id"] for model in await self.models() if model.get("parent") is None]
         if not names:
             raise VllmError(f"{self._root}/v1/models lists no base model")
-        return str(names[0])
+        return str(self._model if self._model in names else names[0])
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter at `path` as model `name`; harmless when it is served already."""
@@ -111,7 +115,7 @@ class VllmServer:
         return list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        url = self._root + path
+        url = self.base_url + path.removeprefix("/v1") if path.startswith("/v1/") else self._root + path
         try:
             asked = self._session.request(method, url, json=body, headers=self._headers, timeout=self._timeout)
             async with asked as answer:
@@ -136,10 +140,14 @@ class VllmFleet:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, urls: Sequence[str], headers: Mapping[str, str] | None = None
+        self,
+        session: aiohttp.ClientSession,
+        urls: Sequence[str],
+        headers: Mapping[str, str] | None = None,
+        model: str | None = None,
     ) -> None:
-        """`urls`: those of the upstream; `headers` go with every request."""
-        self._servers = [VllmServer(session, url, headers or {}) for url in urls]
+        """`urls`: those of the upstream; `headers` go with every request; `model` is that of `VllmServer`."""
+        self._servers = [VllmServer(session, url, headers or {}, model) for url in urls]
 
     @property
     def servers(self) -> Sequence[VllmServer]:

@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from ..config.upstreams import UpstreamConfig
+from ..config.upstreams import UpstreamConfig, below
 from ..errors import UpstreamTimeout, UpstreamUnreachable
 from ..types import Header
 from .base import SHORTEST_KEY, KeyMask, NoConnection, NoConnectionInTime, Request
@@ -243,9 +243,10 @@ def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:
 @lru_cache(1024)
 def _url(base_url: str, path: str, query: bytes) -> URL:
     """The URL to ask for, quoted anew from the decoded path: what was checked is what is asked for."""
-    quoted = quote(path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~")
-    asked = f"?{quote(query, safe=_QUERY_SAFE)}" if query else ""
-    return URL(base_url + quoted + asked, encoded=True)
+    url = below(base_url, quote(path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~"))
+    if query:
+        url += ("&" if "?" in url else "?") + quote(query, safe=_QUERY_SAFE)
+    return URL(url, encoded=True)
 
 
 def _text(value: bytes) -> str:

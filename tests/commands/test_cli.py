@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -11,8 +12,11 @@ import sys
 import urllib.request
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from lightning_proxy.commands.system.processes import free_port
 from lightning_proxy.commands.system.system import Launch
@@ -161,6 +165,49 @@ def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Pat
 def test_the_version_is_told(tmp_path: Path) -> None:
     done = lightning("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"lightning-proxy {version('lightning-proxy')}\n")
+
+
+def test_serve_needs_only_the_url_of_a_model_server(tmp_path: Path) -> None:
+    async def ask() -> tuple[dict[str, Any], list[str]]:
+        asked: list[str] = []
+
+        async def models(_: web.Request) -> web.Response:
+            return web.json_response({"data": [{"id": "embedder"}, {"id": "org/chat"}]})
+
+        async def chat(request: web.Request) -> web.Response:
+            asked.append((await request.json())["model"])
+            message = {"role": "assistant", "content": "hi"}
+            return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+        app = web.Application()
+        app.router.add_get("/models/v1/models", models)
+        app.router.add_post("/models/v1/chat/completions", chat)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        upstream = f"http://127.0.0.1:{runner.addresses[0][1]}/models/v1"
+        options = ("serve", "--port", "0", "--upstream", upstream, "--model", "org/chat")
+        serve = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "lightning_proxy.cli", *options, cwd=tmp_path, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            assert serve.stderr is not None
+            said = (await serve.stderr.readline()).decode()
+            url = said.partition("OPENAI_BASE_URL=")[2].partition(";")[0]
+            async with aiohttp.ClientSession() as session:
+                async with session.post(f"{url}/chat/completions", json={"model": "policy", "messages": []}) as answer:
+                    assert answer.status == 200, await answer.text()
+                    rollout = answer.headers["X-Rollout-Id"]
+                async with session.get(f"{url.removesuffix('/v1')}/rollouts/{rollout}") as answer:
+                    return (await answer.json())["calls"][0], asked
+        finally:
+            serve.send_signal(signal.SIGINT)
+            await serve.communicate()
+            await runner.cleanup()
+
+    call, asked = asyncio.run(ask())
+    assert asked == ["org/chat"]
+    assert (call["status"], call["trainable"]) == ("ok", False) and "token ids" in call["untrainable_reason"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

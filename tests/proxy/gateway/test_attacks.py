@@ -214,10 +214,15 @@ async def test_a_request_that_asks_for_an_upgrade_is_answered_without_one(proxy:
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
     one = POST + upgrade + LENGTH + b"\r\n" + BODY
     assert statuses(await proxy.send(one + one, 2)) == [200, 200]
-    socket = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZQ==\r\n\r\n"
-    assert statuses(await proxy.send(b"GET /v1/realtime HTTP/1.1\r\n" + HOST + socket)) == [200]
-    assert [body for _, _, _, body in proxy.upstream.seen] == [BODY, BODY, b""]
-    assert all(not {"upgrade", "connection", "http2-settings"} & seen[2].keys() for seen in proxy.upstream.seen[:2])
+    assert [body for _, _, _, body in proxy.upstream.seen] == [BODY, BODY]
+    assert all(not {"upgrade", "connection", "http2-settings"} & seen[2].keys() for seen in proxy.upstream.seen)
+
+
+async def test_a_websocket_is_refused_in_words(proxy: Proxy) -> None:
+    socket = b"Connection: Upgrade\r\nUpgrade: WebSocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZQ==\r\n\r\n"
+    answers = await proxy.send(b"GET /v1/realtime HTTP/1.1\r\n" + HOST + socket)
+    assert statuses(answers) == [501] and b"WebSockets are not passed on" in answers[0]
+    assert proxy.upstream.seen == []
 
 
 async def test_an_upgrade_split_at_any_byte_is_still_one_request(proxy: Proxy) -> None:

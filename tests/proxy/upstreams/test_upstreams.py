@@ -127,6 +127,32 @@ def upstream(name: str, *servers: Server, **settings: Any) -> UpstreamConfig:
     return UpstreamConfig(name=name, base_url=first, replicas=others, **settings)
 
 
+async def test_a_server_may_answer_below_any_path_and_want_a_query_of_its_own(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path_qs)
+        return web.json_response({"choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}}]})
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    root = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    azure = UpstreamConfig(name="azure", kind="openai", base_url=f"{root}/openai/deployments/d/?api-version=2024-10-21")
+    gemini = UpstreamConfig(name="gemini", kind="openai", base_url=f"{root}/v1beta/openai/", models=["g"])
+    async with proxying(tmp_path, azure, gemini) as proxy:
+        assert (await proxy.ask())[0] == (await proxy.ask(model="g"))[0] == 200
+        assert (await proxy.ask(path="chat/completions?a=b"))[0] == 200
+    version = "api-version=2024-10-21"
+    assert asked == [
+        f"/openai/deployments/d/chat/completions?{version}", "/v1beta/openai/chat/completions",
+        f"/openai/deployments/d/chat/completions?{version}&a=b",
+    ]  # fmt: skip
+    await runner.cleanup()
+
+
 @pytest.mark.parametrize("failure", [429, 500, 503, "hangs", "away"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_fallback_answers_for_an_upstream_that_fails(tmp_path: Path, failure: Any, stream: bool) -> None:
