@@ -24,6 +24,12 @@ class Injection(NamedTuple):
     def __bool__(self) -> bool:
         return self.token_ids or self.logprobs or self.usage
 
+    def is_named_in(self, text: bytes) -> bool:
+        """Return whether a refusal names one of the added fields."""
+        names = (b"token_ids",) * self.token_ids + (b"logprobs",) * self.logprobs
+        names += (b"stream_options", b"include_usage") * self.usage
+        return any(name in text for name in names)
+
     @property
     def fields(self) -> tuple[str, ...]:
         """Return the field names to take out of an answer and of its choices."""

@@ -15,7 +15,7 @@ import aiohttp
 from ..apis.inject import Injection
 from ..config.upstreams import UpstreamConfig
 from ..errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
-from .base import Answer, NoConnection, Request, Route, Upstream
+from .base import Answer, NoConnection, ReadAnswer, Request, Route, Upstream
 from .health import Health
 from .http import HttpUpstream
 
@@ -44,6 +44,7 @@ class Upstreams:
         self._makers = makers or {}
         self._vouching = vouching or {}
         self._opened: dict[str, Upstream] = {}
+        self.taken: set[tuple[str, Injection]] = set()  # what an upstream was asked for on top, and answered
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
         """Return the upstream's answer up to its headers, after retries. Errors are those of `Upstream.open`."""
@@ -133,8 +134,16 @@ class Attempts:
 
     async def _open(self) -> Answer:
         answer = await self._send()
-        if self.target.injection and answer.status in _REFUSALS:
+        if not self.target.injection:
+            return answer
+        asked = self.upstream.name, self.target.injection
+        if answer.status == 200:
+            self._upstreams.taken.add(asked)
+        elif answer.status in _REFUSALS:
             # Perhaps for what is asked for on top; if not, the agent is told of its own request.
+            refusal = await answer.read()
+            if asked in self._upstreams.taken and not self.target.injection.is_named_in(refusal):
+                return ReadAnswer(answer, refusal)
             answer.release()
             self.target = self._ask(self.target.route, True)
             answer = await self._send()

@@ -74,6 +74,25 @@ class Answer(Protocol):
         """Release the answer's connection, even if the body was not read to its end."""
 
 
+class ReadAnswer:
+    """An answer whose whole body was read already."""
+
+    def __init__(self, answer: Answer, body: bytes) -> None:
+        self._answer = answer
+        self._body = body
+        self.status = answer.status
+        self.is_stream = answer.is_stream
+        self.retry_after = answer.retry_after
+        self.headers = answer.headers
+        self.release = answer.release
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield self._body
+
+    async def read(self) -> bytes:
+        return self._body
+
+
 class Upstream(Protocol):
     """One configured upstream in use."""
 

@@ -355,6 +355,25 @@ async def test_what_the_upstream_refuses_is_asked_again_without_our_additions(bo
     assert (recorder.ends[0].status, len(asked)) == ("ok", 2)
 
 
+async def test_a_refusal_that_our_additions_are_no_reason_for_is_passed_on_at_once():
+    asked = []
+    too_long = b'{"error":{"message":"the maximum context length is 8"}}'
+
+    async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(orjson.loads(await reader.read(65536)))
+        if len(asked) == 1:
+            writer.write(JSON_HEAD + b'{"choices":[],"a":1}')
+        else:
+            head = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            writer.write(head + b"Content-Length: %d\r\n\r\n" % len(too_long) + too_long)
+
+    async with between(upstream) as (url, recorder):
+        assert (await post(url, CHAT))[0] == 200
+        assert (await post(url, CHAT))[:2] == (400, too_long)
+    assert len(asked) == 2, "what it took before, and does not name, it does not refuse"
+    assert [end.status for end in recorder.ends] == ["ok", "error"]
+
+
 async def test_a_call_that_is_stopped_with_the_server_is_recorded():
     upstream, recorder, messages = (
         HangingUpstream(STREAM_HEAD, http_chunk(event("a"))),
