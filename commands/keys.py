@@ -15,7 +15,7 @@ from ..proxy.config.file import load_config
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..proxy.store.keys import Keyring, Role, StoredKey
+    from ..proxy.store.keys import Keyring, Role, Scope, StoredKey
 
 app = typer.Typer(no_args_is_help=True, help="Make and revoke the keys of agents and admins.")
 
@@ -34,15 +34,24 @@ def create(
     tokens_per_minute: Number = None,
     concurrent: Number = None,
     recording: Annotated[bool, typer.Option("--recording/--no-recording", help="record its calls")] = True,
+    scope: Annotated[
+        str, typer.Option(help="`all` rollouts, or `own`: it sees and rewards only those opened with it")
+    ] = "all",
     as_json: Json = False,
 ) -> None:
     """Make a key and print it. It is shown only once: the store keeps its hash."""
+    from ..proxy.errors import ConfigError
     from ..proxy.types import Limits
     from .formats import print_json
 
+    if scope not in ("all", "own"):
+        raise ConfigError(f"--scope is all or own, got {scope!r}")
+    if admin and scope == "own":
+        raise ConfigError("an admin's key sees all rollouts: leave out --admin or --scope own")
     limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
     role: Role = "admin" if admin else "agent"
-    key, stored = _with_keyring(context, lambda ring: ring.create(name, role, limits, recording=recording))
+    reach: Scope = "own" if scope == "own" else "all"
+    key, stored = _with_keyring(context, lambda ring: ring.create(name, role, limits, recording=recording, scope=reach))
     if as_json:
         print_json({"key": key} | _view(stored))
         return
@@ -111,7 +120,8 @@ def _table(keys: list[StoredKey]) -> Table:
         table.add_column(name, no_wrap=True)
     for key in keys:
         limits = (key.limits.requests_per_minute, key.limits.tokens_per_minute, key.limits.concurrent)
-        cells = [key.name, key.role, *("-" if limit is None else str(limit) for limit in limits)]
+        role = key.role if key.scope == "all" else f"{key.role}, own"
+        cells = [key.name, role, *("-" if limit is None else str(limit) for limit in limits)]
         cells += ["yes" if key.recording else "no", _when(key.created_at), _when(key.revoked_at)]
         table.add_row(*cells)
     return table

@@ -19,15 +19,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .access.auth import Keys
 from .access.local import require_local
 from .config.root import Config
-from .config.server import ProxyConfig
 from .control import health, policy, rewards, rollouts, status
 from .control.parts import Parts
 from .conversation.exact import ExactTokens, RecentTurns
 from .conversation.unnamed import UnnamedRollouts
-from .errors import Forbidden, InvalidRequest, LightningError, NotFound, TooLarge, Unprocessable
-from .gateway.asgi import ClientDisconnected, Reply, read_headers
-from .gateway.body import read_body
+from .errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
+from .gateway.asgi import Reply
 from .gateway.call import Gateway
+from .gateway.reading import Bodies
 from .gateway.relay import Relay, is_data_path
 from .otel.export import listening, require_sdk
 from .otel.receive import router as otlp_router
@@ -70,7 +69,7 @@ def create_app(config: Config) -> ASGIApp:
     control.add_exception_handler(RequestValidationError, _invalid)
     control.add_exception_handler(HTTPException, _http_error)
     control.add_exception_handler(Exception, _internal_error)
-    return _Dispatch(control, config.proxy)
+    return _Dispatch(control)
 
 
 @asynccontextmanager
@@ -104,11 +103,12 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=unnamed, exact=exact, listeners=listeners
         )
-        relay = Relay(config, keys, gateway)
+        bodies = Bodies(config.proxy)
+        relay = Relay(config, keys, gateway, bodies)
         # The control API's view of them, and what runs beside the calls.
         parts = Parts(
             config=config, publish=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
-            pins=pins, keys=keys, metrics=metrics, redactor=redactor, relay=relay, exact=exact,
+            pins=pins, keys=keys, metrics=metrics, redactor=redactor, relay=relay, bodies=bodies, exact=exact,
             model_check=ModelCheck(config, store, swap), health=upstreams.health,
         )  # fmt: skip
         await stack.enter_async_context(_running(_beside(parts, operator)))
@@ -133,7 +133,7 @@ def _watch(config: Config, store: Store, session: ClientSession, pins: Pins, hea
 
 def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:
     """What runs beside the calls."""
-    work = [parts.keys.watch(), check_health(parts.config, session, parts.health)]
+    work = [parts.keys.watch(), parts.bodies.watch(), check_health(parts.config, session, parts.health)]
     work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
     if parts.watch is not None:
         work += [parts.watch.run(), Prober(parts.config.policy, parts.watch, parts.health).run()]
@@ -153,11 +153,10 @@ async def _running(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[N
 
 
 class _Dispatch:
-    """Sends the data path to the relay and the rest, in bodies of limited size, to FastAPI."""
+    """Sends the data path to the relay and the rest to FastAPI."""
 
-    def __init__(self, control: FastAPI, config: ProxyConfig) -> None:
+    def __init__(self, control: FastAPI) -> None:
         self._control = control
-        self._max_body = int(config.max_body_mb * 1_000_000)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -173,32 +172,13 @@ class _Dispatch:
         if is_data_path(scope["path"]):
             await parts.relay(scope, receive, send)
         else:
-            await self._limited(scope, receive, send)
-
-    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await read_body(receive, read_headers(scope), self._max_body)
-        except (InvalidRequest, TooLarge) as error:
-            await Reply(receive, send).error(error)
-        except ClientDisconnected:
-            pass
-        else:
-            await self._control(scope, _replay(body, receive), send)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body that was read, then what comes after it."""
-    read = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def replay() -> Any:
-        return next(read, None) or await receive()
-
-    return replay
+            await self._control(scope, receive, send)
 
 
 async def _lightning_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, LightningError)
-    return JSONResponse(error.body(), error.status)
+    headers = {name.decode(): value.decode() for name, value in error.headers}
+    return JSONResponse(error.body(), error.status, headers)
 
 
 async def _internal_error(request: Request, _: Exception) -> JSONResponse:

@@ -55,6 +55,14 @@ class MethodNotAllowed(LightningError):
     type = "invalid_request_error"
 
 
+class RequestTimeout(LightningError):
+    """The client did not send its request in time. Where the next one would begin is not known."""
+
+    status = 408
+    type = "invalid_request_error"
+    headers = ((b"connection", b"close"),)
+
+
 class Conflict(LightningError):
     status = 409
     type = "conflict_error"
@@ -107,6 +115,14 @@ class StoreUnavailable(LightningError):
 
     status = 503
     type = "server_error"
+
+
+class Overloaded(LightningError):
+    """There is no memory for another large request now."""
+
+    status = 503
+    type = "server_error"
+    headers = ((b"retry-after", b"1"),)
 
 
 class UpstreamTimeout(LightningError):

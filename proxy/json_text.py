@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -73,6 +74,39 @@ def loads(text: str | bytes) -> Any:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+def loads_in_turns(text: bytes, constant: Callable[[str], Any] = _refuse) -> Any:
+    """Decode a JSON text as `loads` does, in a thread: it lets other threads have their turns meanwhile.
+
+    orjson's parser keeps all others waiting. The standard library's comes back to Python for what a long text has many
+    of, objects and numbers, because it is given functions for them. `constant`: for NaN and the infinities.
+    """
+    try:
+        return json.loads(text, object_hook=_itself, parse_int=_int, parse_float=_float, parse_constant=constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _itself(value: dict[str, Any]) -> dict[str, Any]:
+    return value
+
+
+def _int(digits: str) -> int:
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    return float(digits)
+
+
+def encode_in_turns(value: dict[str, Any]) -> bytes:
+    """Encode an object whose lists may be long as `encode` does, in a thread: a piece of a list at a time."""
+    return encode({name: _pieces(part) if isinstance(part, list) else part for name, part in value.items()})
+
+
+def _pieces(items: list[Any]) -> Any:
+    return orjson.Fragment(b"[" + b",".join(map(encode, items)) + b"]")
 
 
 def dumps_or_none(value: Any) -> str | None:

@@ -36,13 +36,17 @@ def check_id(value: str, what: str) -> str:
 
 
 class RolloutName(NamedTuple):
-    """The rollout that a request belongs to. `named`: a header, URL or key named it."""
+    """The rollout that a request belongs to.
+
+    `named`: a header, URL or key named it. `key_id`: the stored key that it is opened with, if it is new.
+    """
 
     rollout_id: str
     task_id: str | None = None
     agent: str | None = None
     mode: Mode = "train"
     named: bool = True
+    key_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

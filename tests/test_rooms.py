@@ -23,7 +23,7 @@ LEVELS = {
         {"upstreams", "access", "recording"},
         {"store", "apis"},
         {"config", "types"},
-        {"errors", "json_text"},
+        {"errors", "json_text", "aside"},
     ],
     "trainer": [
         {"main"},

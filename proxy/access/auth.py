@@ -14,16 +14,17 @@ from time import monotonic
 from pydantic import SecretStr
 
 from ..config.server import LimitsConfig, ProxyConfig
-from ..errors import Forbidden, StoreUnavailable, Unauthorized
+from ..errors import Forbidden, NotFound, StoreUnavailable, Unauthorized
 from ..store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
+from ..store.rollouts import RolloutKey
 from ..store.store import Store
-from ..types import Limits
+from ..types import Limits, RolloutName
 from .limits import Limiter
 
 log = logging.getLogger(__name__)
 
 CACHED_KEYS = 20_000
-CACHED_S = 2.0  # a deleted rollout's key is refused then, by every worker
+CACHED_S = 2.0  # then every worker refuses the key of a rollout that was deleted, and calls with that of an ended one
 REFRESH_S = 0.5
 
 
@@ -31,23 +32,42 @@ REFRESH_S = 0.5
 class Caller:
     """The sender of a request: its rollout, if the key was made for one, and its right to use a keyless upstream.
 
-    `key_id`: the stored key that it comes down to, if one.
+    `key_id`: the stored key that it comes down to, if one. `own`: it sees and rewards only what was opened with it.
     """
 
-    rollout_id: str | None
+    rollout: RolloutKey | None
     forward_authorization: bool
     limiter: Limiter | None = None
     recorded: bool = True
     key_id: str | None = None
+    is_admin: bool = False
+    own: bool = False
 
+    @property
+    def rollout_id(self) -> str | None:
+        return None if self.rollout is None else self.rollout.rollout_id
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """The rights that one key gives. `key_id` is None for a key from the configuration."""
+    @property
+    def counted(self) -> Limiter | None:
+        """Return what counts requests that no model answers; None for an admin, who is to see what goes on."""
+        return None if self.is_admin else self.limiter
 
-    key_id: str | None
-    is_admin: bool
-    caller: Caller
+    def admit(self, name: RolloutName) -> RolloutName:
+        """Return the rollout that a request names, as one of this caller's.
+
+        Raises Forbidden where a rollout's own key names another rollout, task or mode: code that the policy runs can
+        read that key, and could choose what its rollout is compared with, or that it is not trained on.
+        """
+        of = self.rollout
+        if of is None:
+            return name if self.key_id is None else name._replace(key_id=self.key_id)
+        if name.rollout_id != of.rollout_id:
+            raise Forbidden(f"this key is for rollout {of.rollout_id!r} only")
+        if name.task_id not in (None, of.task_id):
+            raise Forbidden(f"a rollout's own key cannot change its task, which is {of.task_id!r}", param="task_id")
+        if name.mode not in ("train", of.mode):
+            raise Forbidden(f"a rollout's own key cannot change its mode, which is {of.mode!r}", param="mode")
+        return name
 
 
 class Keys:
@@ -64,23 +84,23 @@ class Keys:
         self._salt = secrets.token_bytes(32)
         self._configured = self._of_config(config.api_keys, is_admin=False)
         self._configured |= self._of_config(config.admin_keys, is_admin=True)
-        self._grants = self._configured
+        self._callers = self._configured
         self._stored: list[StoredKey] = []
-        self._by_id: dict[str, Grant] = {}
+        self._by_id: dict[str, Caller] = {}
         self._always_required = bool(config.api_keys) or not config.is_loopback
         self._admins_configured = bool(config.admin_keys)
         self._has_admins = self._admins_configured
         self.required = self._always_required
         self._anybody = Caller(None, True, _limiter(self._default))
-        self._rollouts: OrderedDict[str, tuple[tuple[str, str | None], float]] = OrderedDict()
+        self._rollouts: OrderedDict[str, tuple[RolloutKey, float]] = OrderedDict()
 
     async def refresh(self) -> None:
         """Read the stored keys again. Raise StoreUnavailable if the store cannot be read."""
         stored = await self._store.keys.all()
         if stored == self._stored:
             return
-        known = {key.key_id: self._by_id.get(key.key_id) or self._grant(key) for key in stored if key.live}
-        self._grants = self._configured | {self._digest(k.key_hash): known[k.key_id] for k in stored if k.live}
+        known = {key.key_id: self._by_id.get(key.key_id) or self._caller(key) for key in stored if key.live}
+        self._callers = self._configured | {self._digest(k.key_hash): known[k.key_id] for k in stored if k.live}
         self._stored, self._by_id = stored, known
         self._has_admins = self._admins_configured or any(key.role == "admin" for key in stored)
         self.required = self._always_required or bool(stored)
@@ -99,45 +119,40 @@ class Keys:
                 failing = True
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller of a data path request, or raise Unauthorized. `headers` have lower-case names."""
+        """Return the caller of a request, or raise Unauthorized. `headers` have lower-case names."""
         keys = _keys(headers)
         for key in keys:
             if key.startswith(ROLLOUT_KEY_PREFIX):
                 return await self._of_rollout(key)
-        for key in keys if self._grants else ():
-            if (grant := self._find(key)) is not None:
-                return grant.caller
+        for key in keys if self._callers else ():
+            if (caller := self._callers.get(self._digest(hash_key(key)))) is not None:
+                return caller
         if self.required:
             raise Unauthorized(
                 "a valid API key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key"
             )
         return self._anybody
 
-    async def require_agent(self, headers: Mapping[str, str], rollout_ids: set[str] | None = None) -> Caller:
-        """Let agents and admins in. Let a rollout's own key in only if the request touches that rollout alone."""
-        caller = await self.authenticate(headers)
-        if caller.rollout_id is not None and rollout_ids != {caller.rollout_id}:
+    async def require(self, caller: Caller, rollout_ids: Iterable[str]) -> None:
+        """Let a caller at these rollouts. Raise Forbidden for others than a key's own, NotFound for those of others."""
+        wanted = {*rollout_ids}
+        if caller.rollout_id is not None and wanted != {caller.rollout_id}:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
-        return caller
+        if caller.own and (other := await self._store.rollouts.of_another_key(wanted, caller.key_id)):
+            raise NotFound(f"no rollout {other!r}", param="rollout_id")
 
-    def require_admin(self, headers: Mapping[str, str]) -> None:
-        """Let admins in; without an admin key, let agents in; without any key, let everybody in."""
-        if not (self.required or self._has_admins):
-            return
-        found = (self._find(key) for key in _keys(headers))
-        if not any(grant is not None and (grant.is_admin or not self._has_admins) for grant in found):
+    def require_admin(self, caller: Caller) -> None:
+        """Let admins in; without an admin key, let agents in that may see all; without any key, let everybody in."""
+        if not caller.is_admin and (self._has_admins or caller.own or caller.rollout is not None):
             raise Unauthorized("an admin key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key")
 
-    def _of_config(self, keys: list[SecretStr], *, is_admin: bool) -> dict[bytes, Grant]:
-        callers = ((hash_key(key.get_secret_value()), Caller(None, False, _limiter(self._default))) for key in keys)
-        return {self._digest(key_hash): Grant(None, is_admin, caller) for key_hash, caller in callers}
+    def _of_config(self, keys: list[SecretStr], *, is_admin: bool) -> dict[bytes, Caller]:
+        limiters = ((hash_key(key.get_secret_value()), _limiter(self._default)) for key in keys)
+        return {self._digest(hashed): Caller(None, False, limiter, is_admin=is_admin) for hashed, limiter in limiters}
 
-    def _grant(self, key: StoredKey) -> Grant:
-        caller = Caller(None, False, _limiter(key.limits | self._default), key.recording, key.key_id)
-        return Grant(key.key_id, key.role == "admin", caller)
-
-    def _find(self, key: str) -> Grant | None:
-        return self._grants.get(self._digest(hash_key(key)))
+    def _caller(self, key: StoredKey) -> Caller:
+        limiter, is_admin = _limiter(key.limits | self._default), key.role == "admin"
+        return Caller(None, False, limiter, key.recording, key.key_id, is_admin, key.scope == "own")
 
     def _digest(self, key_hash: str) -> bytes:
         return hashlib.blake2b(key_hash.encode(), key=self._salt, digest_size=32).digest()
@@ -145,18 +160,16 @@ class Keys:
     async def _of_rollout(self, key: str) -> Caller:
         """The caller behind a rollout's key. The key that asked for it must still be live, and its limits count."""
         digest = hash_key(key)
-        owner, until = self._rollouts.get(digest, (None, 0.0))
-        if owner is None or until < monotonic():
-            owner, until = await self._store.rollouts.of_key(digest), monotonic() + CACHED_S
-        rollout_id, key_id = owner or (None, None)
-        grant = None if key_id is None else self._by_id.get(key_id)
-        if owner is None or (key_id is not None and grant is None):
+        found, until = self._rollouts.get(digest, (None, 0.0))
+        if found is None or until < monotonic():
+            found, until = await self._store.rollouts.of_key(digest), monotonic() + CACHED_S
+        giver = self._anybody if found is None or found.key_id is None else self._by_id.get(found.key_id)
+        if found is None or giver is None:
             raise Unauthorized("this rollout key is not known, or was revoked", code="invalid_api_key")
-        self._rollouts[digest] = (owner, until)
+        self._rollouts[digest] = (found, until)
         if len(self._rollouts) > CACHED_KEYS:
             self._rollouts.popitem(last=False)
-        giver = self._anybody if grant is None else grant.caller
-        return Caller(rollout_id, False, giver.limiter, giver.recorded, key_id)
+        return Caller(found, False, giver.limiter, giver.recorded, found.key_id)
 
 
 def _keys(headers: Mapping[str, str]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..errors import RateLimited
 from ..json_text import dumps
@@ -48,15 +49,18 @@ class Limiter:
         self._requests = Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
         self._tokens = Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
 
-    def enter(self) -> None:
-        """Count a request in. Raise RateLimited, and count nothing, if a limit is reached."""
+    def enter(self, *, answers: bool = True) -> None:
+        """Count a request in. Raise RateLimited, and count nothing, if a limit is reached.
+
+        `answers`: a model answers it, so that it needs tokens.
+        """
         now = self._clock()
         if self._concurrent is not None and self._running >= self._concurrent:
             raise RateLimited(
                 f"rate limit reached: at most {self._concurrent} requests at once; try again when one has ended",
                 retry_after_s=1.0,
             )
-        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+        for what, bucket in (("requests", self._requests), ("tokens", self._tokens if answers else None)):
             if bucket is not None and (wait := bucket.wait(now)) > 0:
                 raise _refusal(what, bucket, wait, now)
         if self._requests is not None:
@@ -70,6 +74,19 @@ class Limiter:
         """Count the tokens of an ended call: those of its usage, or those that were seen, or a guess."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
+
+
+@contextmanager
+def counted(limiter: Limiter | None) -> Iterator[None]:
+    """Count a request that no model answers, for the duration of the block. Raise RateLimited."""
+    if limiter is None:
+        yield
+        return
+    limiter.enter(answers=False)
+    try:
+        yield
+    finally:
+        limiter.leave()
 
 
 def _refusal(what: str, bucket: Bucket, wait: float, now: float) -> RateLimited:

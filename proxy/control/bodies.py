@@ -7,6 +7,10 @@ from typing import Annotated, Any, Literal
 from fastapi import Path, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from ..errors import TooLarge
+
+MOST_REWARDS = 10_000  # in one list
+
 ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,200}$"
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
 # In paths and queries they are checked with more to say than 422: their patterns are only for the document.
@@ -40,16 +44,28 @@ class RewardBody(Body):
     retrain: Annotated[bool, Field(strict=True)] = False
 
 
+def _not_too_many(rewards: Any) -> Any:
+    """Refuse a list that is too long before any reward in it is looked at."""
+    if isinstance(rewards, list) and len(rewards) > MOST_REWARDS:
+        raise TooLarge(f"{len(rewards)} rewards in one list; post at most {MOST_REWARDS} at once")
+    return rewards
+
+
+RewardList = Annotated[list[RewardBody], BeforeValidator(_not_too_many)]
+
+
 class RolloutsBody(Body):
     """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model can be had.
 
-    `policy_version` or `model`: what answers the policy's alias in them, if not the live version.
+    `policy_version` or `model`: what answers the policy's alias in them, if not the live version. Without `may_reward`
+    their keys may only call the model.
     """
 
     task_id: Id | None = None
     mode: Literal["train", "eval"] = "train"
     metadata: dict[str, Any] = {}
     n: Annotated[int, Field(strict=True, ge=0, le=1000), WHOLE] = 1
+    may_reward: Annotated[bool, Field(strict=True)] = True
     policy_version: Annotated[int, Field(strict=True, ge=0, lt=2**31), WHOLE] | None = None
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 

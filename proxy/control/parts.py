@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..access.auth import Keys
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
+from ..gateway.reading import Bodies
 from ..gateway.relay import Relay
 from ..policy.model_check import ModelCheck
 from ..policy.pins import Pins
@@ -37,6 +38,7 @@ class Parts:
     metrics: Metrics
     redactor: Redactor
     relay: Relay
+    bodies: Bodies
     exact: ExactTokens | None
     model_check: ModelCheck
     health: Health

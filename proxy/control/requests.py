@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Annotated, Any
 
 from fastapi import Query, Request, Response
 
+from ..access.auth import Caller
 from ..conversation.unnamed import credentials
-from ..json_text import dumps
+from ..json_text import dumps, encode_in_turns
 from ..types import check_id
 from .parts import Parts
 
@@ -21,10 +24,23 @@ def parts(request: Request) -> Parts:
     return opened
 
 
+def caller_of(request: Request) -> Caller:
+    """Return who sent a request that a route of `door.py` let in."""
+    caller: Caller = request.state.caller
+    return caller
+
+
 async def parts_for(request: Request, rollout_id: str) -> Parts:
     """Return the proxy's parts for a request about one rollout. The rollout's own key is enough for it."""
     p = parts(request)
-    await p.keys.require_agent(request.headers, {check_id(rollout_id, "rollout_id")})
+    await p.keys.require(caller_of(request), [check_id(rollout_id, "rollout_id")])
+    return p
+
+
+async def parts_for_all(request: Request) -> Parts:
+    """Return the proxy's parts for a request about no single rollout. A rollout's own key is not enough for it."""
+    p = parts(request)
+    await p.keys.require(caller_of(request), [])
     return p
 
 
@@ -43,3 +59,8 @@ def redacted_text(p: Parts, text: str | None) -> str | None:
 def json_response(value: Any) -> Response:
     """Return a response encoded as the store does. UTF-8 cannot hold all texts, and FastAPI is slow on long lists."""
     return Response(dumps(value), media_type="application/json")
+
+
+async def large_response(view: Callable[[], dict[str, Any]]) -> Response:
+    """Return a response like `json_response`, which may be large: it is put together and encoded in a thread."""
+    return Response(await asyncio.to_thread(lambda: encode_in_turns(view())), media_type="application/json")

@@ -6,34 +6,32 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 
-from ..errors import Forbidden, TooLarge
+from ..aside import aside
+from ..errors import Forbidden
 from ..types import Reward
 from .answers import ERRORS, Rewarded, answers
-from .bodies import RewardBody
+from .bodies import RewardBody, RewardList
+from .door import AgentRoute
 from .parts import Parts
-from .requests import json_response, own_key, parts, redacted_text
+from .requests import caller_of, json_response, own_key, parts, redacted_text
 
-MOST_REWARDS = 10_000  # in one list
-
-router = APIRouter(tags=["rewards"], responses=ERRORS)
+router = APIRouter(tags=["rewards"], responses=ERRORS, route_class=AgentRoute)
 
 
 @router.post("/reward", response_model=None, responses=answers(Rewarded | list[Rewarded]))
 async def post_reward(
     request: Request,
-    body: RewardBody | list[RewardBody],
+    body: RewardBody | RewardList,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> Any:
     """Record one reward, or a list of them (all or none)."""
     bodies = body if isinstance(body, list) else [body]
-    if len(bodies) > MOST_REWARDS:
-        raise TooLarge(f"{len(bodies)} rewards in one list; post at most {MOST_REWARDS} at once")
-    p = parts(request)
-    caller = await p.keys.require_agent(request.headers, {b.rollout_id for b in bodies})
-    if caller.rollout_id is not None and any(b.retrain for b in bodies):
+    p, caller, sent = parts(request), caller_of(request), await request.body()
+    await p.keys.require(caller, (b.rollout_id for b in bodies))
+    if caller.rollout is not None and any(b.retrain for b in bodies):
         raise Forbidden("a rollout's own key cannot offer rollouts to the trainer again (retrain)")
-    rewards = [_reward(p, b) for b in bodies]
-    answer = await p.store.rewards.post(rewards, own_key(request, idempotency_key), await request.body())
+    rewards = await aside(len(sent), lambda: [_reward(p, b) for b in bodies])
+    answer = await p.store.rewards.post(rewards, own_key(request, idempotency_key), sent)
     p.metrics.rewards.inc(len(answer))
     return json_response(answer if isinstance(body, list) else answer[0])
 

@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from .answers import ERRORS, Status, answers
+from .door import AgentRoute
 from .parts import Parts
-from .requests import parts
+from .requests import parts_for_all
 
-router = APIRouter(tags=["status"], responses=ERRORS)
+router = APIRouter(tags=["status"], responses=ERRORS, route_class=AgentRoute)
 
 NEWEST = 200
 
@@ -19,8 +20,7 @@ NEWEST = 200
 @router.get("/status", response_model=None, responses=answers(Status))
 async def get_status(request: Request) -> dict[str, Any]:
     """Count rollouts by mode and status, those that wait for the trainer, and the newest dropped ones by reason."""
-    p = parts(request)
-    await p.keys.require_agent(request.headers)
+    p = await parts_for_all(request)
     rollouts: dict[str, dict[str, int]] = {}
     for (mode, status), count in sorted((await p.store.rollouts.counts()).items()):
         rollouts.setdefault(mode, {})[status] = count

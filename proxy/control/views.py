@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from ..types import Event, ModelCall, PolicyVersion, Reward, Rollout
@@ -12,14 +12,19 @@ from .answers import Call
 _OF_CALL = tuple(name for name in Call.model_fields if name != "choices")
 
 
+def record_view(record: Any) -> dict[str, Any]:
+    """Return a record's fields by name. Unlike `asdict` it copies nothing in them: they may be megabytes."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
 def rollout_detail(
     rollout: Rollout, calls: Sequence[ModelCall], rewards: Sequence[Reward], events: Sequence[Event] = ()
 ) -> dict[str, Any]:
     """Return a rollout with its calls and events in order and every reward ever posted for it."""
-    return asdict(rollout) | {
+    return record_view(rollout) | {
         "call_count": rollout.calls,
         "calls": [call_view(call) for call in calls],
-        "events": [asdict(event) for event in events],
+        "events": [record_view(event) for event in events],
         "rewards": [reward_view(reward) for reward in rewards],
     }
 
@@ -35,7 +40,7 @@ def call_view(call: ModelCall) -> dict[str, Any]:
 
 def reward_view(reward: Reward) -> dict[str, Any]:
     """Return a reward as JSON; its value has the name `reward`."""
-    view = asdict(reward)
+    view = record_view(reward)
     view["reward"] = view.pop("value")
     del view["retrain"]
     return view
@@ -43,4 +48,4 @@ def reward_view(reward: Reward) -> dict[str, Any]:
 
 def version_view(version: PolicyVersion, live: int) -> dict[str, Any]:
     """Return a policy version, and whether it is the live one."""
-    return asdict(version) | {"live": version.version == live}
+    return record_view(version) | {"live": version.version == live}

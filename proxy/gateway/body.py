@@ -1,4 +1,4 @@
-"""Reads request bodies from the agent, parses them, and writes them again for an upstream."""
+"""Unpacks and parses request bodies, and writes them again for an upstream."""
 
 from __future__ import annotations
 
@@ -14,29 +14,10 @@ from ..errors import InvalidRequest, TooLarge, UnsupportedMediaType
 from ..json_text import as_utf8, encode, loads, with_model
 from ..upstreams.attempts import Target
 from ..upstreams.base import Request, Route
-from .asgi import ClientDisconnected, Receive
 
 _FORM_NAME = b'name="model"\r\n'
 # The form field's other headers, its value, and the boundary that ends it.
 _FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
-
-
-async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
-    """Return the request's body. Raise TooLarge for more than `limit` bytes, or ClientDisconnected."""
-    length = headers.get("content-length", "")
-    declared = int(length) if length.isdecimal() else 0
-    body = bytearray()
-    while max(len(body), declared) <= limit:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        part, more = message.get("body", b""), message.get("more_body")
-        if not (body or more) and len(part) <= limit:
-            return bytes(part)  # all at once, as most come: it is not copied
-        body += part
-        if not more and len(body) <= limit:
-            return bytes(body)
-    raise TooLarge(f"the request body is larger than {limit} bytes (proxy.max_body_mb)")
 
 
 def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:

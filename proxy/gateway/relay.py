@@ -20,9 +20,10 @@ from ..types import RolloutName
 from ..upstreams.attempts import Attempts
 from ..upstreams.base import Request, Route
 from .asgi import ClientDisconnected, Receive, Reply, Scope, Send, read_headers
-from .body import model_of, parse_any, parse_object, read_body, target_of, unpack
+from .body import model_of, parse_any, parse_object, target_of, unpack
 from .call import Gateway, Question
 from .naming import DataPath, name_rollout, parse_path, wants_recording
+from .reading import Bodies
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +66,13 @@ class Visit(NamedTuple):
 class Relay:
     """Lets requests in, hands model calls to the gateway, and forwards all others unrecorded."""
 
-    def __init__(self, config: Config, keys: Keys, gateway: Gateway) -> None:
+    def __init__(self, config: Config, keys: Keys, gateway: Gateway, bodies: Bodies) -> None:
         self._keys = keys
         self._gateway = gateway
+        self._bodies = bodies
         self._policy = gateway.policy
         self._upstreams = gateway.upstreams
         self._named = {upstream.name: upstream for upstream in config.upstreams}
-        self._max_body_bytes = int(config.proxy.max_body_mb * 1_000_000)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = parse_path(scope["path"]) or DataPath("")
@@ -104,13 +105,15 @@ class Relay:
             raise MethodNotAllowed(f"{scope['method']} is not passed on")
         headers = read_headers(scope)
         caller = _NOBODY if _is_preflight(scope, headers) else await self._keys.authenticate(headers)
-        rollout = name_rollout(path, headers, caller.rollout_id)
-        if caller.rollout_id not in (None, rollout.rollout_id):
-            raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
+        rollout = caller.admit(name_rollout(path, headers, caller.rollout_id))
+        if caller.rollout is not None and caller.rollout.ended:
+            raise Forbidden(f"rollout {caller.rollout_id!r} has ended: its key calls no more", code="rollout_ended")
+        if caller.own and rollout.named:
+            await self._keys.require(caller, [rollout.rollout_id])
         return Visit(scope, path.rest, headers, caller, rollout)
 
     async def _handle(self, visit: Visit, receive: Receive, reply: Reply) -> None:
-        body = await read_body(receive, visit.headers, self._max_body_bytes)
+        body = b"" if visit.caller is _NOBODY else await self._bodies.read(receive, visit.headers)
         method, path = visit.scope["method"], visit.path
         dialect = DIALECTS.get(path) if method == "POST" else None
         if dialect is not None:
@@ -124,7 +127,7 @@ class Relay:
 
     def _question(self, visit: Visit, body: bytes, dialect: Dialect) -> Question:
         if "content-encoding" in visit.headers and not body.startswith(b"{"):  # some say it of what is no such thing
-            body = unpack(body, visit.headers["content-encoding"], self._max_body_bytes)
+            body = unpack(body, visit.headers["content-encoding"], self._bodies.limit)
             kept = [header for header in visit.scope["headers"] if header[0] != b"content-encoding"]
             visit = visit._replace(scope={**visit.scope, "headers": kept})
         request = visit.request(as_utf8(body), identity=True)

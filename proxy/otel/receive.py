@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
 
+from ..access.auth import Caller
+from ..access.limits import counted
 from ..apis.tools import tool_calls
+from ..control.door import require_may_reward
 from ..control.parts import Parts
 from ..errors import InvalidRequest, LightningError
+from ..gateway.asgi import ClientDisconnected, read_headers
 from ..gateway.body import unpack
 from ..types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
 from .genai_read import action_of, is_action, is_call, request_of, response_of, tokens_of
@@ -28,6 +32,7 @@ UPSTREAM = "otlp"
 PREFIXES = ("lightning.", "agentlightning.")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 _INT32 = 2**31
+BY_ITS_OWN_KEY = "told of by OpenTelemetry, with the rollout's own key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +64,43 @@ async def post_traces(request: Request) -> Response:
         encoding = encoding_of(request.headers.get("content-type", ""))
         return Response(await _record(request, encoding), media_type=MEDIA[encoding])
     except LightningError as error:
-        return Response(refused(encoding, error), error.status, media_type=MEDIA[encoding])
+        headers = {name.decode(): value.decode() for name, value in error.headers}
+        return Response(refused(encoding, error), error.status, headers, MEDIA[encoding])
+    except ClientDisconnected:
+        return Response(status_code=400)  # to nobody
 
 
 async def _record(request: Request, encoding: Encoding) -> bytes:
     p: Parts = request.app.state.parts
-    await p.keys.authenticate(request.headers)  # before anything is unpacked
-    limit = int(p.config.proxy.max_body_mb * 1_000_000)
-    compression = request.headers.get("content-encoding", "")
-    # In a thread: a large export takes a while to read, and agents wait for their answers meanwhile.
-    found, problems = await asyncio.to_thread(_read, await request.body(), compression, limit, encoding)
-    if found:
-        await p.keys.require_agent(request.headers, {one.rollout.rollout_id for one in found})
+    headers = read_headers(request.scope)
+    caller = await p.keys.authenticate(headers)
+    require_may_reward(caller)
+    with counted(caller.counted):
+        body = await p.bodies.read(request.receive, headers)
+        compression = headers.get("content-encoding", "")
+        # In a thread: a large export takes a while to read, and agents wait for their answers meanwhile.
+        found, problems = await asyncio.to_thread(_read, body, compression, p.bodies.limit, encoding)
+        if found:
+            await p.keys.require(caller, (one.rollout.rollout_id for one in found))
+        await _record_all(p, [_admitted(caller, one) for one in found])
+    return accepted(encoding, len(problems), "; ".join(problems[:3]))
+
+
+def _admitted(caller: Caller, told: Imported | Action) -> Imported | Action:
+    """What a caller told of. A rollout's own key, which the policy's code can read, is no proof of what was sampled."""
+    name = caller.admit(told.rollout)
+    if isinstance(told, Action):
+        return replace(told, rollout=name)
+    end = told.end if caller.rollout is None else told.end._replace(untrainable_reason=BY_ITS_OWN_KEY)
+    return Imported(told.start._replace(rollout=name), end)
+
+
+async def _record_all(p: Parts, found: Iterable[Imported | Action]) -> None:
     for one in found:
         if isinstance(one, Action):
             await p.store.events.post(one.rollout, [p.redactor.event(one.event)], one.key)
         else:
             await _record_call(p, one)
-    return accepted(encoding, len(problems), "; ".join(problems[:3]))
 
 
 def _read(body: bytes, compression: str, limit: int, encoding: Encoding) -> tuple[list[Imported | Action], list[str]]:

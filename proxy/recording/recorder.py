@@ -166,6 +166,7 @@ def _start_statements(start: CallStart, parent: RecentCall | None, stored: str) 
         "task_id": start.rollout.task_id,
         "agent": start.rollout.agent,
         "mode": start.rollout.mode,
+        "key_id": start.rollout.key_id,
         "policy_version": start.policy_version,
         "pin": start.policy_version if start.pins else None,
         "at": start.started_at,

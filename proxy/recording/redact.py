@@ -55,6 +55,8 @@ class Redactor:
 
     def value(self, value: Any, root: str) -> Any:
         """Return a JSON value redacted; `root` is the first part of the paths of fields that apply to it."""
+        if not self:
+            return value
         try:
             for path in self._fields:
                 if path[0] == root:

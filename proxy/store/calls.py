@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -92,12 +93,10 @@ class Calls:
         await self._rollouts.get(rollout_id)
         params: dict[str, object] = {"rollout_id": rollout_id}
         tools = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
-        return read_calls(
-            await self._db.all(CALLS, params),
-            await self._db.all(tools, params),
-            _call_rewards(await self._rewards.of(rollout_id)),
-            await self._db.all(POLICY_LOG_DURING, params),
-        )
+        calls, made = await self._db.all(CALLS, params), await self._db.all(tools, params)
+        rewards = _call_rewards(await self._rewards.of(rollout_id))
+        log = await self._db.all(POLICY_LOG_DURING, params)
+        return await asyncio.to_thread(read_calls, calls, made, rewards, log)
 
     async def superseded(
         self, rollout_id: str, request: dict[str, Any], running: Container[str] = ()

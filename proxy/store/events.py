@@ -40,7 +40,7 @@ class Events:
         `key` as in `Rewards.post`.
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "agent": rollout.agent}
-        row |= {"mode": rollout.mode, "pin": None, "at": time.time()}
+        row |= {"mode": rollout.mode, "pin": None, "key_id": rollout.key_id, "at": time.time()}
 
         def work(db: sqlite3.Connection) -> Answer:
             db.execute(ROLLOUT_SEEN, row)

@@ -18,14 +18,16 @@ from .rows import read
 
 KEY_NEW = """
 INSERT INTO keys
-    (key_id, key_hash, name, role, requests_per_minute, tokens_per_minute, concurrent, recording, created_at)
+    (key_id, key_hash, name, role, scope, requests_per_minute, tokens_per_minute, concurrent, recording, created_at)
 VALUES (
-    :key_id, :key_hash, :name, :role, :requests_per_minute, :tokens_per_minute, :concurrent, :recording, :created_at
+    :key_id, :key_hash, :name, :role, :scope, :requests_per_minute, :tokens_per_minute, :concurrent, :recording,
+    :created_at
 )
 """
 KEY_REVOKE = "UPDATE keys SET revoked_at = :at WHERE name = :name AND revoked_at IS NULL RETURNING *"
 
 Role = Literal["agent", "admin", "rollout"]
+Scope = Literal["all", "own"]
 
 KEY_PREFIX = "lpk-"
 ROLLOUT_KEY_PREFIX = KEY_PREFIX + "rollout-"
@@ -46,7 +48,10 @@ def hash_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """What the store knows of a key. `recording`: whether its calls are recorded."""
+    """What the store knows of a key. `recording`: whether its calls are recorded.
+
+    `scope`: whether it sees and rewards all rollouts, or only those that were opened with it.
+    """
 
     key_id: str
     key_hash: str
@@ -56,6 +61,7 @@ class StoredKey:
     recording: bool
     created_at: float
     revoked_at: float | None = None
+    scope: Scope = "all"
 
     @property
     def live(self) -> bool:
@@ -72,12 +78,13 @@ class Keyring:
         """Return all keys, also revoked ones, oldest first."""
         return [_read(row) for row in await self._db.all("SELECT * FROM keys ORDER BY created_at, key_id")]
 
-    async def create(self, name: str, role: Role, limits: Limits, *, recording: bool) -> tuple[str, StoredKey]:
+    async def create(
+        self, name: str, role: Role, limits: Limits, *, recording: bool, scope: Scope = "all"
+    ) -> tuple[str, StoredKey]:
         """Make a key, which only the caller ever sees; Conflict if a live one has this name."""
         key = new_key(role)
-        stored = StoredKey(
-            uuid4().hex[:12], hash_key(key), check_id(name, "name"), role, limits, recording, time.time()
-        )
+        key_id, key_hash = uuid4().hex[:12], hash_key(key)
+        stored = StoredKey(key_id, key_hash, check_id(name, "name"), role, limits, recording, time.time(), scope=scope)
         try:
             await self._db.commit([(KEY_NEW, [_row(stored)])])
         except sqlite3.IntegrityError:

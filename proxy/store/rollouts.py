@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from ..aside import aside
 from ..errors import Conflict, NotFound
 from ..json_text import dumps, loads
-from ..types import Rollout, RolloutName, RolloutStatus
+from ..types import Mode, Rollout, RolloutName, RolloutStatus
 from .conversations import forget_conversations
 from .database import Database
 from .rows import read
 
 # Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
 ROLLOUT_SEEN = """
-INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, created_at)
-VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :at)
+INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, created_at)
+VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, :at)
 ON CONFLICT (rollout_id) DO UPDATE SET
     task_id = COALESCE(rollouts.task_id, excluded.task_id),
     agent = COALESCE(rollouts.agent, excluded.agent),
@@ -26,11 +28,23 @@ ON CONFLICT (rollout_id) DO UPDATE SET
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
 """
 ROLLOUT_OPEN = """
-INSERT INTO rollouts (rollout_id, task_id, mode, policy_version, metadata, created_at)
-VALUES (:rollout_id, :task_id, :mode, :policy_version, :metadata, :at)
+INSERT INTO rollouts (rollout_id, task_id, mode, policy_version, metadata, key_id, created_at)
+VALUES (:rollout_id, :task_id, :mode, :policy_version, :metadata, :key_id, :at)
 """
+ROLLOUT_SIZE = 1_000  # bytes, about, of a rollout and its key, the metadata apart
 ROLLOUT_MODEL = "INSERT INTO rollout_models (rollout_id, model) VALUES (:rollout_id, :model)"
-ROLLOUT_KEY = "INSERT INTO rollout_keys (key_hash, rollout_id, key_id) VALUES (:key_hash, :rollout_id, :key_id)"
+ROLLOUT_KEY = """
+INSERT INTO rollout_keys (key_hash, rollout_id, key_id, may_reward)
+VALUES (:key_hash, :rollout_id, :key_id, :may_reward)
+"""
+ROLLOUT_OF_KEY = """
+SELECT rollout_id, task_id, mode, status <> 'running' AS ended, may_reward, rollout_keys.key_id
+FROM rollout_keys JOIN rollouts USING (rollout_id) WHERE key_hash = :key_hash
+"""
+ROLLOUT_OF_ANOTHER_KEY = """
+SELECT rollout_id FROM json_each(:rollout_ids) CROSS JOIN rollouts ON rollout_id = json_each.value
+WHERE rollouts.key_id IS NOT :key_id LIMIT 1
+"""
 ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
 ROLLOUTS_PAGE = """
 SELECT rollouts.* FROM rollouts
@@ -46,6 +60,7 @@ ROLLOUT_FILTERS = {
     "status": "AND status = :status",
     "task_id": "AND task_id = :task_id",
     "mode": "AND mode = :mode",
+    "key_id": "AND rollouts.key_id = :key_id",
     "agent": "",  # ROLLOUTS_PAGE_OF_AGENT
 }
 ROLLOUT_END = """
@@ -57,6 +72,21 @@ DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'
    AND NOT EXISTS (SELECT 1 FROM steps WHERE steps.step = rollouts.step AND steps.status = 'claimed')
 """
 ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutKey:
+    """A key that was made for one rollout, and what is known of the rollout.
+
+    `key_id`: the stored key that asked for it. Without `may_reward` it may only call the model.
+    """
+
+    rollout_id: str
+    task_id: str | None = None
+    mode: Mode = "train"
+    ended: bool = False
+    may_reward: bool = True
+    key_id: str | None = None
 
 
 class Rollouts:
@@ -73,17 +103,27 @@ class Rollouts:
         *,
         policy_version: int | None = None,
         model: str | None = None,
+        may_reward: bool = True,
     ) -> None:
-        """Open rollouts, each with the hash of its own key.
+        """Open rollouts with this metadata, each with the hash of its own key.
+
+        Unless they `may_reward`, these keys may only call the model.
 
         `key_id`: the stored key that asked for them. `policy_version`, `model`: what answers the alias in them, if not
         the live version.
         """
-        same = {"metadata": dumps(metadata), "policy_version": policy_version, "model": model, "at": time.time()}
+        same: dict[str, Any] = {
+            "metadata": dumps(metadata),
+            "policy_version": policy_version,
+            "model": model,
+            "at": time.time(),
+        }
+        same |= {"key_id": key_id, "may_reward": may_reward}
         opened = [same | {"rollout_id": n.rollout_id, "task_id": n.task_id, "mode": n.mode} for n, _ in names]
         chosen = [(ROLLOUT_MODEL, opened)] if model is not None else []
-        named = [{"rollout_id": n.rollout_id, "key_hash": key_hash, "key_id": key_id} for n, key_hash in names]
-        await self._db.commit([(ROLLOUT_OPEN, opened), *chosen, (ROLLOUT_KEY, named)])
+        named = [row | {"key_hash": key_hash} for row, (_, key_hash) in zip(opened, names, strict=True)]
+        size = len(opened) * (len(same["metadata"]) + ROLLOUT_SIZE)
+        await self._db.commit([(ROLLOUT_OPEN, opened), *chosen, (ROLLOUT_KEY, named)], size)
 
     async def get(self, rollout_id: str) -> Rollout:
         """Return the rollout with this id; raise NotFound if there is none."""
@@ -98,11 +138,17 @@ class Rollouts:
         row = self._db.one_now(statement, {"rollout_id": rollout_id})
         return None if row is None else row["model"]
 
-    async def of_key(self, key_hash: str) -> tuple[str, str | None] | None:
-        """Return the rollout that a key names, and the id of the stored key (if any) that asked for it."""
-        statement = "SELECT rollout_id, key_id FROM rollout_keys WHERE key_hash = :key_hash"
-        row = await self._db.one(statement, {"key_hash": key_hash})
-        return None if row is None else (row["rollout_id"], row["key_id"])
+    async def of_key(self, key_hash: str) -> RolloutKey | None:
+        """Return the rollout's key with this hash, as its rollout is now; None if there is none."""
+        row = await self._db.one(ROLLOUT_OF_KEY, {"key_hash": key_hash})
+        return (
+            None if row is None else read(RolloutKey, row, ended=bool(row["ended"]), may_reward=bool(row["may_reward"]))
+        )
+
+    async def of_another_key(self, rollout_ids: Iterable[str], key_id: str | None) -> str | None:
+        """Return one of these rollouts that was not opened with this key, or None if there is none."""
+        row = await self._db.one(ROLLOUT_OF_ANOTHER_KEY, {"rollout_ids": dumps([*rollout_ids]), "key_id": key_id})
+        return None if row is None else row["rollout_id"]
 
     async def page(
         self, filters: dict[str, str], limit: int, cursor: int | None = None
@@ -112,7 +158,8 @@ class Rollouts:
         statement = page_of.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
         rows = await self._db.all(statement, {**filters, "cursor": cursor or 2**62, "limit": limit + 1})
         page = rows[:limit]
-        return [read_rollout(row) for row in page], page[-1]["n"] if len(rows) > limit else None
+        size = sum(len(row["metadata"]) for row in page)
+        return await aside(size, lambda: [*map(read_rollout, page)]), page[-1]["n"] if len(rows) > limit else None
 
     async def counts(self) -> dict[tuple[str, str], int]:
         """Count rollouts by (mode, status)."""

@@ -17,8 +17,10 @@ from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import Unauthorized
 from lightning_proxy.proxy.gateway.call import Gateway
+from lightning_proxy.proxy.gateway.reading import Bodies
 from lightning_proxy.proxy.gateway.relay import Relay
 from lightning_proxy.proxy.recording.metrics import Metrics
+from lightning_proxy.proxy.store.rollouts import RolloutKey
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstreams.attempts import Upstreams
 from lightning_proxy.proxy.upstreams.base import Route
@@ -60,11 +62,11 @@ class OpenDoor:
     async def authenticate(self, headers: Any) -> Caller:
         if headers.get("authorization") == "Bearer wrong":
             raise Unauthorized("wrong key")
-        return Caller("of-key" if headers.get("authorization") == "Bearer rollout-key" else None, True)
+        return Caller(RolloutKey("of-key") if headers.get("authorization") == "Bearer rollout-key" else None, True)
 
 
 def relay_of(config: Config, upstreams: Upstreams, recorder: Any, router: Any) -> Relay:
-    return Relay(config, OpenDoor(), Gateway(config, router, upstreams, recorder, Metrics()))
+    return Relay(config, OpenDoor(), Gateway(config, router, upstreams, recorder, Metrics()), Bodies(config.proxy))
 
 
 @asynccontextmanager

@@ -39,13 +39,15 @@ def statements() -> Iterator[tuple[str, str]]:
 
 PAGES = {
     f"page by {name or 'nothing'}": ROLLOUTS_PAGE.format(filters=ROLLOUT_FILTERS.get(name, ""))
-    for name in ("", "status", "task_id", "mode")
+    for name in ("", "status", "task_id", "mode", "key_id")
 } | {"page by agent": ROLLOUTS_PAGE_OF_AGENT.format(filters="")}
 
 STATEMENTS = PAGES | dict(statements())
 
 # Grow with steps, versions and keys, not with calls; or are no tables.
-SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sqlite_master", "CONSTANT", "recent"}
+SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sqlite_master", "CONSTANT", "recent"} | {
+    "json_each"  # a list that a statement is given
+}
 # Run by `keys purge` and `store info`, when a rollout is deleted, now and then, or over what its index holds.
 WHOLE = {
     "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "PAGES", "CLAIMABLE_GROUPS",

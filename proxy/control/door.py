@@ -1,0 +1,74 @@
+"""Lets requests into the control API: first the key, then the key's limits, and only then the body is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import Receive
+
+from ..access.auth import Caller, Keys
+from ..access.limits import counted
+from ..aside import aside
+from ..errors import Forbidden
+from ..gateway.asgi import ClientDisconnected, read_headers
+from ..json_text import loads_in_turns
+from .parts import Parts
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class AgentRoute(APIRoute):
+    """A route for agents and admins. The handler finds the caller in `request.state.caller`."""
+
+    def get_route_handler(self) -> Handler:
+        handle = super().get_route_handler()
+
+        async def let_in(request: Request) -> Response:
+            p: Parts = request.app.state.parts
+            headers = read_headers(request.scope)
+            caller = request.state.caller = await p.keys.authenticate(headers)
+            self.require(p.keys, caller)
+            with counted(caller.counted):
+                try:
+                    body = await p.bodies.read(request.receive, headers) if self.body_field else b""
+                except ClientDisconnected:
+                    return Response(status_code=400)  # to nobody
+                return await handle(_ReadRequest(request.scope, request.receive, body))
+
+        return let_in
+
+    def require(self, keys: Keys, caller: Caller) -> None:
+        """Raise Forbidden or Unauthorized for a caller who has no right to this route."""
+        require_may_reward(caller)
+
+
+class AdminRoute(AgentRoute):
+    """A route for admins, and for agents while there is no admin's key."""
+
+    def require(self, keys: Keys, caller: Caller) -> None:
+        keys.require_admin(caller)
+
+
+def require_may_reward(caller: Caller) -> None:
+    """Raise Forbidden for the key of a rollout that was opened with `may_reward: false`."""
+    if caller.rollout is not None and not caller.rollout.may_reward:
+        raise Forbidden("this key may only call the model (may_reward: false)")
+
+
+class _ReadRequest(Request):
+    """A request whose body was read."""
+
+    def __init__(self, scope: Any, receive: Receive, body: bytes) -> None:
+        super().__init__(scope, receive)
+        self._read = body
+
+    async def body(self) -> bytes:
+        return self._read
+
+    async def json(self) -> Any:
+        """Return the body's JSON. NaN and infinities are read, too: who checks the values knows their names."""
+        return await aside(len(self._read), partial(loads_in_turns, self._read, float))
