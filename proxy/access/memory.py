@@ -41,14 +41,14 @@ class Memory:
         self._free += size
         while self._queue and self._queue[0][0] <= self._free:
             asked, turn = self._queue.popleft()
-            self._free -= asked
-            turn.set_result(None)
+            if not turn.done():  # it is, if who waits was cancelled just now
+                self._free -= asked
+                turn.set_result(None)
 
     def _leave(self, turn: tuple[int, asyncio.Future[None]]) -> None:
         """Give up a turn: one that has come just now gives its bytes back."""
         size, come = turn
-        if come.done() and not come.cancelled():
-            self.give_back(size)
-            return
-        self._queue.remove(turn)
-        self.give_back(0)
+        has_come = come.done() and not come.cancelled()
+        if turn in self._queue:
+            self._queue.remove(turn)
+        self.give_back(size if has_come else 0)

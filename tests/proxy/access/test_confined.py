@@ -108,7 +108,7 @@ def spans(span_id: str = "cd" * 8, **attributes: Any) -> bytes:
     told = {
         "gen_ai.operation.name": "chat", "gen_ai.request.model": "policy", "gen_ai.output.messages": said,
         "lightning.prompt_token_ids": [1, 2], "lightning.response_token_ids": [3], "lightning.logprobs": [-0.1],
-        "lightning.policy_version": 0,
+        "lightning.policy_version": 0, "gen_ai.usage.input_tokens": 2, "gen_ai.usage.output_tokens": 1,
     } | {f"lightning.{name}": of for name, of in attributes.items()}  # fmt: skip
     listed = [{"key": name, "value": value(of)} for name, of in told.items()]
     times = {"startTimeUnixNano": "1700000000000000000", "endTimeUnixNano": "1700000001000000000"}

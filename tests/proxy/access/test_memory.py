@@ -42,9 +42,12 @@ async def test_nothing_is_lost_by_those_who_give_up() -> None:
     lent = await memory.take(100)
     with pytest.raises(Overloaded):
         await memory.take(50)
-    leaves = asyncio.create_task(memory.take(50))
-    await asyncio.sleep(0.01)
-    memory.give_back(lent)  # its turn has come, and at this moment it is cancelled
-    leaves.cancel()
-    await asyncio.wait([leaves])
-    assert await memory.take(100) == 100
+    for cancelled_first in (True, False):
+        leaves = asyncio.create_task(memory.take(50))
+        await asyncio.sleep(0.01)
+        for cancels in (cancelled_first, not cancelled_first):  # its turn comes at the very moment
+            leaves.cancel() if cancels else memory.give_back(lent)
+        await asyncio.wait([leaves])
+        assert leaves.cancelled()
+        lent = await memory.take(100)
+        assert lent == 100
