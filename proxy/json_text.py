@@ -76,7 +76,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def loads_in_turns(text: bytes, constant: Callable[[str], Any] = _refuse) -> Any:
+def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) -> Any:
     """Decode a JSON text as `loads` does, in a thread: it lets other threads have their turns meanwhile.
 
     orjson's parser keeps all others waiting. The standard library's comes back to Python for what a long text has many

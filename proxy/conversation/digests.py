@@ -36,9 +36,12 @@ def digest(caller: str, *parts: bytes | str) -> bytes:
     return hashed.digest()
 
 
-def beginnings(atoms: Iterable[Atom]) -> list[bytes]:
-    """Return a digest for every beginning of the conversation. A call or result counts by its id if that is unique."""
-    state, digests = b"", []
+def beginnings(atoms: Iterable[Atom], state: bytes = b"") -> list[bytes]:
+    """Return a digest for every beginning of the conversation. A call or result counts by its id if that is unique.
+
+    `state`: the digest of what was said before these atoms.
+    """
+    digests = []
     for kind, who, what in atoms:
         is_one_of_a_kind = len(who) >= TELLING_ID
         shown = what if kind == "text" else dumps(_parsed(what)) if kind == "call" and not is_one_of_a_kind else ""
@@ -47,13 +50,16 @@ def beginnings(atoms: Iterable[Atom]) -> list[bytes]:
     return digests
 
 
-def origins(caller: str, asked: Iterable[Atom], answer: Iterable[Atom]) -> set[bytes]:
-    """Return digests that identify this answer: of its ids, and of text that the model alone produced."""
-    told, digests = [what for _, _, what in asked], set()
+def origins(caller: str, told: str, answer: Iterable[Atom]) -> set[bytes]:
+    """Return digests that identify this answer: of its ids, and of text that the model alone produced.
+
+    `told`: all that the request says, in one text.
+    """
+    digests = set()
 
     def add(name: str, text: str, telling: int) -> None:
         """Add a text, unless it is short or repeated. The question and a shared page are repeated, for example."""
-        if len(raw := _bytes(text)) >= telling and not any(text in what for what in told):
+        if len(raw := _bytes(text)) >= telling and text not in told:
             digests.add(digest(caller, name, raw))
 
     for kind, who, what in answer:

@@ -22,12 +22,31 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-QUOTATIONS = 500  # are looked for in a request that goes on with nothing that is known
+# How much is looked for in one request: the longest of its beginnings, then, if nothing goes on with them, quotations.
+BEGINNINGS, QUOTATIONS = 1_000, 500
+_APART = "\0"  # between texts that are searched as one
 
 
 def credentials(headers: Mapping[str, str]) -> str:
     """Return the proof of identity in a request. Requests with different credentials never share a rollout."""
     return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
+
+
+class Conversation:
+    """What a request says: its atoms, and a digest for each beginning of them. Of a long request, read it `aside`."""
+
+    def __init__(self, request: Json) -> None:
+        self.atoms = request_atoms(request)
+        self.begun = beginnings(self.atoms)
+
+    @property
+    def whole(self) -> list[bytes]:
+        """Return the digest of all of it in a list; an empty one if nothing is said."""
+        return self.begun[-1:]
+
+    def gone_on_with(self, answer: list[Atom]) -> list[bytes]:
+        """Return the digest of all of it and an answer, as `whole`."""
+        return beginnings(answer, *self.whole)[-1:] or self.whole
 
 
 class UnnamedRollouts:
@@ -37,18 +56,20 @@ class UnnamedRollouts:
         self._index = store.conversations
         self._calls = store.calls
 
-    async def find(self, caller: str, request: Json, name: RolloutName, *, is_retry: bool = False) -> str | None:
-        """Return the rollout that a request continues, or the one of a client's retry.
+    async def find(
+        self, caller: str, request: Json, said: Conversation, name: RolloutName, *, is_retry: bool = False
+    ) -> str | None:
+        """Return the rollout that a request, which says `said`, continues, or the one of a client's retry.
 
         What it goes on with is taken: the next request like it goes on with another. Raises StoreUnavailable.
         """
-        atoms, within = request_atoms(request), _within(caller, name)
-        if is_retry and (again := await self._index.take(_asked(within, atoms))):
+        within = _within(caller, name)
+        if is_retry and (again := await self._index.take(_asked(within, said))):
             return again
         for previous in (request.get("previous_response_id"), _kept(request)):
             if isinstance(previous, str) and (rollout := self._index.leads_to(digest(caller, "response", previous))):
                 return rollout
-        return await self._extended(within, atoms) or self._quoted(within, atoms)
+        return await self._extended(within, said) or self._quoted(within, said.atoms)
 
     async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
         """Return the rollout and the upstream that gave a response, or None if the response is unknown."""
@@ -56,13 +77,12 @@ class UnnamedRollouts:
         rollout_id = rollout.rollout_id if rollout.named else self._index.leads_to(said_by)
         return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
 
-    async def _extended(self, within: str, atoms: list[Atom]) -> str | None:
+    async def _extended(self, within: str, said: Conversation) -> str | None:
         """By the longest beginning that was an answered conversation; rather one that nothing has gone on with yet."""
-        begun = beginnings(atoms)
-        for i in range(len(atoms) - 1, 0, -1):
-            if atoms[i - 1].who != "assistant" and atoms[i - 1].kind != "call":
-                continue
-            state = digest(within, begun[i - 1])
+        atoms = said.atoms
+        ends = (i for i in range(len(atoms) - 2, -1, -1) if atoms[i].who == "assistant" or atoms[i].kind == "call")
+        for i in islice(ends, BEGINNINGS):
+            state = digest(within, said.begun[i])
             if rollout := await self._index.take(state) or self._index.leads_to(state):
                 return rollout
         return None
@@ -72,33 +92,33 @@ class UnnamedRollouts:
         return next(filter(None, map(self._index.leads_to, islice(quotations(within, atoms), QUOTATIONS))), None)
 
 
-def asked(caller: str, start: CallStart) -> list[Statement]:
-    """Return the entries to remember of a call that begins."""
+def asked(caller: str, start: CallStart, said: Conversation) -> list[Statement]:
+    """Return the entries to remember of a call that begins and says `said`."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
     within = _within(caller, start.rollout)
-    return [(CONVERSATION_TIP, row | {"digest": _asked(within, request_atoms(start.request))})]
+    return [(CONVERSATION_TIP, row | {"digest": _asked(within, said)})]
 
 
-def answered(caller: str, start: CallStart, end: CallEnd) -> list[Statement]:
+def answered(caller: str, start: CallStart, said: Conversation, end: CallEnd) -> list[Statement]:
     """Return the entries to remember of an answered call; none of a failed call."""
     if end.status != "ok" or not isinstance(end.response, dict):
         return []
     try:
-        return list(_answered(caller, start, end, end.response))
+        return list(_answered(caller, start, said, end, end.response))
     except Exception:  # whatever the upstream may have answered, it is recorded
         log.exception("call %s: its conversation is not remembered", end.call_id)
         return []
 
 
-def _answered(caller: str, start: CallStart, end: CallEnd, response: Json) -> Iterator[Statement]:
+def _answered(caller: str, start: CallStart, said: Conversation, end: CallEnd, response: Json) -> Iterator[Statement]:
     at = start.started_at + end.latency_ms / 1000
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
-    atoms, within = request_atoms(start.request), _within(caller, start.rollout)
+    within, told = _within(caller, start.rollout), _APART.join(what for _, _, what in said.atoms)
     for answer in answer_atoms(response):
-        state = {"digest": digest(within, *beginnings([*atoms, *answer])[-1:])}
+        state = {"digest": digest(within, *said.gone_on_with(answer))}
         yield CONVERSATION_TIP, row | state
         yield CONVERSATION_POINT, row | state
-        for origin in origins(within, atoms, answer):
+        for origin in origins(within, told, answer):
             yield CONVERSATION_ORIGIN, row | {"digest": origin}
     for name in (response.get("id"), _kept(response)):
         if isinstance(name, str):
@@ -116,5 +136,5 @@ def _kept(body: Json) -> Any:
     return conversation.get("id") if isinstance(conversation, dict) else conversation
 
 
-def _asked(within: str, atoms: list[Atom]) -> bytes:
-    return digest(within, "asked", *beginnings(atoms)[-1:])
+def _asked(within: str, said: Conversation) -> bytes:
+    return digest(within, "asked", *said.whole)

@@ -10,8 +10,9 @@ import orjson
 
 from ..apis.dialects import Dialect
 from ..apis.inject import Injection
+from ..aside import LARGE
 from ..errors import InvalidRequest, TooLarge, UnsupportedMediaType
-from ..json_text import as_utf8, encode, loads, with_model
+from ..json_text import as_utf8, encode, loads, loads_in_turns, with_model
 from ..upstreams.attempts import Target
 from ..upstreams.base import Request, Route
 
@@ -43,7 +44,7 @@ def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
 def parse_object(body: bytes) -> dict[str, Any]:
     """Return a JSON object; raise InvalidRequest for anything else."""
     try:
-        value = loads(body)
+        value = loads(body) if len(body) < LARGE else loads_in_turns(body)
     except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):

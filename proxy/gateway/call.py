@@ -16,9 +16,10 @@ from ..apis.dialects import Dialect
 from ..apis.stream import Transcript, WholeTranscript
 from ..apis.tokens import NOT_THE_POLICY, Tokens
 from ..apis.tools import tool_calls
+from ..aside import aside
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
-from ..conversation.unnamed import UnnamedRollouts, answered, asked, credentials
+from ..conversation.unnamed import Conversation, UnnamedRollouts, answered, asked, credentials
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from ..policy.routing import PolicyRouter
 from ..recording.metrics import Metrics
@@ -84,9 +85,10 @@ class Gateway:
 
     async def answer(self, question: Question, reply: Reply) -> None:
         """Answer a call; its record is durable before the answer's last byte leaves."""
-        rollout = await self._rollout(question)  # the one named, or that of the conversation which it goes on with
+        said = await self._said(question)  # what its conversation says, if no name tells the rollout
+        rollout = await self._rollout(question, said)  # the one named, or that of which the conversation goes on
         route = await self.policy.route(rollout, model_of(question.body))  # which weights answer
-        call = Call(self, question, rollout, route, reply)  # what is known before the answer
+        call = Call(self, question, rollout, route, reply, said)  # what is known before the answer
         async with call.under_way():
             await call.record_start()
             # The answer comes after retries and fallbacks, and to a prompt of exact tokens where that is possible.
@@ -114,19 +116,34 @@ class Gateway:
                 else:
                     await reply.whole(*head, transcript.done or b"")
 
-    async def _rollout(self, question: Question) -> RolloutName:
+    async def _said(self, question: Question) -> Conversation | None:
         if self.unnamed is None or not question.is_unnamed:
+            return None
+        return await aside(len(question.request.body), partial(Conversation, question.body))
+
+    async def _rollout(self, question: Question, said: Conversation | None) -> RolloutName:
+        if self.unnamed is None or said is None:
             return question.name
         caller = credentials(question.headers)
-        rollout_id = await self.unnamed.find(caller, question.body, question.name, is_retry=question.is_retry)
+        rollout_id = await self.unnamed.find(caller, question.body, said, question.name, is_retry=question.is_retry)
         return question.name if rollout_id is None else question.name._replace(rollout_id=rollout_id)
 
 
 class Call:
     """One call under way. A call whose start is durable always gets an end: ok, error or cancelled."""
 
-    def __init__(self, gateway: Gateway, question: Question, rollout: RolloutName, route: Route, reply: Reply) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        question: Question,
+        rollout: RolloutName,
+        route: Route,
+        reply: Reply,
+        said: Conversation | None,
+    ) -> None:
+        """Without `said` nothing of its conversation is remembered."""
         self._gateway = gateway
+        self._said = said
         self._question = question
         self._route = route
         self._reply = reply
@@ -163,7 +180,8 @@ class Call:
     async def record_start(self) -> None:
         """Return when the call's start is durable."""
         if self._question.recorded:
-            also = asked(credentials(self._question.headers), self._start) if self._remembers else ()
+            caller, said = credentials(self._question.headers), self._said
+            also = asked(caller, self._start, said) if said is not None else ()
             await self._gateway.recorder.start(self._start, also)
 
     def transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
@@ -271,7 +289,8 @@ class Call:
             nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             nothing.set_result(None)
             return nothing
-        also = answered(credentials(self._question.headers), self._start, end) if self._remembers else ()
+        caller, said = credentials(self._question.headers), self._said
+        also = answered(caller, self._start, said, end) if said is not None else ()
         return asyncio.ensure_future(self._gateway.recorder.end(end, also))
 
     def _tell(self, end: CallEnd, written: asyncio.Future[None]) -> None:
@@ -297,10 +316,6 @@ class Call:
             yield b"x-call-id", self._start.call_id.encode()
         if self._route.version is not None and not self.attempts.fell_back:
             yield b"x-policy-version", str(self._route.version).encode()
-
-    @property
-    def _remembers(self) -> bool:
-        return self._gateway.unnamed is not None and self._question.is_unnamed
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from functools import partial
@@ -12,6 +13,7 @@ import orjson
 
 from ..access.auth import Caller, Keys
 from ..apis.dialects import DIALECTS, Dialect
+from ..aside import aside
 from ..config.root import Config
 from ..conversation.unnamed import credentials
 from ..errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
@@ -117,7 +119,7 @@ class Relay:
         method, path = visit.scope["method"], visit.path
         dialect = DIALECTS.get(path) if method == "POST" else None
         if dialect is not None:
-            await self._gateway.answer(self._question(visit, body, dialect), reply)
+            await self._gateway.answer(await self._question(visit, body, dialect), reply)
         elif method == "GET" and path == "/v1/models":
             await self._list_models(visit.request(body, identity=True), visit.rollout, reply)
         elif method == "GET" and path == f"/v1/models/{self._policy.alias}":
@@ -125,15 +127,15 @@ class Relay:
         else:
             await self._pass_through(visit, visit.request(body), reply)
 
-    def _question(self, visit: Visit, body: bytes, dialect: Dialect) -> Question:
+    async def _question(self, visit: Visit, body: bytes, dialect: Dialect) -> Question:
         if "content-encoding" in visit.headers and not body.startswith(b"{"):  # some say it of what is no such thing
-            body = unpack(body, visit.headers["content-encoding"], self._bodies.limit)
+            body = await asyncio.to_thread(unpack, body, visit.headers["content-encoding"], self._bodies.limit)
             kept = [header for header in visit.scope["headers"] if header[0] != b"content-encoding"]
             visit = visit._replace(scope={**visit.scope, "headers": kept})
         request = visit.request(as_utf8(body), identity=True)
         return Question(
             request=request,
-            body=parse_object(request.body),
+            body=await aside(len(request.body), partial(parse_object, request.body)),
             headers=visit.headers,
             dialect=dialect,
             name=visit.rollout,
@@ -163,7 +165,7 @@ class Relay:
 
     async def _pass_through(self, visit: Visit, request: Request, reply: Reply) -> None:
         """Forward unrecorded; a model named in a JSON body or a form is routed like that of a recorded call."""
-        body = parse_any(request.body)
+        body = await aside(len(request.body), partial(parse_any, request.body))
         giver = await self._giver(visit)
         rollout, route = giver or (visit.rollout, await self._policy.route(visit.rollout, model_of(body)))
         request = request._replace(rollout_id=rollout.rollout_id)

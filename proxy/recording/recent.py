@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,18 +39,16 @@ class RecentCalls:
         self._each = each
         self._kept = 0
 
-    def parent_of(self, rollout_id: str, request: dict[str, Any]) -> RecentCall | None:
-        """Return the recent call of the rollout that the request has most in common with."""
-        messages = conversation(request)
+    def of(self, rollout_id: str) -> list[RecentCall]:
+        """Return the recent calls of the rollout, newest last."""
         recent = self._rollouts.get(rollout_id)
-        shared = [(common_prefix(messages, conversation(c.request)), c) for c in recent.calls] if recent else []
-        return max(shared, key=lambda pair: pair[0])[1] if shared else None
+        return list(recent.calls) if recent else []
 
-    def add(self, rollout_id: str, call_id: str, request: dict[str, Any], parent: RecentCall | None, size: int) -> None:
+    def add(self, rollout_id: str, call: RecentCall, size: int) -> None:
         """Remember a call that has `size` bytes more than its parent."""
         recent = self._rollouts.setdefault(rollout_id, _OfRollout())
         self._rollouts.move_to_end(rollout_id)
-        recent.calls.append(RecentCall(call_id, _sharing(request, parent)))
+        recent.calls.append(call)
         for forgotten in recent.calls[: -self._each]:
             self._count(recent, -len(forgotten.row_ids) * forgotten.row_ids.itemsize)
         del recent.calls[: -self._each]
@@ -76,8 +75,15 @@ class RecentCalls:
             self._kept -= self._rollouts.popitem(last=False)[1].size
 
 
-def _sharing(request: dict[str, Any], parent: RecentCall | None) -> dict[str, Any]:
-    """The request with the messages that it repeats taken from its parent: kept in memory once."""
+def parent_of(request: dict[str, Any], recent: Sequence[RecentCall]) -> RecentCall | None:
+    """Return the recent call that the request has most in common with."""
+    messages = conversation(request)
+    shared = [(common_prefix(messages, conversation(call.request)), call) for call in recent]
+    return max(shared, key=lambda pair: pair[0])[1] if shared else None
+
+
+def sharing(request: dict[str, Any], parent: RecentCall | None) -> dict[str, Any]:
+    """Return the request with the messages that it repeats taken from its parent: they are kept in memory once."""
     if parent is None or not (messages := conversation(request)):
         return request
     before = conversation(parent.request)

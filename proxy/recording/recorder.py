@@ -10,8 +10,11 @@ import asyncio
 import sqlite3
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from ..apis.tools import conversation, tool_results
+from ..aside import aside
 from ..errors import StoreUnavailable
 from ..json_text import dumps
 from ..store.calls import (
@@ -29,7 +32,7 @@ from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
 from ..types import CallEnd, CallStart
 from .group_commit import GroupCommit, Statement
-from .recent import RecentCall, RecentCalls
+from .recent import RecentCall, RecentCalls, parent_of, sharing
 from .redact import Redactor
 
 LARGE_REQUEST = 4_000  # characters of a request that is stored apart from its call
@@ -77,14 +80,15 @@ class Recorder:
 
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
         """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable."""
+        size = len(start.request_text or "")
         if self._redactor is None:
-            await self._start(start, also)
+            await self._start(start, also, size)
             return
-        start, shown = self._redactor.start(start)
+        start, shown = await aside(size, partial(self._redactor.start, start))
         if shown:
             self._shown.add(start.call_id)
         try:
-            await self._start(start, also)
+            await self._start(start, also, size)
         except Exception:  # then there is no end; after a cancellation there is one
             self._shown.discard(start.call_id)
             raise
@@ -123,25 +127,24 @@ class Recorder:
         """Drop a deleted rollout from memory, so that no later call is stored as a difference from its calls."""
         self._recent.forget(rollout_id)
 
-    async def _start(self, start: CallStart, also: Sequence[Statement]) -> None:
+    async def _start(self, start: CallStart, also: Sequence[Statement], size: int) -> None:
         rollout_id = start.rollout.rollout_id
-        parent = self._recent.parent_of(rollout_id, start.request)
-        stored = _stored_request(start, parent)
-        statements = [*_start_statements(start, parent, stored), *also]
+        made = await aside(size, partial(_made, start, self._recent.of(rollout_id)))
+        parent, statements = made.parent, [*made.statements, *also]
         running = self._parents.keys()
         if start.is_retry and (earlier := await self._store.calls.superseded(rollout_id, start.request, running)):
             statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
         try:
             async with self._starts:
-                await self._writer.put(statements, len(stored))
+                await self._writer.put(statements, made.size)
         except StoreUnavailable as error:
             if parent is None or not isinstance(error.__cause__, sqlite3.IntegrityError):
                 raise
             self.forget(rollout_id)  # another process deleted the parent
-            await self._start(start, also)
+            await self._start(start, also, size)
             return
         self._parents[start.call_id] = parent
-        self._recent.add(rollout_id, start.call_id, start.request, parent, len(stored))
+        self._recent.add(rollout_id, made.call, made.size)
 
     def _ended(self, end: CallEnd, was_trainable: bool, committed: asyncio.Future[None]) -> None:
         if committed.cancelled() or committed.exception():
@@ -149,6 +152,22 @@ class Recorder:
         self._recent.add_tokens(end)
         if was_trainable and not end.trainable:
             self._on_redacted()
+
+
+class _Made(NamedTuple):
+    """What is made of a call's start: its statements, of `size` bytes, and what is remembered of it and its parent."""
+
+    statements: list[Statement]
+    size: int
+    call: RecentCall
+    parent: RecentCall | None
+
+
+def _made(start: CallStart, recent: Sequence[RecentCall]) -> _Made:
+    parent = parent_of(start.request, recent)
+    stored = _stored_request(start, parent)
+    call = RecentCall(start.call_id, sharing(start.request, parent))
+    return _Made(_start_statements(start, parent, stored), len(stored), call, parent)
 
 
 def _stored_request(start: CallStart, parent: RecentCall | None) -> str:

@@ -7,8 +7,9 @@ import sqlite3
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
+from ..aside import LARGE
 from ..errors import NotFound
-from ..json_text import dumps_or_none, loads, loads_or_none
+from ..json_text import dumps_or_none, loads, loads_in_turns, loads_or_none
 from ..types import CallEnd, CallStatus, Choice, ModelCall, Reward, ToolCall
 from .database import Database
 from .delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
@@ -206,7 +207,7 @@ def _read_call(
 def _stored_request(text: str) -> dict[str, Any]:
     """Parse a stored request. One nested as deep as a parser allows is a level too deep in its stored form."""
     try:
-        stored: dict[str, Any] = loads(text)
+        stored: dict[str, Any] = loads(text) if len(text) < LARGE else loads_in_turns(text)
         return stored
     except ValueError:
         return {"new": loads(text.removeprefix('{"new":')[:-1])}

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.conversation.unnamed import UnnamedRollouts, answered, asked
+from lightning_proxy.proxy.conversation.unnamed import Conversation, UnnamedRollouts, answered, asked
 from lightning_proxy.proxy.store.database import Database, opened
 from lightning_proxy.proxy.store.retention import Keeper
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
@@ -121,14 +121,15 @@ class Remembered:
         self.database, self.conversations, self.calls = database, UnnamedRollouts(Store(database)), 0
 
     async def find(self, caller: str, request: dict[str, Any], *, is_retry: bool = False) -> str | None:
-        return await self.conversations.find(caller, request, RolloutName(""), is_retry=is_retry)
+        return await self.conversations.find(caller, request, Conversation(request), RolloutName(""), is_retry=is_retry)
 
     async def asked(self, caller: str, rollout_id: str, request: dict[str, Any]) -> None:
-        await self._write(asked(caller, self._start(rollout_id, request)))
+        await self._write(asked(caller, self._start(rollout_id, request), Conversation(request)))
 
     async def answered(self, caller: str, rollout_id: str, request: dict[str, Any], response: Any) -> None:
         start = self._start(rollout_id, request)
-        await self._write(answered(caller, start, CallEnd(start.call_id, rollout_id, "ok", response, 200)))
+        end = CallEnd(start.call_id, rollout_id, "ok", response, 200)
+        await self._write(answered(caller, start, Conversation(request), end))
 
     def _start(self, rollout_id: str, request: dict[str, Any]) -> CallStart:
         self.calls += 1
@@ -137,7 +138,7 @@ class Remembered:
 
     async def _write(self, statements: Any) -> None:
         for statement, row in statements:
-            rollout = row | {"task_id": None, "agent": None, "mode": "train", "pin": 0}
+            rollout = row | {"task_id": None, "agent": None, "mode": "train", "pin": 0, "key_id": None}
             await self.database.commit([(ROLLOUT_SEEN, [rollout]), (statement, [row])])
 
 
