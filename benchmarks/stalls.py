@@ -12,10 +12,11 @@ import gzip
 import http.client
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe, Process
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +29,37 @@ REDACTED = {"LIGHTNING_RECORDING__REDACT__PATTERNS": r'["[0-9]{3}-[0-9]{2}-[0-9]
 
 
 class Watcher:
-    """Asks for /healthz again and again in a thread of its own, and keeps the longest wait."""
+    """Asks for /healthz again and again in a process of its own, and keeps the longest wait."""
 
     def __init__(self, port: int) -> None:
         self.longest = 0.0
-        self._port, self._ends = port, threading.Event()
+        self._port = port
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._watch)
-        thread.start()
+        ours, theirs = Pipe()
+        process = Process(target=_watch, args=(self._port, theirs))
+        process.start()
+        ours.recv()  # it has begun
         try:
             yield
         finally:
-            self._ends.set()
-            thread.join()
+            ours.send(None)
+            self.longest = ours.recv()
+            process.join()
 
-    def _watch(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
-        connection.connect()
-        while not self._ends.wait(PAUSE_S):
-            began = time.perf_counter()
-            connection.request("GET", "/healthz")
-            connection.getresponse().read()
-            self.longest = max(self.longest, time.perf_counter() - began)
-        connection.close()
+
+def _watch(port: int, pipe: Connection) -> None:
+    connection, longest = http.client.HTTPConnection("127.0.0.1", port, timeout=120), 0.0
+    connection.connect()
+    pipe.send(None)
+    while not pipe.poll(PAUSE_S):
+        began = time.perf_counter()
+        connection.request("GET", "/healthz")
+        connection.getresponse().read()
+        longest = max(longest, time.perf_counter() - began)
+    pipe.send(longest)
+    connection.close()
 
 
 class Client:

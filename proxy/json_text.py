@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -101,12 +101,23 @@ def _float(digits: str) -> float:
 
 
 def encode_in_turns(value: dict[str, Any]) -> bytes:
-    """Encode an object whose lists may be long as `encode` does, in a thread: a piece of a list at a time."""
-    return encode({name: _pieces(part) if isinstance(part, list) else part for name, part in value.items()})
+    """Encode an object whose lists may be long as `encode` does, in a thread: one item of a list at a time."""
+    return b"".join(_pieces(value))
 
 
-def _pieces(items: list[Any]) -> Any:
-    return orjson.Fragment(b"[" + b",".join(map(encode, items)) + b"]")
+def _pieces(value: dict[str, Any]) -> Iterator[bytes]:
+    yield b"{"
+    for i, (name, part) in enumerate(value.items()):
+        yield b"," * (i > 0) + encode(name) + b":"
+        if not isinstance(part, list):
+            yield encode(part)
+            continue
+        yield b"["
+        for n, item in enumerate(part):
+            yield b"," * (n > 0)
+            yield encode(item)
+        yield b"]"
+    yield b"}"
 
 
 def dumps_or_none(value: Any) -> str | None:

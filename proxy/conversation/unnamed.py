@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 # How much is looked for in one request: the longest of its beginnings, then, if nothing goes on with them, quotations.
-BEGINNINGS, QUOTATIONS = 1_000, 500
+BEGINNINGS, QUOTATIONS = 500, 500
 _APART = "\0"  # between texts that are searched as one
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import InvalidRequest, LightningError, Unsupported, UnsupportedMediaType
-from ..json_text import dumps
+from ..json_text import dumps, loads_in_turns
 
 Encoding = Literal["protobuf", "json"]
 MEDIA = {"protobuf": "application/x-protobuf", "json": "application/json"}
@@ -99,7 +99,8 @@ def _read_json(body: bytes, into: Any) -> None:
     """Read OTLP's JSON, which is protobuf's but for its hexadecimal ids: `_id` undoes that they are read as base64."""
     from google.protobuf import json_format
 
-    json_format.Parse(body, into, ignore_unknown_fields=True, max_recursion_depth=100)
+    read = loads_in_turns(body.decode(), float)  # it may be long, and is read in a thread
+    json_format.ParseDict(read, into, ignore_unknown_fields=True, max_recursion_depth=100)
 
 
 def _span(span: Any, resource: dict[str, Any], encoding: Encoding) -> Span:

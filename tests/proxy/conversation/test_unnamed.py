@@ -20,7 +20,7 @@ from aiohttp import web
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.conversation.unnamed import Conversation, UnnamedRollouts, answered, asked
+from lightning_proxy.proxy.conversation.unnamed import BEGINNINGS, Conversation, UnnamedRollouts, answered, asked
 from lightning_proxy.proxy.store.database import Database, opened
 from lightning_proxy.proxy.store.retention import Keeper
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
@@ -237,6 +237,15 @@ async def test_equal_conversations_are_gone_on_with_one_by_one(conversations: Re
         await conversations.answered("k", name, first, answer_of("hello"))
     follow = {"messages": [user("hi"), {"role": "assistant", "content": "hello"}, user("more")]}
     assert {await conversations.find("k", follow), await conversations.find("k", follow)} == {"r1", "r2"}
+
+
+async def test_only_the_longest_beginnings_are_looked_for(conversations: Remembered) -> None:
+    """A request of 200,000 messages would ask the store 100,000 times."""
+    await conversations.answered("k", "r", {"messages": [user("hi")]}, answer_of("hello"))
+    said = [user("hi"), {"role": "assistant", "content": "hello"}]
+    for others, found in ((BEGINNINGS - 1, "r"), (BEGINNINGS, None)):
+        more = [part for i in range(others) for part in (user(f"{i}"), {"role": "assistant", "content": f"{i}"})]
+        assert await conversations.find("k", {"messages": [*said, *more, user("go on")]}) == found
 
 
 async def test_what_clients_do_to_an_answer_makes_no_difference(conversations: Remembered) -> None:
