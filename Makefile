@@ -10,7 +10,7 @@ STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-credit bench-train soak
+.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-credit bench-train soak
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -86,6 +86,9 @@ bench-store: setup  ## a million calls in one store: what gets slower? (ten minu
 
 bench-instructions: setup  ## how many instructions a call costs beside a bare forwarder (valgrind): three minutes
 	$(BIN)/python benchmarks/instructions.py $(ARGS)
+
+bench-stalls: setup  ## how long one large request keeps all others waiting: two minutes; ARGS="--only rewards"
+	$(BIN)/python benchmarks/stalls.py $(ARGS)
 
 bench-credit: setup  ## what each credit strategy, choice of agents and baseline learns: small problems, a minute
 	$(BIN)/python benchmarks/credit.py

@@ -15,7 +15,9 @@ import pytest
 
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import Keyring, Scope
+from lightning_proxy.proxy.store.migrate import FIRST
 from lightning_proxy.proxy.types import Limits
+from support.paths import ROOT
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 AGENT = {"Authorization": "Bearer agent"}
@@ -196,11 +198,13 @@ async def test_a_store_made_before_there_were_scopes_keeps_its_keys(running: Run
     async with running(tmp_path) as system:
         key = await key_of(system, "ci", "all")
         rollout, own = await open_one(system, key)
+    (script,) = (ROOT / "proxy/store/migrations").glob("*_access.sql")
+    before = FIRST + int(script.name[:4]) - 1
     with sqlite3.connect(tmp_path / "store.db") as db:
         for statement in (
             "DROP INDEX rollouts_by_key", "ALTER TABLE rollouts DROP COLUMN key_id",
             "ALTER TABLE rollout_keys DROP COLUMN may_reward", "ALTER TABLE keys DROP COLUMN scope",
-            "PRAGMA user_version = 101",
+            f"PRAGMA user_version = {before}",
         ):  # fmt: skip
             db.execute(statement)
     async with running(tmp_path) as system:
