@@ -10,8 +10,6 @@ import asyncio
 import json
 import signal
 import stat
-import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -143,8 +141,7 @@ async def test_a_killed_proxy_gives_its_port_back(
     monkeypatch.setenv("LIGHTNING_PROXY__WORKERS", str(workers))
     async with attacked(tmp_path) as (proxy, ask):
         await proxy.end(signal.SIGKILL)
-        began = time.monotonic()
         await proxy.start()
-        took = time.monotonic() - began
+        await asyncio.sleep(15)  # by now the workers of the killed one are gone
+        assert proxy.process is not None and proxy.process.returncode is None
         assert (await ask("GET", "/healthz"))[0] == 200
-    print(f"kill -9 of `serve` with {workers} workers: it answers again after {took:.1f} s", file=sys.stderr)
