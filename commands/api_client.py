@@ -22,6 +22,7 @@ from .system.processes import address
 T = TypeVar("T")
 UNAUTHORIZED = 401
 AWAY = (None, 502, 503, 504)
+LIMITED = 429
 RETRY_S = 1.0
 
 
@@ -52,7 +53,8 @@ class OpenRollout:
 class ApiClient:
     """`async with ApiClient(url) as api:`; every method raises ApiError.
 
-    Once it has reached the proxy, it retries for `patience_s` seconds while the proxy is away or cannot write.
+    Once it has reached the proxy, it retries for `patience_s` seconds while the proxy is away or cannot write, or the
+    key is over its limits.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, patience_s: float = 0.0) -> None:
@@ -123,7 +125,9 @@ class ApiClient:
                     return data
                 raise _refusal(method, path, status, data)
             except ApiError as error:
-                if not self._reached or error.status_code not in AWAY or time.monotonic() >= deadline:
+                self._reached |= error.status_code == LIMITED
+                passes = error.status_code in (*AWAY, LIMITED)
+                if not self._reached or not passes or time.monotonic() >= deadline:
                     raise
             await asyncio.sleep(RETRY_S)
 

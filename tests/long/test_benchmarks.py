@@ -173,3 +173,9 @@ async def test_the_training_benchmark_finds_one_gradient_whatever_the_way(tmp_pa
 async def test_the_training_benchmark_runs_on_a_gpu() -> None:
     code, out = await run("train.py", *SMALL, "--model", "qwen2.5-0.5b", "--device", "cuda")
     assert code == 0, out
+
+
+async def test_the_benchmark_of_stalls_prints_a_row_for_each_request() -> None:
+    code, out = await run("stalls.py", "--tries", "1", "--only", "rewards")
+    rows = [line.split("|")[1].strip() for line in out.splitlines()[2:]]
+    assert (code, rows) == (0, ["10,000 rewards", "200,000 rewards (413)", "10,000 wrong rewards (422)"])

@@ -34,7 +34,7 @@ class ControlApi:
     def __init__(self) -> None:
         self.rollouts: dict[str, dict[str, object]] = {}
         self.url = ""
-        self.away = 0  # requests to refuse
+        self.away, self.away_status = 0, 503  # requests to refuse, and how
 
     async def open(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -52,7 +52,7 @@ class ControlApi:
     async def get(self, request: web.Request) -> web.Response:
         if self.away > 0:
             self.away -= 1
-            return web.json_response({"error": {"message": "away"}}, status=503)
+            return web.json_response({"error": {"message": "away"}}, status=self.away_status)
         return web.json_response(self.rollouts[request.match_info["name"]])
 
     async def end(self, request: web.Request) -> web.Response:
@@ -197,6 +197,10 @@ async def test_a_proxy_that_is_away_for_a_moment_is_waited_for(
         proxy.away = 3
         assert (await api.rollout("r0"))["task_id"] == "t"
         proxy.away = 1
+    async with ApiClient(proxy.url, patience_s=30) as limited:
+        proxy.away_status, proxy.away = 429, 2
+        assert (await limited.rollout("r0"))["task_id"] == "t"
+        proxy.away_status, proxy.away = 503, 1
     async with ApiClient(proxy.url, patience_s=30) as fresh:
         with pytest.raises(ApiError, match="HTTP 503"):  # never reached: said at once
             await fresh.rollout("r0")

@@ -109,3 +109,12 @@ async def test_while_large_bodies_come_others_wait_and_small_ones_do_not(
             assert (await slow.answer())[0] == 200
         many = json.dumps([json.loads(reward)] * 100).encode()  # 0.9 MB: all there is, again
         assert [(await system.call("POST", "/reward", many))[0] for _ in range(2)] == [200, 200]
+
+
+async def test_every_route_but_those_of_health_and_documents_asks_for_a_key(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["agent"]) as system:
+        _, document = await system.call("GET", "/openapi.json")
+        routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+        assert {("POST", path.replace("/r1/", "/{rollout_id}/")) for path in CONTROL[:-1]} < routes
+        for method, path in routes - {("GET", path) for path in ("/healthz", "/readyz", "/metrics")}:
+            assert (await system.call(method, path.replace("{rollout_id}", "r1")))[0] == 401, (method, path)
