@@ -43,6 +43,7 @@ from .recording.metrics import Metrics
 from .recording.recorder import Recorder
 from .recording.redact import Redactor
 from .store.database import opened
+from .store.endings import end_idle_rollouts
 from .store.retention import Keeper
 from .store.store import Store
 from .upstreams.attempts import Upstreams
@@ -135,6 +136,7 @@ def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, No
     """What runs beside the calls."""
     work = [parts.keys.watch(), parts.bodies.watch(), check_health(parts.config, session, parts.health)]
     work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
+    work.append(end_idle_rollouts(parts.store.database, parts.config.rollouts))
     if parts.watch is not None:
         work += [parts.watch.run(), Prober(parts.config.policy, parts.watch, parts.health).run()]
     return work

@@ -22,6 +22,7 @@ from hypothesis import settings
 from lightning_proxy.commands.serve import UVICORN
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.rollouts import RewardsConfig, RolloutsConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig, StoreConfig, TelemetryConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
@@ -289,6 +290,8 @@ async def _running(
     adapters: dict[str, list[str]] | None = None,
     recording: dict[str, Any] | None = None,
     telemetry: dict[str, Any] | None = None,
+    rollouts: dict[str, Any] | None = None,
+    rewards: dict[str, Any] | None = None,
     replicas: Sequence[str] = (),
     fallbacks: Sequence[str] = (),
     others: Sequence[UpstreamConfig] = (),
@@ -304,6 +307,8 @@ async def _running(
         proxy=ProxyConfig(**proxy),
         recording=RecordingConfig(**recording or {}),
         telemetry=TelemetryConfig(**telemetry or {}),
+        rollouts=RolloutsConfig(**rollouts or {}),
+        rewards=RewardsConfig(**rewards or {}),
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
         upstreams=[
             UpstreamConfig(name="policy", base_url=base_url, replicas=list(replicas), fallbacks=list(fallbacks)),
@@ -334,6 +339,7 @@ async def _running(
 def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`.
 
-    `telemetry`: that section; `replicas`, `fallbacks`: of the policy's upstream; `others`: further upstreams.
+    `telemetry`, `rollouts`, `rewards`: these sections; `replicas`, `fallbacks`: of the policy's upstream; `others`:
+    further upstreams.
     """
     return _running

@@ -7,6 +7,7 @@ from functools import cached_property
 from pydantic import model_validator
 
 from .policy import PolicyConfig, VllmConfig
+from .rollouts import RewardsConfig, RolloutsConfig
 from .section import Section
 from .server import ProxyConfig, RecordingConfig, StoreConfig, TelemetryConfig
 from .trainer import TrainerConfig
@@ -18,6 +19,8 @@ class Config(Section):
     store: StoreConfig = StoreConfig()
     upstreams: list[UpstreamConfig] = [UpstreamConfig(name="policy", base_url="http://127.0.0.1:8100/v1")]
     recording: RecordingConfig = RecordingConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    rewards: RewardsConfig = RewardsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     policy: PolicyConfig = PolicyConfig()
     vllm: VllmConfig = VllmConfig()

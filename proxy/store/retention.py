@@ -211,9 +211,9 @@ def _read_pages(rows: Iterable[sqlite3.Row]) -> Pages:
 
 
 @contextmanager
-def keeping(store: Path) -> Iterator[bool]:
-    """Yield whether no other process keeps this store. If so, none will until the block ends or this process dies."""
-    with Path(f"{store}-keeper").open("w") as file:
+def keeping(store: Path, work: str = "keeper") -> Iterator[bool]:
+    """Yield whether no other process does this work on the store. If so, none will until the block or this one ends."""
+    with Path(f"{store}-{work}").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -53,10 +53,13 @@ class Rewards:
         A second post with the same `key` (Idempotency-Key) and body gets the first answer again; with another body it
         is a Conflict.
         """
-        return await self._db.write(lambda db: answer_once(db, key, body, lambda: [_post(db, one) for one in rewards]))
+        return await self._db.write(
+            lambda db: answer_once(db, key, body, lambda: [post_reward(db, one) for one in rewards])
+        )
 
 
-def _post(db: sqlite3.Connection, reward: Reward) -> dict[str, Any]:
+def post_reward(db: sqlite3.Connection, reward: Reward) -> dict[str, Any]:
+    """Record a reward in a transaction that is under way, and return the answer. Raise NotFound."""
     row = {"rollout_id": reward.rollout_id, "call_id": reward.call_id, "at": time.time(), "value": reward.value}
     rollout = db.execute(ROLLOUT, row).fetchone()
     if rollout is None:

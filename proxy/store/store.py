@@ -5,6 +5,7 @@ from __future__ import annotations
 from .calls import Calls
 from .conversations import ConversationIndex
 from .database import Database
+from .endings import Endings
 from .events import Events
 from .keys import Keyring
 from .probes import Probes
@@ -28,5 +29,6 @@ class Store:
         self.probes = Probes(database)
         self.steps = Steps(database, self.versions)
         self.waiting = Waiting(database)
+        self.endings = Endings(database)
         self.keys = Keyring(database)
         self.conversations = ConversationIndex(database)

@@ -44,8 +44,10 @@ SELECT * FROM steps WHERE status = 'trained'
     AND json_extract(metrics, '$.method') IS NULL AND NOT json_extract(metrics, '$.skipped')
 ORDER BY step LIMIT :limit
 """
-# For a copy of a store: the training on the original does not count.
+# For a copy of a store: the training on the original does not count, and nobody asks its reward function.
 FORGET_TRAINING = (
+    "DELETE FROM reward_function",
+    "DELETE FROM awaiting_rewards",
     "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL WHERE step IS NOT NULL OR dropped IS NOT NULL",
     "DELETE FROM steps",
     "UPDATE policy_versions SET step = NULL, path = NULL, status = 'ready' WHERE version > 0",

@@ -15,6 +15,8 @@ from .rollouts import read_rollout
 HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
 # At least one call was answered by the policy. Others count nowhere, and are dropped when a step takes their task.
 IS_OWN = "(foreign_calls = 0 OR foreign_calls < calls)"
+# The reward function, if there is one, was asked (`endings`). The index that is looked at holds `n`, too.
+IS_SCORED = "rollouts.n NOT IN (SELECT n FROM awaiting_rewards)"
 CLAIMABLE_GROUPS = f"""
 SELECT task_id,
        COUNT(*) FILTER (WHERE {HAS_REWARD}) AS completed,
@@ -23,14 +25,15 @@ SELECT task_id,
            FILTER (WHERE {HAS_REWARD}) AS oldest
 FROM rollouts
 WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL
-  AND {IS_OWN}
+  AND {IS_OWN} AND {IS_SCORED}
 GROUP BY task_id
 HAVING COUNT(*) FILTER (WHERE {HAS_REWARD}) > 0
 ORDER BY oldest
 """
-CLAIMABLE_OF_TASK = """
+CLAIMABLE_OF_TASK = f"""
 SELECT * FROM rollouts
 WHERE task_id = :task_id AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
+  AND {IS_SCORED}
 ORDER BY ended_at
 """
 # Rollouts without a task have no siblings.
@@ -38,12 +41,12 @@ CLAIMABLE_LONE = f"""
 SELECT COUNT(*) AS completed, MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END) AS oldest
 FROM rollouts
 WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND {HAS_REWARD} AND {IS_OWN}
+  AND {HAS_REWARD} AND {IS_OWN} AND {IS_SCORED}
 """
 LONE = f"""
 SELECT * FROM rollouts
 WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND {HAS_REWARD} AND {IS_OWN}
+  AND {HAS_REWARD} AND {IS_OWN} AND {IS_SCORED}
 ORDER BY ended_at LIMIT :limit
 """
 EARLIER = f"""

@@ -48,6 +48,7 @@ STATEMENTS = PAGES | dict(statements())
 SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sqlite_master", "CONSTANT", "recent"} | {
     "json_each"  # a list that a statement is given
 }
+SMALL |= {"reward_function", "awaiting_rewards"}
 # Run by `keys purge` and `store info`, when a rollout is deleted, now and then, or over what its index holds.
 WHOLE = {
     "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "PAGES", "CLAIMABLE_GROUPS",

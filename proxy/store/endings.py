@@ -1,0 +1,123 @@
+"""What follows the last call of a rollout: it ends when it is idle, and may wait for a reward function.
+
+Several processes may do this at once: whatever one has done, the others find done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Sequence
+
+from ..config.rollouts import RolloutsConfig
+from ..errors import LightningError
+from ..types import Reward
+from .database import Database
+from .retention import ABANDONED_S, LOOK, keeping
+from .rewards import post_reward
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 30.0
+SHORTEST_PAUSE_S = 0.05
+
+# Since :quiet no call, reward or event came, and no call is under way. A call that has no end after a day never will:
+# its proxy was killed. A rollout without any call has not begun.
+_IS_IDLE = """
+rollouts.status = 'running' AND rollouts.created_at < :quiet
+AND EXISTS (SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id)
+AND NOT EXISTS (
+    SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id
+    AND (calls.started_at + COALESCE(calls.latency_ms, 0) / 1000 >= :quiet
+         OR (calls.status = 'incomplete' AND calls.started_at >= :abandoned))
+)
+AND NOT EXISTS (SELECT 1 FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.created_at >= :quiet)
+AND NOT EXISTS (SELECT 1 FROM events WHERE events.rollout_id = rollouts.rollout_id AND events.created_at >= :quiet)
+"""
+ROLLOUTS_RUNNING = f"""
+SELECT n, {_IS_IDLE} AS is_idle FROM rollouts WHERE status = 'running' AND n > :after ORDER BY n LIMIT :limit
+"""
+ROLLOUT_END_IDLE = f"""
+UPDATE rollouts SET status = 'completed', reason = :reason, ended_at = :at WHERE n = :n AND {_IS_IDLE}
+"""
+ROLLOUTS_AWAITING = """
+SELECT rollouts.rollout_id FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
+ORDER BY awaiting_rewards.n LIMIT :limit
+"""
+ROLLOUT_AWAITS = """
+SELECT 1 FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+"""
+AWAITING_FORGET = """
+DELETE FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+"""
+
+
+class Endings:
+    """Ends idle rollouts, and keeps the list of those that the reward function is still to be asked about."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def end_idle(self, idle_s: float) -> int:
+        """Complete every rollout in which nothing has happened for so many seconds; return how many."""
+        now, after, ended = time.time(), 0, 0
+        times = {"quiet": now - idle_s, "abandoned": now - max(ABANDONED_S, idle_s)}
+        end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}
+        while rows := await self._db.all(ROLLOUTS_RUNNING, {"after": after, "limit": LOOK, **times}):
+            idle = [{"n": row["n"], **end} for row in rows if row["is_idle"]]
+            if idle:
+                ended += await self._db.write(lambda db, idle=idle: db.executemany(ROLLOUT_END_IDLE, idle).rowcount)  # type: ignore[misc]
+            after = rows[-1]["n"]
+        return ended
+
+    async def use_function(self, function: str | None) -> None:
+        """From now on a rollout that is completed awaits this reward function; with None, none does any more."""
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM reward_function")
+            if function is None:
+                db.execute("DELETE FROM awaiting_rewards")
+            else:
+                db.execute("INSERT INTO reward_function VALUES (:function)", {"function": function})
+
+        await self._db.write(work)
+
+    async def awaiting(self, limit: int) -> list[str]:
+        """Return the rollouts that the reward function is to be asked about, the oldest first."""
+        return [row["rollout_id"] for row in await self._db.all(ROLLOUTS_AWAITING, {"limit": limit})]
+
+    async def awaits(self, rollout_id: str) -> bool:
+        """Return whether the reward function is still to be asked about this rollout."""
+        return await self._db.one(ROLLOUT_AWAITS, {"rollout_id": rollout_id}) is not None
+
+    async def rewarded(self, rollout_id: str, rewards: Sequence[Reward]) -> bool:
+        """Record the function's rewards, if any, and await them no longer: both or neither.
+
+        Return False, with nothing recorded, if they are no longer awaited.
+        """
+
+        def work(db: sqlite3.Connection) -> bool:
+            if db.execute(AWAITING_FORGET, {"rollout_id": rollout_id}).rowcount == 0:
+                return False
+            for reward in rewards:
+                post_reward(db, reward)
+            return True
+
+        return await self._db.write(work)
+
+
+async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:
+    """End idle rollouts until cancelled, as `rollouts.end_after_idle_s` says. One process of several does it."""
+    if (idle_s := config.end_after_idle_s) is None:
+        return
+    endings = Endings(database)
+    while True:
+        try:
+            with keeping(database.path, "ender") as alone:
+                if alone and (ended := await endings.end_idle(idle_s)):
+                    log.info("%d idle rollouts were ended", ended)
+        except (LightningError, OSError) as error:  # the next round may succeed
+            log.warning("idle rollouts could not be ended: %s", error)
+        await asyncio.sleep(min(max(idle_s / 10, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
