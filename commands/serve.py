@@ -46,9 +46,11 @@ def serve(config: Config) -> None:
 
     LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
     """
+    from ..proxy.reward_function.process import require_function
     from ..proxy.store.keys import require_keys
 
     publish_mode(config)  # its ConfigError is to be seen before anything starts
+    asyncio.run(require_function(config.rewards))
     asyncio.run(require_keys(config))
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     if config.proxy.workers == 1:

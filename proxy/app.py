@@ -42,6 +42,7 @@ from .policy.watch import Watch
 from .recording.metrics import Metrics
 from .recording.recorder import Recorder
 from .recording.redact import Redactor
+from .reward_function.scoring import Scorer
 from .store.database import opened
 from .store.endings import end_idle_rollouts
 from .store.retention import Keeper
@@ -112,6 +113,7 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, relay=relay, bodies=bodies, exact=exact,
             model_check=ModelCheck(config, store, swap), health=upstreams.health,
         )  # fmt: skip
+        await store.endings.use_function(config.rewards.function)
         await stack.enter_async_context(_running(_beside(parts, operator)))
         yield parts
 
@@ -137,6 +139,7 @@ def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, No
     work = [parts.keys.watch(), parts.bodies.watch(), check_health(parts.config, session, parts.health)]
     work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
     work.append(end_idle_rollouts(parts.store.database, parts.config.rollouts))
+    work.append(Scorer(parts.config, parts.store, parts.metrics.rewards.inc).run())
     if parts.watch is not None:
         work += [parts.watch.run(), Prober(parts.config.policy, parts.watch, parts.health).run()]
     return work

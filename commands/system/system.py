@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
+from ...proxy.reward_function.process import require_function
 from ...proxy.store.keys import require_keys
 from ..vllm import vllm_program
 from .processes import Child, ChildSpec, Supervisor, address, require_free_port
@@ -54,6 +55,7 @@ class System:
 
     async def __aenter__(self) -> System:
         await require_keys(self._config)
+        await require_function(self._config.rewards)
         check_addresses(self._config)
         program = vllm_program(self._config)
         async with AsyncExitStack() as stack:

@@ -74,6 +74,9 @@ class Endings:
 
     async def use_function(self, function: str | None) -> None:
         """From now on a rollout that is completed awaits this reward function; with None, none does any more."""
+        used = await self._db.one("SELECT function FROM reward_function")
+        if (None if used is None else used["function"]) == function:
+            return
 
         def work(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM reward_function")
