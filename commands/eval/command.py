@@ -14,7 +14,7 @@ from ...proxy.config.root import Config
 from ...proxy.errors import LightningError
 from ..api_client import ApiClient
 from ..formats import print_json
-from ..run.command import logs_directory
+from ..run.command import logs_directory, score_timeout_s
 from ..run.programs import Runner, make_runner
 from ..run.progress import Bar, ProgressView
 from ..run.run import RolloutResult, RunOptions
@@ -48,7 +48,8 @@ def eval_command(config: Config, asked: EvalRequest) -> None:
     if asked.out is not None:
         check_writable(asked.out)
     runner, view = make_runner(asked.command, asked.preload), ProgressView(Console(stderr=True))
-    options = RunOptions(asked.samples, asked.concurrency, "eval", logs_directory(asked.logs))
+    logs, limit_s = logs_directory(asked.logs), score_timeout_s(config)
+    options = RunOptions(asked.samples, asked.concurrency, "eval", logs, score_timeout_s=limit_s)
     api = ApiClient.of(config, patience_s=60)
     names = [model.name for model in models]
     check_power(config, names)

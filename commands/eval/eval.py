@@ -141,8 +141,7 @@ class Evaluation:
             raise LightningError(f"version {self._before} is not live again: {error.message}; try `{again}`") from None
 
     def _options_of(self, row: Row) -> RunOptions:
-        o = self._options
-        return RunOptions(o.group_size, o.concurrency, "eval", o.logs, row.model.choice)
+        return replace(self._options, mode="eval", choice=row.model.choice)
 
     def _taking(self, row: Row, on_result: Callable[[Row, RolloutResult], None]) -> Callable[[RolloutResult], None]:
         def take(result: RolloutResult) -> None:

@@ -23,6 +23,8 @@ from .run import RolloutResult, RunOptions, run_tasks
 from .summary import sentence, summarize
 from .tasks import Task, read_tasks
 
+START_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
@@ -52,7 +54,10 @@ def run_command(config: Config, asked: RunRequest) -> None:
     tasks, runner = read_tasks(asked.tasks) * asked.repeat, make_runner(asked.command, asked.preload)
     console, trainer = Console(stderr=True), config.trainer
     group_size = asked.group_size or (trainer.group_size if asked.mode == "train" else 1)
-    options = RunOptions(group_size, asked.concurrency, cast(Mode, asked.mode), logs_directory(asked.logs))
+    options = RunOptions(
+        group_size, asked.concurrency, cast(Mode, asked.mode), logs_directory(asked.logs),
+        score_timeout_s=score_timeout_s(config),
+    )  # fmt: skip
     api = ApiClient.of(config, patience_s=60)
     view, gate = ProgressView(console), None
     if asked.ahead is not None:
@@ -65,6 +70,11 @@ def run_command(config: Config, asked: RunRequest) -> None:
         console.print(sentence(results), markup=False)
     if all(result.failed for result in results):
         raise LightningError("every program failed")
+
+
+def score_timeout_s(config: Config) -> float | None:
+    """Return how long to wait for the proxy's reward function, which also starts in that time; None without one."""
+    return config.rewards.timeout_s + START_S if config.rewards.function is not None else None
 
 
 def logs_directory(path: Path | None) -> Path | None:

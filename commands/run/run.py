@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from .programs import Runner
 from .tasks import Task
 
 CONFLICT = 409
+SCORE_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class RunOptions:
     """The siblings per task, the programs at once, and the directory of their output (None: thrown away).
 
     `choice` is `policy_version` or `model` of POST /rollouts, if not the live version answers the rollouts.
+    `score_timeout_s`: a function of the proxy gives the rewards, in about this time; None: somebody posts them.
     """
 
     group_size: int = 1
@@ -58,6 +61,7 @@ class RunOptions:
     mode: Mode = "train"
     logs: Path | None = None
     choice: Mapping[str, Any] = field(default_factory=dict)
+    score_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ class TaskRun:
             await self._end(rollout_id, "failed", reason)
         if self._options.logs is None:
             log.unlink(missing_ok=True)
-        rollout = await self._api.rollout(rollout_id)
+        rollout = await (self._scored(rollout_id) if code == 0 else self._api.rollout(rollout_id))
         answers, tokens = _answers(rollout.get("calls", [])), rollout.get("tokens", 0)
         return RolloutResult(rollout_id, job.task.task_id, code, reason, rollout["reward"], answers, tokens)
 
@@ -144,6 +148,17 @@ class TaskRun:
             "LIGHTNING_TASK": job.task.line,
             "LIGHTNING_URL": self._api.url,
         }
+
+    async def _scored(self, rollout_id: str) -> dict[str, Any]:
+        """The rollout whose program has ended well; with its reward, if a function gives it and is not late."""
+        limit_s = self._options.score_timeout_s
+        if limit_s is not None:
+            await self._end(rollout_id, "completed", "the program ended")
+        rollout, until = await self._api.rollout(rollout_id), time.monotonic() + (limit_s or 0)
+        while rollout.get("awaits_reward") and time.monotonic() < until:
+            await asyncio.sleep(SCORE_POLL_S)
+            rollout = await self._api.rollout(rollout_id)
+        return rollout
 
     async def _end(self, rollout_id: str, status: str, reason: str) -> None:
         try:

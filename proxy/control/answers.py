@@ -108,7 +108,8 @@ class RewardSeen(BaseModel):
 class RolloutDetail(BaseModel):
     """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
 
-    `events`: what the agent said between them, each with the `seq` of the call that came next.
+    `events`: what the agent said between them, each with the `seq` of the call that came next. `awaits_reward`: the
+    reward function (`rewards.function`) has not been asked about it yet.
     """
 
     rollout_id: str
@@ -117,6 +118,7 @@ class RolloutDetail(BaseModel):
     calls: list[Call]
     events: list[Event]
     rewards: list[RewardSeen]
+    awaits_reward: bool
 
 
 class Transitions(BaseModel):

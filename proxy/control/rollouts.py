@@ -90,7 +90,8 @@ async def get_rollout(request: Request, rollout_id: PathId) -> Response:
     p = await parts_for(request, rollout_id)
     rollout = await p.store.rollouts.get(rollout_id)
     calls, rewards = await p.store.calls.of(rollout_id), await p.store.rewards.of(rollout_id)
-    return await large_response(partial(rollout_detail, rollout, calls, rewards, await p.store.events.of(rollout_id)))
+    events, awaits = await p.store.events.of(rollout_id), await p.store.endings.awaits(rollout_id)
+    return await large_response(lambda: rollout_detail(rollout, calls, rewards, events) | {"awaits_reward": awaits})
 
 
 @router.get("/{rollout_id}/transitions", response_model=None, responses=answers(Transitions))

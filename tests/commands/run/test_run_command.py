@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from io import StringIO
@@ -28,6 +29,25 @@ async def test_a_task_has_as_many_siblings_as_the_trainer_compares(
         assert system.config.trainer.group_size == 8
         code, out, err = await system.lightning("run", "--tasks", tasks, "--json", *options, "--", "true")
     assert (code, json.loads(out)["rollouts"]) == (0, opened), err
+
+
+async def test_runs_are_ended_and_rewarded_by_the_proxys_reward_function(running: Running, tmp_path: Path) -> None:
+    tasks, agent, scoring = tmp_path / "tasks.jsonl", tmp_path / "agent.py", tmp_path / "scoring.py"
+    tasks.write_text('{"task_id": "t1"}\n')
+    agent.write_text(
+        "import json, os, urllib.request\n"
+        "body = {'model': 'policy', 'messages': [{'role': 'user', 'content': 'hi'}]}\n"
+        "headers = {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()\n"
+    )
+    scoring.write_text("def reward(rollout):\n    return 0.5 if rollout['calls'] else None\n")
+    async with running(tmp_path, rewards={"function": f"{scoring}:reward"}) as system:
+        options = ("--tasks", tasks, "--group-size", "2", "--json")
+        code, out, err = await system.lightning("run", *options, "--", sys.executable, agent)
+        assert (code, json.loads(out)["mean_reward"], json.loads(out)["without_reward"]) == (0, 0.5, 0), err
+        _, page = await system.call("GET", "/rollouts")
+        assert [(r["status"], r["reason"]) for r in page["data"]] == [("completed", "the program ended")] * 2
 
 
 def result(reward: float | None, exit_code: int = 0) -> RolloutResult:
