@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
@@ -39,6 +40,8 @@ UVICORN: dict[str, Any] = {
     "timeout_keep_alive": 75,
     "timeout_worker_healthcheck": 30,  # a worker takes seconds to start on a busy machine
 }
+
+ORPHAN_S = 8.0  # that a worker may take to end after its supervisor
 
 
 def serve(config: Config) -> None:
@@ -133,3 +136,5 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_S)
+    os.kill(os.getpid(), signal.SIGKILL)  # it hangs; what was acknowledged is in the store

@@ -19,11 +19,14 @@ import aiohttp
 
 from ...proxy.errors import ConfigError, LightningError
 from ...proxy.store.copies import make_private
+from .port_holder import holder_of
 
 T = TypeVar("T")
 GUARD = Path(__file__).with_name("guard.py")
 RESTARTS_S = 600.0
 RESTART_DELAY_S = 1.0
+LEFT_OVER_S = 10.0
+LEFT_OVER_POLL_S = 0.1
 
 
 class ChildDied(LightningError):
@@ -244,17 +247,33 @@ def address(host: str, port: int) -> str:
 
 
 def require_free_port(host: str, port: int, key: str) -> None:
-    """Raise LightningError if something listens there already, naming the configuration's key."""
+    """Raise LightningError if something listens there, naming the configuration's key and the process.
+
+    Workers whose supervisor was killed are ending: they are waited for.
+    """
+    until = time.monotonic() + LEFT_OVER_S
+    while (error := _why_not_bound(host, port)) is not None:
+        # The host is unknown or is not this machine, so no other port would help.
+        wrong = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        holder = holder_of(port) if error.errno == errno.EADDRINUSE else None
+        if holder is not None and holder.is_left and time.monotonic() < until:
+            time.sleep(LEFT_OVER_POLL_S)
+            continue
+        held = f": process {holder.pid} ({holder.command[:100]}) listens there" if holder else ""
+        key = key.replace("port", "host") if wrong else key
+        instead = f"stop it, or choose another {key}" if holder else f"choose another {key}"
+        raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}){held}: {instead}")
+
+
+def _why_not_bound(host: str, port: int) -> OSError | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            # The host is unknown or is not this machine, so no other port would help.
-            wrong = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-            key = key.replace("port", "host") if wrong else key
-            raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}): choose another {key}") from None
+            return error
+    return None
 
 
 def free_port() -> int:

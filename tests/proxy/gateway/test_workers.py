@@ -142,6 +142,18 @@ async def test_workers_end_with_their_supervisor_however_it_ends(tmp_path: Path)
             await settled(proxy, 2)
 
 
+async def test_after_the_supervisor_was_killed_under_load_the_next_serve_gets_its_port(tmp_path: Path) -> None:
+    async with two_workers(tmp_path) as proxy, aiohttp.ClientSession() as session:
+        body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True, "pause_s": 3}
+        url = f"{proxy.url}/rollouts/long/v1/chat/completions"
+        async with session.post(url, json=body) as answer:
+            await answer.content.readany()
+            before = workers(proxy)
+            await proxy.end(signal.SIGKILL)
+            await proxy.start()
+            await settled(proxy, 2, without=before)
+
+
 def test_workers_that_cannot_start_end_the_proxy_with_an_error(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     settings = {"proxy": {"workers": 2, "port": 0}, "store": {"url": f"sqlite:///{tmp_path}/store.db"}}
