@@ -9,6 +9,8 @@ DONE = b"[DONE]"
 
 # Atomic groups: the two bytes of a CRLF never count as two line ends.
 _BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?>\r\n|\r|\n)")
+# So many bytes at the end may be the beginning of a blank line.
+_BLANK = 3
 # A frame that grows beyond this is not looked through again with each piece of it.
 _LARGE = 64 * 1024
 _LINE_END = re.compile(rb"\r\n|\r|\n")
@@ -30,6 +32,7 @@ class SSEDecoder:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._let_go = False  # the beginning of the frame that has not ended was given out
 
     @property
     def rest(self) -> bytes:
@@ -42,6 +45,19 @@ class SSEDecoder:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:
+        frames = self._cut(data)
+        if frames and self._let_go:
+            frames[0], self._let_go = Frame(frames[0].raw, None), False
+        return frames
+
+    def let_go(self) -> bytes:
+        """Give out what has come of a frame that has not ended. The rest of it will be a frame without data."""
+        self._let_go = True
+        given = bytes(self._buffer[:-_BLANK])
+        del self._buffer[:-_BLANK]
+        return given
+
+    def _cut(self, data: bytes) -> list[Frame]:
         if len(self._buffer) < _LARGE and b"\r" not in (text := bytes(self._buffer) + data):
             *whole, rest = text.split(b"\n\n")
             self._buffer = bytearray(rest)
@@ -52,7 +68,7 @@ class SSEDecoder:
                 else _frame(raw + b"\n\n")
                 for raw in whole
             ]
-        search_from = max(0, len(self._buffer) - 3)
+        search_from = max(0, len(self._buffer) - _BLANK)
         buffer = self._buffer
         buffer += data
         frames = []
@@ -67,7 +83,7 @@ class SSEDecoder:
         """Return the bytes of a frame that never ended, once the stream is over; they are given out once."""
         last = _frame(bytes(self._buffer))
         self._buffer.clear()
-        return last
+        return Frame(last.raw, None) if self._let_go else last
 
 
 def encode(data: bytes) -> bytes:

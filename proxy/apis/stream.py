@@ -11,8 +11,11 @@ from .inject import Injection
 from .sse import Frame, SSEDecoder
 from .tokens import Tokens
 
-# One event may hold a whole response with its log-probabilities; what is larger is not kept in memory.
-MAX_EVENT_BYTES = 64 * 1024 * 1024
+# The record of a larger answer has nothing of it.
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+TOO_LARGE = f"the answer is larger than {MAX_ANSWER_BYTES // 2**20} MB: the agent got it, and it was not kept"
+# An event that may hold what was injected is held until it ends; none that is meant is as large as this.
+MAX_HELD_BYTES = 1024 * 1024 * 1024
 
 
 class Transcript:
@@ -25,18 +28,28 @@ class Transcript:
     def __init__(self, stream: Stream, *, whole_frames: bool) -> None:
         self.done: bytes | None = None
         self._garbage: str | None = None
+        self._size = 0
+        self._let_go = False  # an event was too large to look at
         self._decoder = SSEDecoder()
         self._stream = stream
         self._whole_frames = whole_frames
 
     @property
     def tokens(self) -> Tokens:
-        return self._stream.tokens
+        return Tokens() if self.unkept else self._stream.tokens
+
+    @property
+    def unkept(self) -> str | None:
+        """Return why the record has nothing of the answer, or None if it has."""
+        return TOO_LARGE if self._size > MAX_ANSWER_BYTES else None
 
     @property
     def may_end(self) -> bool:
-        """Return whether the stream may end here: after its last event or an error, or without for some servers."""
-        return self.done is not None or self._stream.error is not None or self._stream.whole
+        """Return whether the stream may end here: after its last event or an error, or without for some servers.
+
+        An event that was too large to look at may have been the last one.
+        """
+        return self.done is not None or self._stream.error is not None or self._stream.whole or self._let_go
 
     @property
     def error(self) -> str | None:
@@ -48,6 +61,7 @@ class Transcript:
         Raises UpstreamUnreachable for an event that is longer than any that can be meant.
         """
         out = b""
+        self._size += len(data)
         for frame in self._decoder.feed(data):
             if self.done is not None:
                 self.done += frame.raw
@@ -62,7 +76,10 @@ class Transcript:
                     out += sent
         if self.done is not None:
             self.done += self._decoder.rest
-        elif self._decoder.pending > MAX_EVENT_BYTES:
+        elif self._decoder.pending > MAX_ANSWER_BYTES and not self._whole_frames:
+            self._let_go = True
+            out += self._stream.flush() + self._decoder.let_go()
+        elif self._decoder.pending > MAX_HELD_BYTES:
             raise UpstreamUnreachable(f"the upstream sent {self._decoder.pending} bytes without the end of an event")
         return out
 
@@ -74,8 +91,8 @@ class Transcript:
         return self._stream.flush() + (b"" if self._whole_frames or last.is_done else last.raw)
 
     def response(self) -> Any:
-        """Return the assembled answer so far, as the agent sees it; None before its first event."""
-        return self._stream.response()
+        """Return the assembled answer so far, as the agent sees it; None before its first event, or if not kept."""
+        return None if self.unkept else self._stream.response()
 
     def _pass(self, frame: Frame) -> bytes:
         if frame.data is None:
@@ -99,25 +116,35 @@ class WholeTranscript:
         self._dialect = dialect
         self._injection = injection
         self._status = status
+        self.unkept: str | None = None
         self._body: Any = None
 
     def feed(self, data: bytes) -> bytes:
         """Return nothing to send now: the agent's bytes are in `done`."""
+        self.unkept = TOO_LARGE if len(data) > MAX_ANSWER_BYTES else None
+        succeeded = 200 <= self._status < 300
+        if not succeeded:
+            self.error = f"the upstream answered {self._status}"
+        if self.unkept and not (succeeded and self._injection):  # nothing to read in it, nothing to take out of it
+            self.done = data
+            return b""
         try:
             body = loads(data)
         except ValueError:
             body = data.decode(errors="replace") or None
-        self._body = body
-        if not 200 <= self._status < 300:
-            self.error = f"the upstream answered {self._status}"
-        elif not isinstance(body, dict):
+        if succeeded and isinstance(body, dict):
+            data = self._read(body, data)
+        elif succeeded:
             self.error = "the upstream's answer is no JSON object"
-        else:
-            self.tokens = self._dialect.tokens(body)
-            if self._injection and self._dialect.clean(body, self._injection):
-                data = encode_as_vllm(body)
+        self._body = None if self.unkept else body
         self.done = data
         return b""
+
+    def _read(self, body: dict[str, Any], data: bytes) -> bytes:
+        """Read the tokens, and return the agent's bytes: without what was injected."""
+        if not self.unkept:
+            self.tokens = self._dialect.tokens(body)
+        return encode_as_vllm(body) if self._injection and self._dialect.clean(body, self._injection) else data
 
     def end(self) -> bytes:
         return b""

@@ -93,6 +93,7 @@ class StoreConfig(Section):
 
 class RecordingConfig(Section):
     on_disconnect: Literal["abort", "finish"] = "abort"
+    finish_timeout_s: Seconds = 300.0
     redact: RedactConfig = RedactConfig()
 
 

@@ -85,10 +85,10 @@ class Reply:
         await self.json(error.status, self._error_body(error), (*error.headers, *headers))
 
     @contextmanager
-    def while_connected(self, *, finish: bool = False) -> Iterator[None]:
-        """Run the block once the request is read; it is cancelled when the agent disconnects.
+    def while_connected(self, *, finish_s: float = 0.0) -> Iterator[None]:
+        """Run the block once the request is read; it is cancelled so many seconds after the agent has disconnected.
 
-        To `finish`, it goes on; either way `agent_left` is set.
+        `agent_left` is set at once.
         """
         this, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert this is not None
@@ -100,7 +100,8 @@ class Reply:
             while (await self._receive())["type"] != "http.disconnect":
                 pass
             self.agent_left = True
-            cancelled = not finish and this.cancel()
+            await asyncio.sleep(finish_s)
+            cancelled = this.cancel()
 
         def begin() -> None:
             nonlocal watch

@@ -81,7 +81,8 @@ class Gateway:
         self.unnamed = unnamed
         self.exact = exact
         self.listeners = listeners
-        self.finish = config.recording.on_disconnect == "finish"
+        recording = config.recording
+        self.finish_s = recording.finish_timeout_s if recording.on_disconnect == "finish" else 0.0
 
     async def answer(self, question: Question, reply: Reply) -> None:
         """Answer a call; its record is durable before the answer's last byte leaves."""
@@ -218,7 +219,8 @@ class Call:
     @asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
         """Record the end of the block if it did not do so itself, and show the agent any failure."""
-        with self._reply.while_connected(finish=self._gateway.finish and self._question.recorded):
+        finish_s = self._gateway.finish_s if self._question.recorded else 0.0
+        with self._reply.while_connected(finish_s=finish_s):
             try:
                 yield
             except TimeoutError:
@@ -250,8 +252,11 @@ class Call:
             await self._reply.body(self._transcript.end())
 
     async def _cancelled(self) -> None:
+        why = "the agent disconnected, or the proxy was stopped"
+        if self._reply.agent_left and (limit_s := self._gateway.finish_s):
+            why = f"the agent disconnected; its answer was not finished within {limit_s:g} s, or the proxy was stopped"
         try:  # recorded after the start, even if that is still on its way
-            await self._end_early("cancelled", "the agent disconnected, or the proxy was stopped")
+            await self._end_early("cancelled", why)
         except StoreUnavailable as error:
             log.warning("call %s: %s", self._start.call_id, error.message)
 
@@ -263,7 +268,8 @@ class Call:
         transcript, fell_back = self._transcript, self.attempts.fell_back
         response = transcript.response() if transcript else None
         tokens = transcript.tokens if transcript else Tokens()
-        reason = tokens.untrainable_reason(status, self._start.request)
+        unkept = transcript.unkept if transcript and status == "ok" else None
+        reason = unkept or tokens.untrainable_reason(status, self._start.request)
         if status == "ok" and self.attempts.target.route.version is None:
             reason = NOT_THE_POLICY
         return CallEnd(

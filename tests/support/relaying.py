@@ -71,10 +71,16 @@ def relay_of(config: Config, upstreams: Upstreams, recorder: Any, router: Any) -
 
 @asynccontextmanager
 async def relaying(
-    base: str, recorder: Any, *, max_body_mb: float = 0.01, on_disconnect: Any = "abort", **upstream: Any
+    base: str,
+    recorder: Any,
+    *,
+    max_body_mb: float = 0.01,
+    on_disconnect: Any = "abort",
+    finish_timeout_s: float = 300.0,
+    **upstream: Any,
 ) -> AsyncIterator[str]:
     """A proxy in front of `base`; yields its root URL."""
-    recording = RecordingConfig(on_disconnect=on_disconnect)
+    recording = RecordingConfig(on_disconnect=on_disconnect, finish_timeout_s=finish_timeout_s)
     config = Config(proxy=ProxyConfig(max_body_mb=max_body_mb), recording=recording)
     target = UpstreamConfig(name="up", base_url=f"{base}/v1", **upstream)
     with socket.socket() as listener:

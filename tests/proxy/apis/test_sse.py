@@ -50,6 +50,18 @@ def test_an_unfinished_frame_stays_in_rest():
     assert decoder.close().is_done
 
 
+@pytest.mark.parametrize("cut", range(1, len(STREAM)))
+def test_a_frame_whose_beginning_was_let_go_loses_its_data_and_no_byte(cut):
+    decoder = SSEDecoder()
+    before = decoder.feed(STREAM[:cut])
+    given = decoder.let_go()
+    after = decoder.feed(STREAM[cut:])
+    assert b"".join(f.raw for f in before) + given + b"".join(f.raw for f in after) + decoder.rest == STREAM
+    assert [frame.data for frame in before + after if frame.data] == [
+        data for i, data in enumerate(DATA) if data and i != len(before)
+    ]
+
+
 def test_only_the_field_named_data_is_data():
     frames, _ = frames_of(b"database: no\ndata\ndata:yes\n\n")
     assert frames[0].data == b"\nyes"

@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 import pytest
 
-from lightning_proxy.proxy.apis.stream import MAX_EVENT_BYTES
+from lightning_proxy.proxy.apis import stream
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
@@ -338,6 +338,20 @@ async def test_the_upstream_may_finish_for_the_record_when_the_agent_leaves(kind
     assert (end.status, end.trainable, "finished for the record" in end.error) == ("cancelled", False, True)
 
 
+async def test_an_upstream_that_does_not_finish_in_time_is_stopped_when_the_agent_has_left():
+    upstream = HangingUpstream(STREAM_HEAD, http_chunk(event("a")))
+    finish = {"on_disconnect": "finish", "finish_timeout_s": 0.2}
+    async with between(upstream, **finish) as (url, recorder), aiohttp.ClientSession() as http:
+        async with http.post(f"{url}/v1/chat/completions", json=STREAM) as response:
+            assert await response.content.readany() == event("a")
+            response.close()
+        await upstream.left.wait()
+        await recorder.ended.wait()
+    [end] = recorder.ends
+    assert end.response["choices"][0]["message"]["content"] == "a"
+    assert (end.status, "not finished within 0.2 s" in end.error) == ("cancelled", True)
+
+
 @pytest.mark.parametrize("body", [CHAT, STREAM])
 async def test_what_the_upstream_refuses_is_asked_again_without_our_additions(body):
     asked = []
@@ -397,9 +411,62 @@ async def test_a_call_that_is_stopped_with_the_server_is_recorded():
     assert recorder.ends[0].response["choices"][0]["message"]["content"] == "a"
 
 
-async def test_an_event_without_end_is_not_kept_in_memory_for_ever():
-    piece = http_chunk(b"x" * 2**20)
-    handler = sending(STREAM_HEAD, http_chunk(event("a") + b"data: "), *[piece] * (MAX_EVENT_BYTES // 2**20 + 1))
+@pytest.fixture
+def kept_up_to_a_megabyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MAX_ANSWER_BYTES", 2**20)
+
+
+def unkept(recorder: MemoryRecorder) -> bool:
+    """Whether the only record says that the answer was too large."""
+    [end] = recorder.ends
+    assert (end.status, end.trainable, end.response, end.choices) == ("ok", False, None, ())
+    return "larger than 64 MB" in end.untrainable_reason
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+@pytest.mark.usefixtures("kept_up_to_a_megabyte")
+async def test_a_large_answer_reaches_the_agent_whole_and_is_not_kept(kind):
+    injected = {"token_ids": [1], "logprobs": {"content": []}} if kind == "vllm" else {}
+    answer = {"choices": [{"index": 0, "message": {"content": "x" * 2**21}, **injected}], "usage": {}}
+    body = orjson.dumps(answer)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with between(sending(head, body), kind=kind) as (url, recorder):
+        status, got, complete = await post(url, CHAT)
+    assert (status, complete) == (200, True)
+    seen = orjson.loads(got)["choices"][0]
+    assert (seen["message"]["content"], seen.get("token_ids"), seen.get("logprobs")) == ("x" * 2**21, None, None)
+    assert unkept(recorder)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+@pytest.mark.usefixtures("kept_up_to_a_megabyte")
+async def test_a_long_stream_reaches_the_agent_whole_and_is_not_kept(kind):
+    events = [event("x" * 2**18) for _ in range(8)]
+    handler = sending(STREAM_HEAD, *map(http_chunk, events), http_chunk(DONE), b"0\r\n\r\n")
+    async with between(handler, kind=kind) as (url, recorder):
+        assert await post(url, STREAM) == (200, b"".join(events) + DONE, True)
+    assert unkept(recorder)
+
+
+@pytest.mark.parametrize("last", [DONE, b""])
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+@pytest.mark.usefixtures("kept_up_to_a_megabyte")
+async def test_a_large_event_reaches_the_agent_whole_and_what_follows_it_too(kind, last):
+    large, after = event("x" * 2**21), event("y")
+    pieces = [large[i : i + 50_000] for i in range(0, len(large), 50_000)]
+    end = http_chunk(last) if last else b""
+    handler = sending(STREAM_HEAD, *map(http_chunk, pieces), http_chunk(after), end, b"0\r\n\r\n")
+    async with between(handler, kind=kind) as (url, recorder):
+        status, got, complete = await post(url, STREAM)
+    assert (status, got) == (200, large + after + last)
+    assert complete == (bool(last) or kind == "openai")  # where it was let go, nobody knows whether it was the last
+    assert not complete or unkept(recorder)
+
+
+@pytest.mark.usefixtures("kept_up_to_a_megabyte")
+async def test_an_event_without_end_is_not_kept_in_memory_for_ever(monkeypatch):
+    monkeypatch.setattr(stream, "MAX_HELD_BYTES", 2**21)
+    handler = sending(STREAM_HEAD, http_chunk(event("a") + b"data: "), *[http_chunk(b"x" * 2**20)] * 3)
     async with between(handler) as (url, recorder):
         status, got, complete = await post(url, STREAM)
     assert (status, got, complete) == (200, event("a"), False)
