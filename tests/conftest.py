@@ -292,6 +292,7 @@ async def _running(
     telemetry: dict[str, Any] | None = None,
     rollouts: dict[str, Any] | None = None,
     rewards: dict[str, Any] | None = None,
+    store: dict[str, Any] | None = None,
     replicas: Sequence[str] = (),
     fallbacks: Sequence[str] = (),
     others: Sequence[UpstreamConfig] = (),
@@ -309,7 +310,7 @@ async def _running(
         telemetry=TelemetryConfig(**telemetry or {}),
         rollouts=RolloutsConfig(**rollouts or {}),
         rewards=RewardsConfig(**rewards or {}),
-        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
+        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db", **store or {}),
         upstreams=[
             UpstreamConfig(name="policy", base_url=base_url, replicas=list(replicas), fallbacks=list(fallbacks)),
             *others,
@@ -339,7 +340,7 @@ async def _running(
 def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`.
 
-    `telemetry`, `rollouts`, `rewards`: these sections; `replicas`, `fallbacks`: of the policy's upstream; `others`:
-    further upstreams.
+    `telemetry`, `rollouts`, `rewards`, `store`: these sections; `replicas`, `fallbacks`: of the policy's upstream;
+    `others`: further upstreams.
     """
     return _running

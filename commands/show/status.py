@@ -77,6 +77,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     table.add_row("proxy", Text(f"{ready['status']}  {url}", "green" if is_ready(status) else "red"))
     for part in ("store", "upstream"):
         table.add_row(part, plain(ready[part], "green" if ready[part] == "ok" else "red"))
+    if over := ready.get("retention"):
+        table.add_row("retention", plain(over, "red"))
     for server in ready.get("down", []):
         table.add_row("down", plain(server, "red"))
     if policy is None:

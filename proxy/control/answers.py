@@ -157,10 +157,14 @@ class Status(BaseModel):
 
 
 class Ready(BaseModel):
+    """`down`: watched servers that do not answer. `retention`: why the store is larger than it is to be."""
+
     status: Literal["ready", "degraded", "not ready"]
     store: str
     upstream: str
     policy: str | None = None
+    retention: str | None = None
+    down: list[str] = []
 
 
 # FastAPI's own error body, which it names by default, is none of ours.

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from ..errors import LightningError
+from ..store.retention import over_bound
 from ..upstreams.health import replica_name
 from .answers import ERRORS, Ready, answers
 from .parts import Parts
@@ -25,10 +26,11 @@ async def healthz() -> dict[str, str]:
 async def readyz(request: Request) -> Response:
     """Answer 200 if a call for the alias would be answered and recorded, else 503 and why; `down`: watched servers."""
     p = parts(request)
-    checks = {"store": "ok", "upstream": "ok"}
+    checks, over = {"store": "ok", "upstream": "ok"}, None
     try:
         await p.store.versions.live()
         await p.store.database.require_writable()
+        over = await over_bound(p.store.database, p.config.store.retention)
     except LightningError as error:
         checks["store"] = error.message
     try:
@@ -42,8 +44,10 @@ async def readyz(request: Request) -> Response:
     status = "not ready" if checks["store"] != "ok" or not answered else "ready"
     if status == "ready" and (other := await _other_weights(p)) is not None:
         checks["policy"] = other
+    if status == "ready" and over is not None:
+        checks["retention"] = over
     if status == "ready" and any(check != "ok" for check in checks.values()):
-        status = "degraded"  # a fallback answers, or other weights
+        status = "degraded"  # a fallback answers, or other weights, or the store is too large
     down = [f"{name} {replica_name(url)}" for (name, url), problem in p.health.problems.items() if problem is not None]
     view = {"status": status, **checks} | ({"down": down} if down else {})
     return JSONResponse(view, 503 if status == "not ready" else 200)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config.root import Config
+from ..config.server import RetentionConfig
 from ..errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
 from .database import Database
@@ -105,6 +106,7 @@ class Keeper:
         trainer = config.trainer
         self._waiting = {"failed": trainer.failed_reward is not None, "lone": trainer.lone_rollouts == "running"}
         self._on_delete = on_delete
+        self._problem: str | None = None
 
     async def run(self, every_s: float = EVERY_S) -> None:
         """Tidy up every minute, until cancelled."""
@@ -114,7 +116,7 @@ class Keeper:
                     if alone:
                         await self.tidy()
             except (LightningError, OSError) as error:  # the next round may succeed
-                log.warning("the store could not be tidied up: %s", error)
+                self._tell(f"the store could not be tidied up: {error}")
             await asyncio.sleep(every_s)
 
     async def tidy(self) -> None:
@@ -128,6 +130,15 @@ class Keeper:
         if (gib := self._retention.max_gib) is not None:
             await self._delete_until(Cut(now, now - ABANDONED_S), gib * 2**30 * (1 - SPARE))
         await give_back(self._db, SPARE)
+        self._tell(await over_bound(self._db, self._retention))
+
+    def _tell(self, problem: str | None) -> None:
+        """Log a problem once, not every minute, and when it is over."""
+        if problem is not None and self._problem is None:
+            log.warning("%s", problem)
+        elif problem is None and self._problem is not None:
+            log.warning("the store is within store.retention again")
+        self._problem = problem
 
     async def _delete_old(self, cut: Cut) -> None:
         async for numbers in self._over(cut):
@@ -192,6 +203,17 @@ async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[P
         on_step(pages)
         if pages.free >= before.free:
             return
+
+
+async def over_bound(database: Database, retention: RetentionConfig) -> str | None:
+    """Say that the store is larger than `store.retention.max_gib`; None if it is not. Ended rollouts are deleted."""
+    used = (await read_pages(database)).used / 2**30
+    if retention.max_gib is None or used <= retention.max_gib:
+        return None
+    return (
+        f"the store holds {used:.3g} GiB, more than store.retention.max_gib ({retention.max_gib:g}): "
+        "what is left is in use, by rollouts that run or by the newest training step"
+    )
 
 
 async def read_pages(database: Database) -> Pages:

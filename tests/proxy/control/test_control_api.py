@@ -434,6 +434,16 @@ async def test_readiness_metrics_and_unknown_routes(running: Running, tmp_path: 
         assert (await system.call("GET", "/openapi.json"))[0] == 200
 
 
+async def test_a_store_that_is_larger_than_it_is_to_be_is_degraded(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, store={"retention": {"max_gib": 1e-6}}) as system:
+        await system.chat("runs")
+        status, ready = await system.call("GET", "/readyz")
+        assert (status, ready["status"], ready["store"]) == (200, "degraded", "ok")
+        assert "more than store.retention.max_gib" in ready["retention"]
+        shown = await system.lightning("status")
+        assert "degraded" in shown.stdout and "store.retention.max_gib" in shown.stdout
+
+
 async def test_a_vllm_that_stays_away_is_told_of_once(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,6 +24,7 @@ from lightning_proxy.proxy.store.retention import (
     ROLLOUTS_OVER,
     Keeper,
     keeping,
+    over_bound,
     read_pages,
 )
 from lightning_proxy.proxy.store.store import Store
@@ -159,6 +160,24 @@ async def test_rollouts_without_a_task_wait_where_they_are_trained_on(
     await recorded.rollout("lone", ended=0.1, size=2**19, reward=1.0, task=None)
     await recorded.rollout("failed", ended=0.1, size=2**19)
     assert await recorded.tidy(max_gib=0.9 / 1024) == {"lone" if waits else "failed"}
+
+
+async def test_a_bound_that_cannot_be_kept_is_told_of_once_until_it_is_kept_again(
+    recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    await recorded.rollout("runs", ended=None, size=2**21)
+    store = StoreConfig(retention=RetentionConfig(max_gib=1 / 1024))
+    keeper = Keeper(recorded.database, Config(store=store), lambda *_: None)
+    for _ in range(3):
+        await keeper.tidy()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "more than store.retention.max_gib (0.000976562)" in said and "rollouts that run" in said
+    assert await over_bound(recorded.database, store.retention) == said
+    await recorded.store.rollouts.end("runs", "failed", None)
+    for _ in range(2):
+        await keeper.tidy()
+    assert await over_bound(recorded.database, store.retention) is None
+    assert [record.getMessage() for record in caplog.records] == [said, "the store is within store.retention again"]
 
 
 async def test_a_freed_file_shrinks_on_disk_while_it_is_written(recorded: Recorded) -> None:
