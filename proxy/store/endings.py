@@ -9,19 +9,23 @@ import asyncio
 import logging
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from ..config.rollouts import RolloutsConfig
 from ..errors import LightningError
 from ..types import Reward
 from .database import Database
-from .retention import ABANDONED_S, LOOK, keeping
+from .retention import ABANDONED_S, LOOK, in_passing, keeping
 from .rewards import post_reward
 
 log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 30.0
 SHORTEST_PAUSE_S = 0.05
+ALL = -1  # SQLite's word for no limit
 
 # Since :quiet no call, reward or event came, and no call is under way. A call that has no end after a day never will:
 # its proxy was killed. A rollout without any call has not begun.
@@ -66,9 +70,9 @@ class Endings:
         times = {"quiet": now - idle_s, "abandoned": now - max(ABANDONED_S, idle_s)}
         end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}
         while rows := await self._db.all(ROLLOUTS_RUNNING, {"after": after, "limit": LOOK, **times}):
-            idle = [{"n": row["n"], **end} for row in rows if row["is_idle"]]
-            if idle:
-                ended += await self._db.write(lambda db, idle=idle: db.executemany(ROLLOUT_END_IDLE, idle).rowcount)  # type: ignore[misc]
+            idle = deque({"n": row["n"], **end} for row in rows if row["is_idle"])
+            while idle:
+                ended += await in_passing(self._db, partial(_end_some, idle))
             after = rows[-1]["n"]
         return ended
 
@@ -87,7 +91,7 @@ class Endings:
 
         await self._db.write(work)
 
-    async def awaiting(self, limit: int) -> list[str]:
+    async def awaiting(self, limit: int = ALL) -> list[str]:
         """Return the rollouts that the reward function is to be asked about, the oldest first."""
         return [row["rollout_id"] for row in await self._db.all(ROLLOUTS_AWAITING, {"limit": limit})]
 
@@ -109,6 +113,14 @@ class Endings:
             return True
 
         return await self._db.write(work)
+
+
+def _end_some(idle: deque[dict[str, Any]], db: sqlite3.Connection, until: float) -> int:
+    """End rollouts until about this time (of `perf_counter`), and return how many."""
+    ended = 0
+    while idle and time.perf_counter() < until:
+        ended += db.execute(ROLLOUT_END_IDLE, idle.popleft()).rowcount
+    return ended
 
 
 async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:

@@ -174,7 +174,7 @@ class Keeper:
             return deleted
 
         while left and not enough:
-            for row in await _in_passing(self._db, work):
+            for row in await in_passing(self._db, work):
                 self._on_delete(row["rollout_id"], reason)
         return enough
 
@@ -190,7 +190,7 @@ class Keeper:
         """Run a DELETE of `LOOK` rows until none is left or `most` rows are deleted."""
         while most > 0:
             row = {"before": before, "limit": int(min(LOOK, most))}
-            count = await _in_passing(self._db, lambda db, _, row=row: db.execute(statement, row).rowcount)  # type: ignore[misc]
+            count = await in_passing(self._db, lambda db, _, row=row: db.execute(statement, row).rowcount)  # type: ignore[misc]
             most = most - count if count == row["limit"] else 0
 
 
@@ -198,7 +198,7 @@ async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[P
     """Shorten the file, in small steps, until at most the share `spare` of it is free."""
     pages = await read_pages(database)
     while pages.free > spare * pages.bytes:
-        await _in_passing(database, lambda db, _: db.execute(f"PRAGMA incremental_vacuum({GIVE_BACK})").fetchall())
+        await in_passing(database, lambda db, _: db.execute(f"PRAGMA incremental_vacuum({GIVE_BACK})").fetchall())
         before, pages = pages, await read_pages(database)
         on_step(pages)
         if pages.free >= before.free:
@@ -244,7 +244,7 @@ def keeping(store: Path, work: str = "keeper") -> Iterator[bool]:
             yield True
 
 
-async def _in_passing(database: Database, work: Callable[[sqlite3.Connection, float], T]) -> T:
+async def in_passing(database: Database, work: Callable[[sqlite3.Connection, float], T]) -> T:
     """Do `work` in a transaction, until about the time that it is given (of `perf_counter`); then let others write."""
     began = 0.0
 

@@ -113,12 +113,16 @@ class TraceReader:
         return self._split(found, seen)
 
     async def _rewarded(self) -> list[Rewarded]:
-        """Completed rollouts of mode train with a reward that counts (`reward_weights`), newest first."""
+        """Completed rollouts of mode train with a reward that counts (`reward_weights`), newest first.
+
+        Those that a reward function is still to be asked about have not got all of theirs.
+        """
         found: list[Rewarded] = []
+        awaiting = set(await self._store.endings.awaiting())
         cursor: int | None = None
         while True:
             page, cursor = await self._store.rollouts.page({"mode": "train", "status": "completed"}, PAGE, cursor)
-            for rollout in page:
+            for rollout in (r for r in page if r.rollout_id not in awaiting):
                 posted = await self._store.rewards.of(rollout.rollout_id)
                 reward = weighted_rewards(posted, self._config.reward_weights).posted
                 found += [] if reward is None else [Rewarded(rollout, reward)]

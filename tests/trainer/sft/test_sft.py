@@ -147,6 +147,16 @@ async def test_the_best_of_each_task_are_taken_and_no_copies(tmp_path: Path) -> 
         assert everything.metrics["rollouts"] == 6 and everything.metrics["rollouts_trained"] == 5
 
 
+async def test_a_rollout_that_awaits_its_reward_function_is_not_learned_from_yet(tmp_path: Path) -> None:
+    async with recorded(tmp_path) as r:
+        await r.rollout("scored", 1.0, (10,), task="t1")
+        await r.store.endings.use_function("scoring.py:reward")
+        await r.rollout("awaits", 1.0, (11,), task="t1")
+        assert set(learned((await r.traces()).train)) == {"scored"}
+        await r.store.endings.rewarded("awaits", [])
+        assert set(learned((await r.traces()).train)) == {"scored", "awaits"}
+
+
 async def test_only_the_trained_agents_answers_are_learned(tmp_path: Path) -> None:
     async with recorded(tmp_path) as r:
         await r.rollout("a", 1.0, (10,), (11,), (12,), agents=["writer", "checker"])
