@@ -80,7 +80,7 @@ async def _call(config: Config, session: aiohttp.ClientSession, api: ApiClient, 
 async def check_rewards(api: ApiClient) -> Check:
     """Check that most of the newest ended training rollouts have a reward."""
     name = "rewards"
-    fix = "POST /reward (or `lightning-proxy reward`) with each rollout's id when it is done"
+    fix = "POST /reward with each rollout's id when it is done, or let a function give it (rewards.function)"
     newest = (await api.rollouts(mode="train", limit=NEWEST))["data"]
     called = [r for r in newest if r["calls"]]
     ended = [r for r in called if r["status"] in ("completed", "failed")]
@@ -88,7 +88,8 @@ async def check_rewards(api: ApiClient) -> Check:
     if not called:
         return ok(name, "no training rollout yet")
     if not ended:
-        return warning(name, f"none of the newest {len(called)} training rollouts has ended", fix)
+        idle = f"{fix}; rollouts.end_after_idle_s ends those that nobody ends"
+        return warning(name, f"none of the newest {len(called)} training rollouts has ended", idle)
     found = f"{rewarded} of the newest {len(ended)} ended training rollouts have one"
     if rewarded == 0:
         return failed(name, found, fix)
