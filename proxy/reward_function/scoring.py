@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ..config.root import Config
 from ..control.views import rollout_detail
 from ..errors import LightningError, NotFound
-from ..json_text import dumps
+from ..json_text import encode_in_turns
 from ..store.retention import keeping
 from ..store.store import Store
 from ..types import Reward
@@ -90,7 +90,7 @@ class Scorer:
         store = self._store
         rollout, calls = await store.rollouts.get(rollout_id), await store.calls.of(rollout_id)
         rewards, events = await store.rewards.of(rollout_id), await store.events.of(rollout_id)
-        return dumps(rollout_detail(rollout, calls, rewards, events)).encode()
+        return await asyncio.to_thread(lambda: encode_in_turns(rollout_detail(rollout, calls, rewards, events)))
 
     async def _record(self, rollout_id: str, judgement: Judgement) -> None:
         source = f"function:{self._config.name}@{judgement.version}"
