@@ -38,6 +38,11 @@ class RolloutRewards:
         """Return the return of the rollout as a whole."""
         return (self.posted or 0.0) + math.fsum(self.air.values())
 
+    @property
+    def sum(self) -> float:
+        """Return the sum of all rewards: the rollout's own and those of its calls."""
+        return (self.final or 0.0) + math.fsum(self.calls.values()) + math.fsum(self.air.values())
+
     def of(self, call_ids: Set[str]) -> RolloutRewards:
         """Return the rollout's own reward, and the rewards of these calls only."""
         calls, air = ({c: value for c, value in all_.items() if c in call_ids} for all_ in (self.calls, self.air))

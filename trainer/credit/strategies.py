@@ -26,11 +26,7 @@ Credit = Callable[[Sequence[Sibling], TrainerConfig], Advantages]
 
 def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
     """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3)."""
-    totals = [sibling.rewards.total for sibling in group]
-    return [
-        [advantage] * len(sibling.calls)
-        for sibling, advantage in zip(group, _compared(config.baseline, totals), strict=True)
-    ]
+    return _of_rollouts(group, [sibling.rewards.total for sibling in group], config)
 
 
 def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
@@ -55,8 +51,9 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
 def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
     """Compute A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
 
-    A(step) compares the discounted returns of an agent's calls that had the same state (prompt), anywhere in the group.
-    It is 0 for a state that only one call had.
+    A(rollout) compares the sums of all rewards, those of the calls and the rollout's own. A(step) compares the
+    discounted returns of an agent's calls that had the same state (prompt), anywhere in the group. It is 0 for a state
+    that only one call had.
     """
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     same: dict[Hashable, list[tuple[int, int]]] = {}
@@ -64,7 +61,7 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
         for j, call in enumerate(sibling.calls):
             if call.is_decision:
                 same.setdefault((call.agent, state_of(call)), []).append((i, j))
-    found = uniform(group, config)
+    found = _of_rollouts(group, [sibling.rewards.sum for sibling in group], config)
     for places in same.values():
         values = _compared(config.baseline, [returns[i][j] for i, j in places])
         for (i, j), value in zip(places, values, strict=True):
@@ -147,6 +144,12 @@ def state_of(call: ModelCall) -> Hashable:
     """Return the model's input: the prompt's token ids, or else the request's messages and tools."""
     shown = {key: call.request[key] for key in SHOWN if key in call.request}
     return call.prompt_token_ids or json.dumps(shown, sort_keys=True)
+
+
+def _of_rollouts(group: Sequence[Sibling], returns: Sequence[float], config: TrainerConfig) -> Advantages:
+    """Give every call of a rollout the advantage of that rollout's return."""
+    compared = _compared(config.baseline, returns)
+    return [[advantage] * len(sibling.calls) for sibling, advantage in zip(group, compared, strict=True)]
 
 
 def _compared(baseline: str, values: Sequence[float]) -> list[float]:

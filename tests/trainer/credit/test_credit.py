@@ -108,6 +108,16 @@ def test_anchor_learns_from_steps_of_rollouts_whose_returns_are_equal() -> None:
     assert group_advantages(group, config(credit="anchor", discount=0.5)) == [[-0.25, 0.5], [0.25, -0.5]]
 
 
+def test_anchor_counts_the_rewards_of_calls_in_the_rollouts_return_too() -> None:
+    group = [sibling(1.0, 3.0, 0.0, prompts="ab"), sibling(2.0, 0.0, 0.0, prompts="cd")]
+    # GiGPO's R is the sum over all steps: 1 + 3 + 0 and 2, around 3. No state comes twice, so A(step) is 0.
+    assert group_advantages(group, config(credit="anchor", discount=0.5)) == [[1.0, 1.0], [-1.0, -1.0]]
+    both = [sibling(1.0, 3.0, 0.0, prompts="sb"), sibling(2.0, 0.0, 0.0, prompts="sd")]
+    # In state s the discounted returns are 3 + 0.5 * 1 and 0.5 * 2, around 2.25; the weight of A(step) is 2.
+    found = group_advantages(both, config(credit="anchor", discount=0.5, anchor_weight=2.0))
+    assert found == [[1.0 + 2 * 1.25, 1.0], [-1.0 - 2 * 1.25, -1.0]]
+
+
 def test_a_state_is_the_prompts_tokens_or_else_what_the_request_shows() -> None:
     shown = {"messages": [{"role": "user", "content": "hi"}]}
     assert state_of(call("a", prompt=(1, 2), request=shown)) == state_of(call("b", prompt=(1, 2)))
