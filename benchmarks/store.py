@@ -25,6 +25,7 @@ from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database, opened
 from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.store.waiting import Group
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
 
 AT_ONCE = 64  # rollouts
@@ -107,12 +108,12 @@ async def train(store: Store, done: asyncio.Event) -> None:
     while not done.is_set():
         ready = [group for group in await store.waiting.groups() if group.ended >= SIBLINGS - 1]
         for first in range(0, len(ready) - 2 * TASKS_PER_STEP, TASKS_PER_STEP):
-            await step(store, [group.task_id for group in ready[first : first + TASKS_PER_STEP]])
+            await step(store, ready[first : first + TASKS_PER_STEP])
         await asyncio.sleep(0.1)
 
 
-async def step(store: Store, tasks: list[str]) -> None:
-    rollouts = [one.rollout_id for task in tasks for one in await store.waiting.of_task(task)]
+async def step(store: Store, groups: list[Group]) -> None:
+    rollouts = [one.rollout_id for group in groups for one in await store.waiting.of_group(group)]
     await store.steps.trained(await store.steps.claim(rollouts, 0), None, {"reward_mean": 0.5})
 
 

@@ -120,6 +120,7 @@ class TrainerConfig(Section):
     group_size: Annotated[int, Field(ge=2, le=1000)] = 8
     tasks_per_step: Annotated[int, Field(ge=1)] = 8
     group_timeout_s: Seconds = 600.0
+    dynamic_sampling: bool = False
     max_steps: Annotated[int, Field(ge=1)] | None = None
     max_staleness: Annotated[int, Field(ge=0)] = 8
     loss_type: LossType = "cispo"

@@ -23,11 +23,10 @@ ROLLOUT_REWARDED = "UPDATE rollouts SET rewarded_at = COALESCE(rewarded_at, :at)
 ROLLOUT_COMPLETE = """
 UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
 """
-# The siblings that it was compared with are offered again, too: those of its step, or dropped for the same reason.
+# With its whole group, whichever steps took or dropped its siblings.
 ROLLOUT_OFFER_AGAIN = """
 UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL
-WHERE rollout_id = :rollout_id
-   OR (task_id = :task_id AND status <> 'running' AND (step = :step OR dropped = :dropped))
+WHERE rollout_id = :rollout_id OR (group_id = :group_id AND status <> 'running')
 """
 
 
@@ -76,8 +75,7 @@ def post_reward(db: sqlite3.Connection, reward: Reward) -> dict[str, Any]:
     if reward.final:
         db.execute(ROLLOUT_COMPLETE, row)
     if reward.retrain:
-        before = {name: rollout[name] for name in ("task_id", "step", "dropped")}
-        db.execute(ROLLOUT_OFFER_AGAIN, row | before)
+        db.execute(ROLLOUT_OFFER_AGAIN, row | {"group_id": rollout["group_id"]})
     return {"reward_id": inserted["reward_id"], "rollout_id": reward.rollout_id, "status": "recorded"}
 
 

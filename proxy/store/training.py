@@ -26,11 +26,28 @@ RETURNING step
 """
 CLAIM = "UPDATE rollouts SET step = :step WHERE rollout_id = :rollout_id AND step IS NULL"
 DROP = "UPDATE rollouts SET dropped = :reason, dropped_by = :step WHERE rollout_id = :rollout_id"
+GROUP_JOIN = """
+UPDATE rollouts SET group_id = (SELECT n FROM rollouts WHERE rollout_id = :first)
+WHERE rollout_id = :rollout_id AND group_id IS NULL
+"""
+# Of the task's running rollouts, those that were opened nearest to the group belong to it.
+GROUP_AWAIT = """
+UPDATE rollouts SET group_id = (SELECT n FROM rollouts WHERE rollout_id = :first)
+WHERE n IN (
+    SELECT other.n FROM rollouts AS other JOIN rollouts AS first ON first.rollout_id = :first
+    WHERE other.task_id = :task_id AND other.mode <> 'eval' AND other.status = 'running' AND other.group_id IS NULL
+    ORDER BY ABS(other.n - first.n) LIMIT :missing
+)
+"""
 STEP_TRAINED = """
 UPDATE steps SET status = 'trained', checkpoint = :checkpoint, metrics = :metrics, finished_at = :at WHERE step = :step
 """
 STEP_METRICS = "UPDATE steps SET metrics = :metrics WHERE step = :step"
 STEP_RELEASE = (
+    """
+    UPDATE rollouts SET group_id = NULL
+    WHERE group_id IN (SELECT n FROM rollouts WHERE step = :step OR dropped_by = :step)
+    """,
     "UPDATE rollouts SET step = NULL WHERE step = :step",
     "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step",
     "DELETE FROM steps WHERE step = :step",
@@ -48,7 +65,8 @@ ORDER BY step LIMIT :limit
 FORGET_TRAINING = (
     "DELETE FROM reward_function",
     "DELETE FROM awaiting_rewards",
-    "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL WHERE step IS NOT NULL OR dropped IS NOT NULL",
+    "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL, group_id = NULL "
+    "WHERE step IS NOT NULL OR dropped IS NOT NULL OR group_id IS NOT NULL",
     "DELETE FROM steps",
     "UPDATE policy_versions SET step = NULL, path = NULL, status = 'ready' WHERE version > 0",
 )
@@ -66,6 +84,15 @@ class Step:
     created_at: float
     finished_at: float | None
     metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedGroup:
+    """Siblings of a task that are compared with each other; `missing` more may still be running."""
+
+    task_id: str
+    rollout_ids: Sequence[str]
+    missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +132,32 @@ class Steps:
         self._versions = versions
 
     async def claim(
-        self, rollout_ids: Sequence[str], base: int, dropped: Mapping[str, Sequence[str]] = MappingProxyType({})
+        self,
+        rollout_ids: Sequence[str],
+        base: int,
+        dropped: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        groups: Sequence[ComparedGroup] = (),
     ) -> int:
-        """Give rollouts to a new step and return its number. `dropped` as in `drop`; undone with the step."""
+        """Give rollouts to a new step and return its number. `dropped`, `groups` as in `drop`; undone with the step."""
 
         def work(db: sqlite3.Connection) -> int:
             (inserted,) = db.execute(STEP_NEW, {"base": base, "at": time.time()}).fetchall()
             step = int(inserted["step"])
             db.executemany(CLAIM, [{"step": step, "rollout_id": r} for r in rollout_ids])
             db.executemany(DROP, _drops(dropped, step))
+            _join(db, groups)
             return step
 
         return await self._db.write(work)
 
-    async def drop(self, dropped: Mapping[str, Sequence[str]]) -> None:
-        """Never offer these rollouts again. `dropped`: ids by reason."""
-        await self._db.commit([(DROP, _drops(dropped, None))])
+    async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[ComparedGroup] = ()) -> None:
+        """Never offer these rollouts again. `dropped`: ids by reason; `groups`: those that were compared."""
+
+        def work(db: sqlite3.Connection) -> None:
+            db.executemany(DROP, _drops(dropped, None))
+            _join(db, groups)
+
+        await self._db.write(work)
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
         """Commit a step whose checkpoint is whole: its rollouts are never offered again."""
@@ -144,7 +181,7 @@ class Steps:
         def work(db: sqlite3.Connection) -> None:
             db.execute(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
             if offer:
-                db.execute("UPDATE rollouts SET step = NULL WHERE step IS NOT NULL")
+                db.execute("UPDATE rollouts SET step = NULL, group_id = NULL WHERE step IS NOT NULL")
 
         await self._db.write(work)
 
@@ -200,6 +237,13 @@ class Steps:
 
 def _drops(dropped: Mapping[str, Sequence[str]], step: int | None) -> list[dict[str, Any]]:
     return [{"rollout_id": r, "reason": reason, "step": step} for reason, ids in dropped.items() for r in ids]
+
+
+def _join(db: sqlite3.Connection, groups: Sequence[ComparedGroup]) -> None:
+    for group in groups:
+        same = {"first": group.rollout_ids[0], "task_id": group.task_id, "missing": group.missing}
+        db.executemany(GROUP_JOIN, [same | {"rollout_id": rollout_id} for rollout_id in group.rollout_ids])
+        db.execute(GROUP_AWAIT, same)
 
 
 def _read_step(row: sqlite3.Row) -> Step:

@@ -18,7 +18,7 @@ IS_OWN = "(foreign_calls = 0 OR foreign_calls < calls)"
 # The reward function, if there is one, was asked (`endings`). The index that is looked at holds `n`, too.
 IS_SCORED = "rollouts.n NOT IN (SELECT n FROM awaiting_rewards)"
 CLAIMABLE_GROUPS = f"""
-SELECT task_id,
+SELECT task_id, group_id,
        COUNT(*) FILTER (WHERE {HAS_REWARD}) AS completed,
        COUNT(*) FILTER (WHERE status <> 'completed' OR rewarded_at IS NOT NULL) AS ended,
        MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END)
@@ -26,15 +26,22 @@ SELECT task_id,
 FROM rollouts
 WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL
   AND {IS_OWN} AND {IS_SCORED}
-GROUP BY task_id
+GROUP BY task_id, group_id
 HAVING COUNT(*) FILTER (WHERE {HAS_REWARD}) > 0
 ORDER BY oldest
 """
-CLAIMABLE_OF_TASK = f"""
+CLAIMABLE_OF_GROUP = f"""
 SELECT * FROM rollouts
-WHERE task_id = :task_id AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
+WHERE task_id = :task_id AND group_id IS :group_id
+  AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
   AND {IS_SCORED}
 ORDER BY ended_at
+"""
+# Those that a step took or dropped.
+COMPARED_BEFORE = """
+SELECT * FROM rollouts
+WHERE group_id = :group_id AND status <> 'running' AND (step IS NOT NULL OR dropped IS NOT NULL)
+ORDER BY n
 """
 # Rollouts without a task have no siblings.
 CLAIMABLE_LONE = f"""
@@ -84,16 +91,18 @@ WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ended rollouts of one task that no step has taken. `completed` of `ended` have a reward.
+    """The ended siblings that no step has taken. `completed` of `ended` have a reward.
 
-    `task_id` None: rollouts without a task, which are no siblings; only rewarded ones are counted. If `failed` is true
-    in the methods below, a failed rollout counts as rewarded (`trainer.failed_rollouts`).
+    `task_id` None: rollouts without a task, which are no siblings; only rewarded ones are counted. `group_id`: the
+    group that a step compared before these ended, or before they were offered again; None for a new group. If `failed`
+    is true in the methods below, a failed rollout counts as rewarded (`trainer.failed_rollouts`).
     """
 
     task_id: str | None
     completed: int
     ended: int
     oldest: float
+    group_id: int | None = None
 
 
 class Waiting:
@@ -103,15 +112,20 @@ class Waiting:
         self._db = database
 
     async def groups(self, failed: bool = False) -> list[Group]:
-        """Return the tasks with at least one rollout to train on, the longest waiting first."""
+        """Return the groups with at least one rollout to train on, the longest waiting first."""
         return [
-            Group(r["task_id"], r["completed"], r["ended"], r["oldest"])
+            Group(r["task_id"], r["completed"], r["ended"], r["oldest"], r["group_id"])
             for r in await self._db.all(CLAIMABLE_GROUPS, {"failed": failed})
         ]
 
-    async def of_task(self, task_id: str) -> list[Rollout]:
-        """Return the rollouts of a task's group, in the order in which they ended."""
-        return [read_rollout(r) for r in await self._db.all(CLAIMABLE_OF_TASK, {"task_id": task_id})]
+    async def of_group(self, group: Group) -> list[Rollout]:
+        """Return the waiting rollouts of a group, in the order in which they ended."""
+        params = {"task_id": group.task_id, "group_id": group.group_id}
+        return [read_rollout(r) for r in await self._db.all(CLAIMABLE_OF_GROUP, params)]
+
+    async def compared_before(self, group: Group) -> list[Rollout]:
+        """Return the rollouts of a group that steps took or dropped before, in the order in which they were opened."""
+        return [read_rollout(r) for r in await self._db.all(COMPARED_BEFORE, {"group_id": group.group_id})]
 
     async def lone(self, failed: bool = False) -> Group | None:
         """Return the group of rewarded rollouts without a task, if there are any."""

@@ -5,81 +5,30 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import NotFound
 from ...proxy.store.store import Store
+from ...proxy.store.training import ComparedGroup
 from ...proxy.store.waiting import Group
 from ...proxy.types import ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.baselines import ACROSS_TASKS
 from ..credit.strategies import group_advantages
-from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
+from ..report.batch_metrics import Seen
 from ..rows.samples import RolloutSamples, rollout_samples
 from ..types import Batch, Sample, Sibling
 from .siblings import AskJudge, Siblings
+from .take import Comparison, Member, Take, together
 
 log = logging.getLogger(__name__)
 
 Order = Callable[[Group], Any]  # a sort key: the first groups are taken first
 STALE = "stale: sampled by too old a policy version"
-
-
-@dataclass(slots=True)
-class _Take:
-    """What a step takes from the store: samples, rollouts to mark, counts to report. `live` is the live version."""
-
-    live: int
-    samples: list[Sample] = field(default_factory=list)
-    rollouts: list[Rollout] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)
-    dropped: dict[str, list[str]] = field(default_factory=dict)
-    compared: Counter[str] = field(default_factory=Counter)  # rollouts by adapter
-    seen: Seen = field(default_factory=Seen)
-    earlier: dict[str, Sibling] = field(default_factory=dict)
-
-    @property
-    def counts(self) -> Counter[str]:
-        return self.seen.counts
-
-    @property
-    def rollout_ids(self) -> tuple[str, ...]:
-        return tuple(rollout.rollout_id for rollout in self.rollouts)
-
-    def drop(self, reason: str, rollouts: Iterable[Rollout]) -> None:
-        rollout_ids = [r.rollout_id for r in rollouts]
-        self.dropped.setdefault(reason, []).extend(rollout_ids)
-        self.counts["rollouts_dropped"] += len(rollout_ids)
-
-    @property
-    def why_nothing(self) -> str:
-        """Return why nothing was taken, as a line for the log."""
-        reasons = ", ".join(f"{reason} ({len(ids)})" for reason, ids in self.dropped.items() if ids)
-        rewards = [reward for of_task in self.seen.rewards.values() for reward in of_task]
-        mean = f" of mean reward {fmean(rewards):.3g}" if rewards else ""
-        return f"nothing to learn from {self.counts['rollouts_dropped']} rollouts{mean}: {reasons}"
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of what is trained on. `seen` has those of everything that was looked at."""
-        return {
-            "groups_trained": float(len({rollout.task_id for rollout in self.rollouts})),
-            "rollouts_trained": float(len(self.rollouts)),
-            **staleness_metrics(self.staleness),
-            **sample_metrics(self.samples),
-        }
-
-
-class _Member(NamedTuple):
-    """A rollout that a step may train on."""
-
-    rollout: Rollout
-    sibling: Sibling
 
 
 class Collector:
@@ -116,20 +65,18 @@ class Collector:
         with nothing claimed, if the judge does not answer.
         """
         while groups := await self._next_groups(fewer, since):
-            take = _Take(live)
-            for members in await self._compared(take, groups):
-                await self._take_group(take, members)
-            self._seen.add(take.seen)
-            if take.rollouts:
-                return await self._claim(take)
-            await self._store.steps.drop(take.dropped)
-            log.warning("no step: %s", take.why_nothing)
+            takes = await self._takes(live, groups)
+            idle = [take for take in takes if not take.rollouts]
+            if len(idle) < len(takes) and not (idle and self._config.dynamic_sampling):
+                return await self._claim(together(takes, live))
+            await self._drop(together(idle, live))
         return None
 
-    async def _claim(self, take: _Take) -> Batch:
+    async def _claim(self, take: Take) -> Batch:
+        self._seen.add(take.seen)
         seen, self._seen = self._seen, Seen()
         return Batch(
-            step=await self._store.steps.claim(take.rollout_ids, take.live, take.dropped),
+            step=await self._store.steps.claim(take.rollout_ids, take.live, take.dropped, take.groups),
             samples=tuple(take.samples),
             rollout_ids=take.rollout_ids,
             metrics={**seen.metrics(), **take.metrics()},
@@ -138,11 +85,17 @@ class Collector:
             tasks=seen.tasks(),
         )
 
+    async def _drop(self, take: Take) -> None:
+        """Drop groups that teach nothing. They are counted in the next step."""
+        self._seen.add(take.seen)
+        await self._store.steps.drop(take.dropped, take.groups)
+        log.warning("no step: %s", take.why_nothing)
+
     async def _next_groups(self, fewer: bool, since: float | None) -> list[Group]:
         """The groups of the next step, in order; empty while there are too few."""
         now, wanted = time.time(), self._config.tasks_per_step
         found = [group for group in await self._found() if since is None or group.oldest <= since]
-        ready = [group for group in found if group.ended >= self._config.group_size or self._waited(group, now)]
+        ready = [group for group in found if self._is_whole(group) or self._waited(group, now)]
         sizes = [self._groups_in(group) for group in ready]
         enough = sum(sizes) >= wanted or (ready and (fewer or self._waited(ready[0], now)))
         return [group for i, group in enumerate(ready) if sum(sizes[:i]) < wanted] if enough else []
@@ -162,8 +115,14 @@ class Collector:
         return sorted(found, key=self._order)
 
     def _groups_in(self, group: Group) -> int:
-        """1 for the group of a task; rollouts without a task count as one group for each `group_size` of them."""
-        return 1 if group.task_id is not None else max(1, group.completed // self._config.group_size)
+        """1 for a group; rollouts without a task count as one for each `group_size` of them, late siblings as none."""
+        if group.task_id is None:
+            return max(1, group.completed // self._config.group_size)
+        return int(group.group_id is None or group.ended >= self._config.group_size)
+
+    def _is_whole(self, group: Group) -> bool:
+        """Whether nobody need wait for siblings: they are there, or were compared before."""
+        return group.ended >= self._config.group_size or group.group_id is not None
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         """Return the rows of rollouts that were trained on before, without advantages."""
@@ -177,26 +136,51 @@ class Collector:
     def _waited(self, group: Group, now: float) -> bool:
         return now - group.oldest >= self._config.group_timeout_s
 
-    async def _compared(self, take: _Take, groups: Sequence[Group]) -> list[list[_Member]]:
-        """Lists of rollouts that are compared with each other: the siblings of each task, or all of the step."""
-        lone, found = [], []
-        for group in groups:
-            take.counts["groups"] += 1
-            if group.task_id is not None:
-                take.counts["groups_incomplete"] += group.ended < self._config.group_size
-                found.append(await self._members(take, await self._store.waiting.of_task(group.task_id)))
-            else:
-                limit = self._config.group_size * self._config.tasks_per_step
-                lone = await self._members(take, await self._store.waiting.lone_rollouts(limit, self._failed))
+    async def _takes(self, live: int, groups: Sequence[Group]) -> list[Take]:
+        """What each group gives to a step. A baseline across tasks makes one group of all."""
+        found = [await self._look_at(Take(live), group) for group in groups]
         if self._config.baseline in ACROSS_TASKS:
-            return [[*(member for members in found for member in members), *lone]]
-        return [*found, *([member] for member in lone)]
+            parts = [comparison for _, comparisons in found for comparison in comparisons]
+            members = [member for part in parts for member in part.members]
+            known = [sibling for part in parts for sibling in part.known]
+            found = [(together((take for take, _ in found), live), [Comparison(members, known)])]
+        for take, comparisons in found:
+            for comparison in comparisons:
+                await self._take_group(take, comparison)
+        return [take for take, _ in found]
 
-    async def _members(self, take: _Take, siblings: Sequence[Rollout]) -> list[_Member]:
+    async def _look_at(self, take: Take, group: Group) -> tuple[Take, list[Comparison]]:
+        """Read a group: siblings are compared with each other, rollouts without a task each with earlier ones."""
+        take.counts["groups"] += 1
+        size = self._config.group_size
+        if group.task_id is None:
+            limit = size * self._config.tasks_per_step
+            lone = await self._members(take, await self._store.waiting.lone_rollouts(limit, self._failed))
+            return take, [Comparison([member]) for member in lone]
+        siblings = await self._store.waiting.of_group(group)
+        take.counts["groups_incomplete"] += not self._is_whole(group)
+        missing = 0 if group.group_id is not None else max(0, size - len(siblings))
+        take.groups += [ComparedGroup(group.task_id, [r.rollout_id for r in siblings], missing)] if siblings else []
+        return take, [Comparison(await self._members(take, siblings), await self._known(group, take.live))]
+
+    async def _known(self, group: Group, live: int) -> list[Sibling]:
+        """The siblings that were compared before these ended."""
+        if group.group_id is None:
+            return []
+        read = [
+            await self._siblings.read(r) for r in await self._store.waiting.compared_before(group) if self._counts(r)
+        ]
+        known = [sibling for sibling in read if sibling is not None and sibling.rewards.posted is not None]
+        return [sibling for sibling in known if self._unfit(sibling.calls, live) in (None, STALE)]
+
+    def _counts(self, rollout: Rollout) -> bool:
+        """Whether a rollout ended in a way that has a reward."""
+        return rollout.status == "completed" or (self._failed and rollout.status == "failed")
+
+    async def _members(self, take: Take, siblings: Sequence[Rollout]) -> list[Member]:
         """Those of `siblings` that can be trained on. The others are dropped, with the reason."""
-        counted = ("completed", "failed") if self._failed else ("completed",)
-        take.drop("failed or discarded", (r for r in siblings if r.status not in ("running", *counted)))
-        members = [_Member(r, s) for r in siblings if r.status in counted and (s := await self._siblings.read(r))]
+        take.drop("failed or discarded", (r for r in siblings if r.status != "running" and not self._counts(r)))
+        members = [Member(r, s) for r in siblings if self._counts(r) and (s := await self._siblings.read(r))]
         self._roll_call.look(m.sibling.calls for m in members)
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
         if not rewarded:
@@ -207,14 +191,14 @@ class Collector:
                 take.counts["rollouts_stale"] += reason == STALE
                 take.drop(reason, [rollout])
             elif judged := await self._siblings.judged(rollout, sibling):
-                found.append(_Member(rollout, judged))
+                found.append(Member(rollout, judged))
                 take.counts["rollouts_failed"] += rollout.status == "failed"
                 take.seen.reward(rollout.task_id, judged.rewards.posted)
                 took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
                 take.compared.update(took_part or {DEFAULT_ADAPTER})
         return found
 
-    async def _with_other_rewards(self, members: Sequence[_Member]) -> list[Rollout]:
+    async def _with_other_rewards(self, members: Sequence[Member]) -> list[Rollout]:
         """Rollouts with rewards of any name. They are offered because a name counted once that no longer does."""
         return [m.rollout for m in members if await self._store.rewards.of(m.rollout.rollout_id)]
 
@@ -231,13 +215,13 @@ class Collector:
         """The calls of trained agents. What the others said is context in the prompts of these calls."""
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
-    async def _take_group(self, take: _Take, members: Sequence[_Member]) -> None:
-        """Compare `members` with each other, or a lone one with earlier rollouts, and take what teaches something."""
-        before: list[Sibling] = []
-        if len(members) == 1 and self._config.lone_rollouts == "running":
-            before = await self._siblings.earlier(members[0].rollout, take.earlier)
+    async def _take_group(self, take: Take, comparison: Comparison) -> None:
+        """Compare the members with each other, or a lone one with earlier rollouts, and take what teaches something."""
+        members, known = comparison.members, list(comparison.known)
+        if len(members) == 1 and not known and self._config.lone_rollouts == "running":
+            known = await self._siblings.earlier(members[0].rollout, take.earlier)
             take.counts["rollouts_lone"] += 1
-        group = [*(member.sibling for member in members), *before]
+        group = [*(member.sibling for member in members), *known]
         advantages = group_advantages(group, self._config)[: len(members)]
         if not any(value for own in advantages for value in own):
             take.counts["groups_equal"] += len(group) > 1
@@ -247,7 +231,7 @@ class Collector:
             self._take_rollout(take, member.rollout, member.sibling.calls, own)
 
     def _take_rollout(
-        self, take: _Take, rollout: Rollout, calls: Sequence[ModelCall], advantages: Sequence[float | None]
+        self, take: Take, rollout: Rollout, calls: Sequence[ModelCall], advantages: Sequence[float | None]
     ) -> None:
         taught = [(call, a) for call, a in zip(calls, advantages, strict=True) if a is not None]
         take.counts["calls_of_others"] += len(calls) - len(taught)

@@ -57,7 +57,7 @@ WHOLE = {
 # Sort what belongs to one step, rollout or tool-call id.
 SORTS = {
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "CLAIMABLE_GROUPS",
-    "ROLLOUTS_OVER", "ROLLOUT_FORGET",
+    "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT",
 }  # fmt: skip
 SORTED = ("SELECT * FROM rollouts WHERE step =", "SELECT * FROM tool_calls WHERE", "SELECT * FROM rewards WHERE")
 

@@ -73,6 +73,10 @@ class Traffic:
             await self.store.rollouts.end(name, status or "completed", None)  # type: ignore[arg-type]
         return name
 
+    async def open(self, task: str, *names: str) -> None:
+        """Open siblings of a task together, as `POST /rollouts` does."""
+        await self.store.rollouts.open([(RolloutName(name, task), f"hash of {name}") for name in names], {})
+
     async def post(self, reward: Reward) -> None:
         await self.store.rewards.post([reward], None, b"")
 
@@ -271,6 +275,82 @@ async def test_a_step_that_was_not_finished_gives_back_what_it_dropped_too(traff
     await traffic.store.steps.trained(1, None, {})
     assert await traffic.store.steps.release_unfinished() == []
     assert None not in await traffic.dropped("equal0", "equal1")
+
+
+async def test_a_late_sibling_is_compared_with_its_whole_group(traffic: Traffic) -> None:
+    await traffic.open("t", "a", "b", "c", "late")
+    for name, value in (("a", 0.0), ("b", 0.0), ("c", 0.99)):
+        await traffic.rollout(name, "t", value)
+    first = await traffic.batch(group_size=4, group_timeout_s=1e-9)  # the mean of three is 0.33
+    assert advantages(first) == pytest.approx({"a-0": -0.33, "b-0": -0.33, "c-0": 0.66})
+    await traffic.rollout("late", "t", 0.9)
+    found = await traffic.batch(group_size=4)
+    assert found is not None and found.rollout_ids == ("late",), "only it becomes a row"
+    assert advantages(found) == pytest.approx({"late-0": 0.9 - fmean([0.0, 0.0, 0.99, 0.9])})
+    assert (found.compared, found.metrics["groups_incomplete"]) == (1, 0.0)
+
+
+async def test_a_late_sibling_is_compared_with_those_that_taught_nothing_alone(traffic: Traffic) -> None:
+    await traffic.open("t", "a", "b", "late")
+    for name in ("a", "b"):
+        await traffic.rollout(name, "t", 1.0)
+    assert await traffic.batch(group_size=3, group_timeout_s=1e-9) is None
+    await traffic.rollout("late", "t", 0.0)
+    assert advantages(await traffic.batch(group_size=3)) == pytest.approx({"late-0": -2 / 3})
+
+
+async def test_the_next_group_of_a_task_is_compared_with_itself_alone(traffic: Traffic) -> None:
+    await traffic.open("t", "a", "b", "late")
+    await traffic.open("t", "next 0", "next 1", "next 2")
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        await traffic.rollout(name, "t", value)
+    assert await traffic.batch(group_size=3, group_timeout_s=1e-9) is not None
+    for i, value in enumerate((5.0, 5.0, 8.0)):
+        await traffic.rollout(f"next {i}", "t", value)
+    await traffic.rollout("late", "t", 2.0)
+    found = advantages(await traffic.batch(group_size=3, tasks_per_step=2))
+    assert found == pytest.approx({"next 0-0": -1.0, "next 1-0": -1.0, "next 2-0": 2.0, "late-0": 1.0})
+
+
+async def test_late_siblings_take_no_place_of_a_group_in_a_step(traffic: Traffic) -> None:
+    await traffic.open("t", "a", "b", "late")
+    for name, value in (("a", 0.0), ("b", 1.0), ("u0", 0.0), ("u1", 0.0), ("u2", 1.0)):
+        await traffic.rollout(name, "u" if name[0] == "u" else "t", value)
+    settings = {"group_size": 3, "tasks_per_step": 1, "group_timeout_s": 1e-9}
+    assert (await traffic.batch(**settings)) is not None
+    await traffic.rollout("late", "t", 3.0)
+    for i in range(3):
+        await traffic.rollout(f"v{i}", "v", float(i))
+    found = await traffic.batch(**{**settings, "tasks_per_step": 2})
+    assert found is not None and {"late", "u0", "v0"} <= set(found.rollout_ids)
+
+
+async def test_a_step_that_was_not_finished_forgets_whom_it_compared(traffic: Traffic) -> None:
+    await traffic.open("t", "a", "b", "late")
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        await traffic.rollout(name, "t", value)
+    assert await traffic.batch(group_size=3, group_timeout_s=1e-9) is not None
+    await traffic.store.steps.release_unfinished()
+    await traffic.rollout("late", "t", 2.0)
+    found = advantages(await traffic.batch(group_size=3))
+    assert found == pytest.approx({"a-0": -1.0, "b-0": 0.0, "late-0": 1.0})
+
+
+@pytest.mark.parametrize("changed", ["a", "late"])
+async def test_retrain_offers_the_rollouts_own_group_again(traffic: Traffic, changed: str) -> None:
+    for earlier in ("x", "y"):  # an earlier group of the task, dropped for the same reason
+        await traffic.rollout(earlier, "t", 1.0)
+    assert await traffic.batch() is None
+    await traffic.open("t", "a", "b", "late")
+    for name, value in (("a", 1.0), ("b", 1.0)):
+        await traffic.rollout(name, "t", value)
+    assert await traffic.batch(group_size=3, group_timeout_s=1e-9) is None
+    await traffic.rollout("late", "t", 0.0)
+    assert await traffic.batch(group_size=3) is not None
+    await traffic.post(Reward(changed, 4.0, retrain=True))
+    found = await traffic.batch(group_size=3)
+    assert found is not None and set(found.rollout_ids) == {"a", "b", "late"}
+    assert await traffic.dropped("x", "y") == ["all rewards of the group are equal"] * 2
 
 
 async def test_reinforce_pp_compares_all_rollouts_of_the_step(traffic: Traffic) -> None:

@@ -1,0 +1,93 @@
+"""What a step takes from the store: samples, rollouts to mark, counts to report. Plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
+
+from ...proxy.store.training import ComparedGroup
+from ...proxy.types import Rollout
+from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
+from ..types import Sample, Sibling
+
+
+class Member(NamedTuple):
+    """A rollout that a step may train on."""
+
+    rollout: Rollout
+    sibling: Sibling
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rollouts that are compared with each other. `known` were looked at before: they only count in the baseline."""
+
+    members: Sequence[Member]
+    known: Sequence[Sibling] = ()
+
+
+@dataclass(slots=True)
+class Take:
+    """The part of a step that comes from some groups. `live` is the live version."""
+
+    live: int
+    samples: list[Sample] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    groups: list[ComparedGroup] = field(default_factory=list)
+    compared: Counter[str] = field(default_factory=Counter)  # rollouts by adapter
+    seen: Seen = field(default_factory=Seen)
+    earlier: dict[str, Sibling] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self.seen.counts
+
+    @property
+    def rollout_ids(self) -> tuple[str, ...]:
+        return tuple(rollout.rollout_id for rollout in self.rollouts)
+
+    def drop(self, reason: str, rollouts: Iterable[Rollout]) -> None:
+        rollout_ids = [r.rollout_id for r in rollouts]
+        self.dropped.setdefault(reason, []).extend(rollout_ids)
+        self.counts["rollouts_dropped"] += len(rollout_ids)
+
+    def add(self, other: Take) -> None:
+        """Add what comes from other groups."""
+        self.samples += other.samples
+        self.rollouts += other.rollouts
+        self.staleness += other.staleness
+        self.groups += other.groups
+        self.compared += other.compared
+        self.seen.add(other.seen)
+        for reason, rollout_ids in other.dropped.items():
+            self.dropped.setdefault(reason, []).extend(rollout_ids)
+
+    @property
+    def why_nothing(self) -> str:
+        """Return why nothing was taken, as a line for the log."""
+        reasons = ", ".join(f"{reason} ({len(ids)})" for reason, ids in self.dropped.items() if ids)
+        rewards = [reward for of_task in self.seen.rewards.values() for reward in of_task]
+        mean = f" of mean reward {fmean(rewards):.3g}" if rewards else ""
+        return f"nothing to learn from {self.counts['rollouts_dropped']} rollouts{mean}: {reasons}"
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of what is trained on. `seen` has those of everything that was looked at."""
+        return {
+            "groups_trained": float(len({rollout.task_id for rollout in self.rollouts})),
+            "rollouts_trained": float(len(self.rollouts)),
+            **staleness_metrics(self.staleness),
+            **sample_metrics(self.samples),
+        }
+
+
+def together(takes: Iterable[Take], live: int) -> Take:
+    """Return several takes as one."""
+    whole = Take(live)
+    for take in takes:
+        whole.add(take)
+    return whole
