@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...proxy.config.trainer import CollapseConfig
 from ...proxy.types import CollapseSign
@@ -16,6 +16,7 @@ from ...proxy.types import CollapseSign
 SPLITS = (1, 2, 4, 8)
 # The fewest rollouts (or tasks) on each side of a comparison.
 MIN_COMPARED = 8
+FEW = 6  # makes the variance between few groups larger, as Student's t has longer tails
 FAR = 30.0  # more sigmas count as this: they are as good as certain, and their tail is too small for a float
 
 WORDS: Mapping[str, str] = {
@@ -75,7 +76,14 @@ class Drop:
         return (self.before - self.after) / height if height > 0 else 0.0
 
 
-Stratum = tuple[Sequence[float], Sequence[float]]  # rewards before and after, oldest first
+class _Unit(NamedTuple):
+    """A reward, and its group among those of its task: the version that it began with; None if it has no group."""
+
+    reward: float
+    group: int | None
+
+
+Stratum = tuple[Sequence[_Unit], Sequence[_Unit]]  # before and after, oldest first
 
 
 def kept(line: Sequence[int]) -> set[int]:
@@ -117,20 +125,49 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
     This is a stratified permutation test (Mantel 1963, J. Am. Stat. Assoc. 58:690): if the policy were the same, the
     order of a task's rewards would be chance. No variance is estimated from one side alone, so each side's rewards may
     be all equal. Both sides of a stratum are made equally large (the newest from before, a spread from after). That
-    makes the test symmetric, and rare rewards raise no alarm.
+    makes the test symmetric, and rare rewards raise no alarm. Rollouts of a group are alike, so the variance is at
+    least that between groups (`_between_groups`).
     """
-    fallen = spread = first = second = 0.0
-    compared, lowest = 0, math.inf
+    grouped, lowest = list[Stratum](), math.inf
+    fallen = alone = alike = first = second = 0.0
+    compared = 0
     for left, right in _strata(before, after):
         size = min(len(left), len(right))
         if size:
             old, new = left[-size:], [right[i * len(right) // size] for i in range(size)]
-            first, second, compared = first + math.fsum(old), second + math.fsum(new), compared + size
-            fallen += (math.fsum(old) - math.fsum(new)) / 2
-            spread += size / 2 * _variance([*old, *new])
-            lowest = min(lowest, *old, *new)
+            rewards = [one.reward for one in (*old, *new)]
+            left_sum, right_sum = math.fsum(rewards[:size]), math.fsum(rewards[size:])
+            first, second, compared = first + left_sum, second + right_sum, compared + size
+            fallen += (left_sum - right_sum) / 2
+            spread = size / 2 * _variance(rewards)
+            lowest = min(lowest, *rewards)
+            if old[0].group is None:
+                alone += spread
+            else:
+                alike += spread
+                grouped.append((old, new))
+    spread = alone + max(alike, _between_groups(grouped, 2 * fallen / max(compared, 1)))
     sigmas = fallen / math.sqrt(spread) if spread > 0 else 0.0
     return Drop(sigmas, first / max(compared, 1), second / max(compared, 1), compared, lowest)
+
+
+def _between_groups(strata: Sequence[Stratum], fall: float) -> float:
+    """Estimate the variance of the sum in `drop` from groups, where all of them fell by `fall` but for chance.
+
+    This is the cluster-robust variance (Liang & Zeger 1986, Biometrika 73:13) with a group as a cluster: the rollouts
+    of one task that began with one version. 0 where there are too few groups to tell.
+    """
+    total, freedom = 0.0, -1
+    for old, new in strata:
+        middle = fmean(one.reward for one in (*old, *new))
+        residuals: dict[int | None, float] = {}
+        for units, side in ((old, 0.5), (new, -0.5)):
+            for one in units:
+                residuals[one.group] = residuals.get(one.group, 0.0) + side * (one.reward - middle - side * fall)
+        groups = len(residuals)
+        freedom += groups - 1
+        total += groups / (groups - 1) * math.fsum(r**2 for r in residuals.values())
+    return total * (freedom + FEW) / freedom if freedom > 0 else 0.0
 
 
 def of_several(sigmas: float, tests: int) -> float:
@@ -145,7 +182,7 @@ def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> Iterator[Strat
     shared = old.keys() & new.keys()
     for task in shared:
         yield old[task], new[task]
-    yield [fmean(old[t]) for t in old if t not in shared], [fmean(new[t]) for t in new if t not in shared]
+    yield [_mean(old[t]) for t in old if t not in shared], [_mean(new[t]) for t in new if t not in shared]
 
 
 def _variance(values: Sequence[float]) -> float:
@@ -153,10 +190,16 @@ def _variance(values: Sequence[float]) -> float:
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
-def _by_task(scored: Sequence[Scored]) -> dict[str | None, list[float]]:
-    found: dict[str | None, list[float]] = {}
+def _mean(of_task: Sequence[_Unit]) -> _Unit:
+    return _Unit(fmean(one.reward for one in of_task), None)
+
+
+def _by_task(scored: Sequence[Scored]) -> dict[str | None, list[_Unit]]:
+    """The rewards by task. Rollouts without a task are in no group."""
+    found: dict[str | None, list[_Unit]] = {}
     for one in scored:
-        found.setdefault(one.task_id, []).append(one.reward)
+        group = None if one.task_id is None else one.version
+        found.setdefault(one.task_id, []).append(_Unit(one.reward, group))
     return found
 
 

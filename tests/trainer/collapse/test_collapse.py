@@ -176,6 +176,58 @@ def test_a_policy_that_does_not_change_looks_collapsed_no_more_often_than_the_si
     assert alarms <= promised + 3 * math.sqrt(promised)
 
 
+# Rollouts of a group are alike ----------------------------------------------------------------------------------------
+
+
+def test_a_drop_is_measured_by_groups_where_their_rollouts_are_alike() -> None:
+    # Four rollouts a group, all equal; of eight tasks five fell by 1 and three rose by 1: fallen by 2 * 4 / 2 = 4. By
+    # the order of rollouts alone the variance is 8 times that of four 1 and four 0, which is 2/7, times 4 / 2.
+    before = [one for i, task in enumerate(TASKS) for one in scored(0, task, *[float(i < 5)] * 4)]
+    after = [one for i, task in enumerate(TASKS) for one in scored(1, task, *[float(i >= 5)] * 4)]
+    by_order = 4 / math.sqrt(8 * 2 * 2 / 7)
+    # By groups: of each task the sum fell or rose by 2, by 0.5 on average. 7 degrees of freedom, and 6 for being few.
+    between = math.fsum((2 * side - 0.5) ** 2 for side in [1] * 5 + [-1] * 3) * 13 / 7
+    found = drop(before, after)
+    assert found.sigmas == pytest.approx(4 / math.sqrt(between)) and found.sigmas < by_order / 2
+
+
+def learning_run(r: random.Random, alike: float, spoilt_from: int | None = None) -> Iterator[list[Scored]]:
+    """73 versions that learn: 8 of 80 tasks each, 8 rollouts a task, whose correlation within a group is `alike`."""
+    difficulty, order = [r.gauss(0, 1) for _ in range(80)], list[int]()
+    for version in range(73):
+        rollouts = []
+        for _ in range(8):
+            order = order or r.sample(range(80), 80)
+            task = order.pop()
+            right = 1 / (1 + math.exp(difficulty[task] + 3 - 6 * min(1.0, version / 44)))
+            right = r.betavariate(right * (1 / alike - 1), (1 - right) * (1 / alike - 1))
+            right = 0.0 if spoilt_from is not None and version >= spoilt_from else right
+            rollouts += scored(version, f"t{task}", *(float(r.random() < right) for _ in range(8)))
+        yield rollouts
+
+
+def signs_in(run: Iterator[list[Scored]]) -> Iterator[tuple[int, Any]]:
+    """The sign after each version, with what the monitor looks at: 1,024 rollouts."""
+    seen: list[Scored] = []
+    for version, rollouts in enumerate(run):
+        seen = [*seen, *rollouts][-1024:]
+        if version and (sign := reward_sign(seen, range(version, max(-1, version - 16), -1), CONFIG)):
+            yield version, sign
+
+
+def test_ten_healthy_runs_give_at_most_one_false_warning() -> None:
+    r = random.Random(0)
+    warned = [version for _ in range(10) for version, _ in signs_in(learning_run(r, alike=0.3))]
+    assert len(warned) <= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_that_is_spoilt_is_stopped_within_two_versions(seed: int) -> None:
+    run = learning_run(random.Random(seed), alike=0.3, spoilt_from=40)
+    stopped = next(version for version, sign in signs_in(run) if sign.collapsed)
+    assert stopped in (40, 41)
+
+
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
