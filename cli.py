@@ -51,6 +51,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 AHEAD = (
     "pause new rollouts while more than this many steps' worth are not yet in the live weights; 0 keeps you on-policy"
 )
+REFILL = "open at most so many further groups for each task, in place of groups whose rewards are all equal"
 Command = Annotated[list[str], typer.Argument(help="the agent program, after `--`")]
 Concurrency = Annotated[int, typer.Option(min=1, help="how many programs run at once")]
 Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
@@ -182,6 +183,7 @@ def run(
         float | None,
         typer.Option(min=0, max=1000, help=AHEAD),
     ] = None,
+    refill: Annotated[int, typer.Option(min=0, max=1000, help=REFILL)] = 0,
     preload: Preload = "",
     logs: Outputs = None,
     as_json: Json = False,
@@ -192,7 +194,7 @@ def run(
     modules = preload.split(",") if preload else []
     run_command(
         _load(context, {}),
-        RunRequest(tasks, command, modules, group_size, concurrency, mode, repeat, ahead, logs, as_json),
+        RunRequest(tasks, command, modules, group_size, concurrency, mode, repeat, ahead, refill, logs, as_json),
     )
 
 

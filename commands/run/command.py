@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -12,13 +13,14 @@ from rich.console import Console
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError, LightningError
 from ...proxy.types import Mode
-from ..api_client import ApiClient
+from ..api_client import ApiClient, ApiError
 from ..formats import print_json
 from ..signals import run_until_signal
 from ..system.processes import make_directory
 from .backlog import Backlog, Gate
 from .programs import Runner, make_runner
 from .progress import ProgressView
+from .refill import Refill
 from .run import RolloutResult, RunOptions, run_tasks
 from .summary import sentence, summarize
 from .tasks import Task, read_tasks
@@ -31,6 +33,7 @@ class RunRequest:
     """The options of the command line. `group_size` None means the trainer's, or 1 in mode eval.
 
     `ahead`: how many of the trainer's steps the rollouts may be ahead of the live version; None: any number.
+    `refill`: the most further groups for each group of the tasks.
     """
 
     tasks: Path
@@ -41,6 +44,7 @@ class RunRequest:
     mode: str
     repeat: int
     ahead: float | None
+    refill: int
     logs: Path | None
     as_json: bool
 
@@ -49,8 +53,9 @@ def run_command(config: Config, asked: RunRequest) -> None:
     """Run the whole command. Raise LightningError if it fails, or if every program failed."""
     if asked.mode not in ("train", "eval"):
         raise ConfigError(f"--mode is train or eval, got {asked.mode!r}")
-    if asked.ahead is not None and asked.mode != "train":
-        raise ConfigError("--ahead does not go with --mode eval: nothing is trained on such rollouts")
+    for option, value in (("--ahead", asked.ahead is not None), ("--refill", asked.refill)):
+        if value and asked.mode != "train":
+            raise ConfigError(f"{option} does not go with --mode eval: nothing is trained on such rollouts")
     tasks, runner = read_tasks(asked.tasks) * asked.repeat, make_runner(asked.command, asked.preload)
     console, trainer = Console(stderr=True), config.trainer
     group_size = asked.group_size or (trainer.group_size if asked.mode == "train" else 1)
@@ -63,11 +68,14 @@ def run_command(config: Config, asked: RunRequest) -> None:
     if asked.ahead is not None:
         limit = int((1 + asked.ahead) * trainer.group_size * trainer.tasks_per_step)
         gate = Backlog(api, limit, group_size, view.say)
-    results = run_until_signal(_run(api, tasks, runner, options, view, gate))
+    run = _Run(api, tasks, runner, options, view, gate, asked.refill)
+    results = run_until_signal(run.work())
     if asked.as_json:
         print_json(summarize(results))
     else:
         console.print(sentence(results), markup=False)
+        for told in run.told:
+            console.print(told, markup=False, style="yellow")
     if all(result.failed for result in results):
         raise LightningError("every program failed")
 
@@ -82,13 +90,37 @@ def logs_directory(path: Path | None) -> Path | None:
     return make_directory(path, "--logs") if path is not None else None
 
 
-async def _run(
-    api: ApiClient, tasks: list[Task], runner: Runner, options: RunOptions, view: ProgressView, gate: Gate | None
-) -> list[RolloutResult]:
-    with view:
-        bar = view.bar("rollouts", len(tasks) * options.group_size)
-        async with api:
-            try:
-                return await run_tasks(api, tasks, runner, options, bar.add, gate)
-            finally:
-                await asyncio.shield(runner.close())
+@dataclass(slots=True)
+class _Run:
+    """The work of the command. `told`: what there is to say at its end."""
+
+    api: ApiClient
+    tasks: list[Task]
+    runner: Runner
+    options: RunOptions
+    view: ProgressView
+    gate: Gate | None
+    refill: int
+    told: list[str] = field(default_factory=list)
+
+    async def work(self) -> list[RolloutResult]:
+        size = self.options.group_size
+        with self.view:
+            bar = self.view.bar("rollouts", len(self.tasks) * size)
+            refill = Refill(self.tasks, self.refill * len(self.tasks), lambda: bar.grow(size))
+            async with self.api as api:
+                try:
+                    return await run_tasks(api, self.tasks, self.runner, self.options, bar.add, self.gate, refill)
+                finally:
+                    await asyncio.shield(self.runner.close())
+                    if self.options.mode == "train":
+                        await self._tell(refill)
+
+    async def _tell(self, refill: Refill) -> None:
+        """Say which groups were not replaced, and whether the trainer learns nothing any more."""
+        if self.refill and refill.missing:
+            self.told.append(f"{refill.missing} groups taught nothing and were not replaced: --refill is used up")
+        with suppress(ApiError):
+            status = await self.api.request("GET", "/status")
+            if standstill := status.get("standstill"):
+                self.told.append(standstill["story"])

@@ -16,6 +16,7 @@ from ...proxy.types import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
 from .backlog import Gate
 from .programs import Runner
+from .refill import Refill
 from .tasks import Task
 
 CONFLICT = 409
@@ -82,9 +83,11 @@ class TaskRun:
         options: RunOptions,
         on_result: Callable[[RolloutResult], None] = lambda _: None,
         gate: Gate | None = None,
+        refill: Refill | None = None,
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
         self._on_result, self._gate = on_result, gate or Gate()
+        self._refill = refill or Refill((), 0)
         self._opened: dict[str, OpenRollout] = {}
         self._results: list[RolloutResult] = []
 
@@ -107,13 +110,21 @@ class TaskRun:
     async def _jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[Job, None]:
         # A group is opened only when its first sibling can start.
         for task in tasks:
-            await self._gate.wait()
-            options = self._options
-            group = await self._api.open_rollouts(task.task_id, options.mode, options.group_size, **options.choice)
-            self._opened.update((rollout.rollout_id, rollout) for rollout in group)
-            self._gate.opened(rollout.rollout_id for rollout in group)
-            for rollout in group:
-                yield Job(task, rollout)
+            for job in await self._open(task):
+                yield job
+        while (further := await self._refill.next()) is not None:
+            for job in await self._open(further):
+                yield job
+
+    async def _open(self, task: Task) -> list[Job]:
+        await self._gate.wait()
+        options = self._options
+        group = await self._api.open_rollouts(task.task_id, options.mode, options.group_size, **options.choice)
+        rollout_ids = [rollout.rollout_id for rollout in group]
+        self._opened.update(zip(rollout_ids, group, strict=True))
+        self._gate.opened(rollout_ids)
+        self._refill.opened(task, rollout_ids)
+        return [Job(task, rollout) for rollout in group]
 
     async def _work(self, jobs: AsyncGenerator[Job, None], turn: asyncio.Lock, logs: Path) -> None:
         while True:
@@ -124,6 +135,7 @@ class TaskRun:
             result = await self._run_one(job, logs / f"{job.rollout.rollout_id}.log")
             del self._opened[job.rollout.rollout_id]
             self._gate.ended(job.rollout.rollout_id)
+            self._refill.ended(result)
             self._results.append(result)
             self._on_result(result)
 
@@ -181,9 +193,10 @@ async def run_tasks(
     options: RunOptions,
     on_result: Callable[[RolloutResult], None] = lambda _: None,
     gate: Gate | None = None,
+    refill: Refill | None = None,
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `tasks` may never end."""
-    return await TaskRun(api, runner, options, on_result, gate).run(tasks)
+    return await TaskRun(api, runner, options, on_result, gate, refill).run(tasks)
 
 
 def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int | None, ...]]:

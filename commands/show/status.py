@@ -48,6 +48,7 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
     if ready["store"] != "ok":
         return {
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
+            "standstill": None,
         }  # fmt: skip
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
     rewards = [step["metrics"]["reward_mean"] for step in steps if "reward_mean" in step["metrics"]]
@@ -96,6 +97,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     if dropped := status["dropped"]:
         reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in dropped.items())
         table.add_row("dropped", plain(f"of the newest {count(NEWEST_ROLLOUTS)} rollouts: {reasons}"))
+    if standstill := status["standstill"]:
+        table.add_row("standstill", plain(standstill["story"], "yellow"))
     for name, value in step_facts(policy["last_step"], now):
         table.add_row(name, value)
     if len(status["rewards"]) > 1:

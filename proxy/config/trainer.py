@@ -76,6 +76,18 @@ class VespoConfig(Section):
     lambda_neg: Positive = 2.0
 
 
+class EntropyConfig(Section):
+    coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    target: Positive | None = None
+    delta: Positive = 0.005
+    max_coef: Positive = 1.0
+
+    @property
+    def counts(self) -> bool:
+        """Return whether the loss may have an entropy bonus."""
+        return self.coef > 0 or self.target is not None
+
+
 class CollapseConfig(Section):
     action: Literal["stop", "rollback", "warn", "off"] = "stop"
     reward_warn: Positive = 3.0
@@ -137,6 +149,7 @@ class TrainerConfig(Section):
     sft: SftConfig = SftConfig()
     kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     kl_metric: bool = False
+    entropy: EntropyConfig = EntropyConfig()
     collapse: CollapseConfig = CollapseConfig()
     lora_rank: Annotated[int, Field(ge=1)] = 16
     lora_alpha: Annotated[int, Field(ge=1)] = 32
@@ -175,6 +188,11 @@ class TrainerConfig(Section):
         if self.loss_type == "vespo" and self.importance_level != "token":
             raise ValueError("loss_type vespo weighs whole answers by itself: it needs importance_level: token")
         return self
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Return how many rollouts a whole step compares."""
+        return self.group_size * self.tasks_per_step
 
     @property
     def judged(self) -> bool:

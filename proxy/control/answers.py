@@ -145,15 +145,23 @@ class Steps(BaseModel):
     data: list[Step]
 
 
+class Standstill(BaseModel):
+    rollouts: int
+    reward: float | None
+    story: str
+
+
 class Status(BaseModel):
     """`rollouts`: how many there are by mode and status. `waiting`: complete rollouts that no step has taken yet.
 
-    `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason.
+    `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `standstill`: nothing was
+    learned from the newest rollouts.
     """
 
     rollouts: dict[Mode, dict[RolloutStatus, int]]
     waiting: int
     dropped: dict[str, int]
+    standstill: Standstill | None
 
 
 class Ready(BaseModel):

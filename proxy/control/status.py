@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,14 +20,23 @@ NEWEST = 200
 
 @router.get("/status", response_model=None, responses=answers(Status))
 async def get_status(request: Request) -> dict[str, Any]:
-    """Count rollouts by mode and status, those that wait for the trainer, and the newest dropped ones by reason."""
+    """Count rollouts by mode and status, those that wait for the trainer, and the newest dropped ones by reason.
+
+    `standstill` says that nothing was learned lately, and what to try.
+    """
     p = await parts_for_all(request)
     rollouts: dict[str, dict[str, int]] = {}
     for (mode, status), count in sorted((await p.store.rollouts.counts()).items()):
         rollouts.setdefault(mode, {})[status] = count
     newest, _ = await p.store.rollouts.page({"mode": "train"}, NEWEST)
     dropped = Counter(rollout.dropped for rollout in newest if rollout.dropped)
-    return {"rollouts": rollouts, "waiting": await waiting(p), "dropped": dict(dropped.most_common())}
+    found = await p.store.waiting.standstill(p.config.trainer.rollouts_per_step)
+    return {
+        "rollouts": rollouts,
+        "waiting": await waiting(p),
+        "dropped": dict(dropped.most_common()),
+        "standstill": None if found is None else asdict(found) | {"story": found.story},
+    }
 
 
 async def waiting(p: Parts) -> int:

@@ -87,6 +87,35 @@ REWARDS_SINCE_VERSION = f"""
 SELECT rewards.* FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
 WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
 """
+EQUAL_REWARDS = "all rewards of the group are equal"
+UNLEARNED = """
+SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
+    SELECT reward FROM rollouts
+    WHERE n > (SELECT COALESCE(MAX(n), 0) FROM rollouts WHERE step = (SELECT MAX(step) FROM steps))
+      AND mode <> 'eval' AND dropped = :reason
+    ORDER BY n DESC LIMIT :enough
+) AS recent
+"""
+BATCHES = 3  # batches in a row that taught nothing, until somebody is told
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """Says that nothing was learned from the newest `rollouts`, whose mean reward is `reward`."""
+
+    rollouts: int
+    reward: float | None
+
+    @property
+    def story(self) -> str:
+        """Tell a person what was seen and what to try."""
+        mean = "" if self.reward is None else f" (mean reward {self.reward:.3g})"
+        return (
+            f"nothing was learned from the newest {self.rollouts} rollouts{mean}: in each group all rewards are equal. "
+            "If the tasks are solved, give harder ones. Otherwise go back to an earlier version "
+            "(`lightning-proxy policy promote N`) and train with trainer.entropy or a lower trainer.learning_rate, "
+            "or let rewards tell more answers apart (docs/training.md)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +170,15 @@ class Waiting:
         """Count the rewarded rollouts that no step has taken; those without a task only if `lone`."""
         of_nothing = await self.lone(failed) if lone else None
         return sum(group.completed for group in [*await self.groups(failed), *([of_nothing] if of_nothing else [])])
+
+    async def standstill(self, batch: int) -> Standstill | None:
+        """Return what was dropped in a row because all rewards were equal, once it is BATCHES batches; else None.
+
+        `batch`: the rollouts of a training step.
+        """
+        row = await self._db.one(UNLEARNED, {"reason": EQUAL_REWARDS, "enough": BATCHES * batch})
+        assert row is not None  # it counts
+        return Standstill(row["rollouts"], row["reward"]) if row["rollouts"] >= BATCHES * batch else None
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
         """Return rewarded rollouts that were opened before this one, newest first: of one task, or (None) of all."""

@@ -14,7 +14,7 @@ from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import NotFound
 from ...proxy.store.store import Store
 from ...proxy.store.training import ComparedGroup
-from ...proxy.store.waiting import Group
+from ...proxy.store.waiting import EQUAL_REWARDS, Group
 from ...proxy.types import ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.baselines import ACROSS_TASKS
@@ -28,6 +28,7 @@ from .take import Comparison, Member, Take, together
 log = logging.getLogger(__name__)
 
 Order = Callable[[Group], Any]  # a sort key: the first groups are taken first
+STANDSTILL = "standstill"
 STALE = "stale: sampled by too old a policy version"
 
 
@@ -56,6 +57,7 @@ class Collector:
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
         self._order = order or (lambda group: group.oldest)
         self._seen = Seen()
+        self._told: set[str] = set()  # why nothing was learned, since the last step
 
     async def next_batch(self, live: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
@@ -75,6 +77,7 @@ class Collector:
     async def _claim(self, take: Take) -> Batch:
         self._seen.add(take.seen)
         seen, self._seen = self._seen, Seen()
+        self._told.clear()
         return Batch(
             step=await self._store.steps.claim(take.rollout_ids, take.live, take.dropped, take.groups),
             samples=tuple(take.samples),
@@ -89,7 +92,13 @@ class Collector:
         """Drop groups that teach nothing. They are counted in the next step."""
         self._seen.add(take.seen)
         await self._store.steps.drop(take.dropped, take.groups)
-        log.warning("no step: %s", take.why_nothing)
+        if new := take.dropped.keys() - self._told:
+            self._told |= new
+            log.warning("no step: %s", take.why_nothing)
+        found = await self._store.waiting.standstill(self._config.rollouts_per_step)
+        if found is not None and STANDSTILL not in self._told:
+            self._told.add(STANDSTILL)
+            log.warning("%s", found.story)
 
     async def _next_groups(self, fewer: bool, since: float | None) -> list[Group]:
         """The groups of the next step, in order; empty while there are too few."""
@@ -280,7 +289,7 @@ def _why_nothing(group: Sequence[Sibling], agents: TrainedAgents) -> str:
     took_part = Counter(role for s in group for role in {agents.role(c.agent) for c in s.calls if c.is_decision})
     if agents.named and max((n for role, n in took_part.items() if role), default=0) == 1:
         return "no siblings with calls of the same agent"
-    return "all rewards of the group are equal" if any(s.calls for s in group) else "no trainable calls"
+    return EQUAL_REWARDS if any(s.calls for s in group) else "no trainable calls"
 
 
 def _oldest_version(calls: Sequence[ModelCall], live: int) -> int:

@@ -87,6 +87,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("kl", "nats", "KL divergence of the sampler from the trainer; mean over trained tokens (estimator k3)"),
         ("kl_base", "nats", "KL divergence of the policy from the base model; needs `kl_coef` or `kl_metric`"),
         ("entropy", "nats", "entropy of the next token's distribution; mean over trained tokens"),
+        ("entropy_coef", "1", "weight of this entropy in the step's loss; needs `trainer.entropy`"),
     ),
     **_group(
         "optimizer",

@@ -22,7 +22,7 @@ _LOGITS_PER_CHUNK = 2**24
 
 
 class Scores(NamedTuple):
-    """Scores of tokens, (B, T), with zeros where a token is not scored. Only `logprobs` carries a gradient."""
+    """Scores of tokens, (B, T), with zeros where a token is not scored. `entropies` have a gradient if asked for."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -51,7 +51,9 @@ class Targets:
         )
 
 
-def score(model: PreTrainedModel, tree: PrefixTree, samples: Sequence[Sample]) -> Scores:
+def score(
+    model: PreTrainedModel, tree: PrefixTree, samples: Sequence[Sample], *, entropy_gradient: bool = False
+) -> Scores:
     """Score the trained tokens of `samples` with one forward pass over `tree`, which has all but their last tokens.
 
     `model` is the bare causal LM with its LoRA layers.
@@ -69,7 +71,7 @@ def score(model: PreTrainedModel, tree: PrefixTree, samples: Sequence[Sample]) -
             targets.columns,
         )
     )  # fmt: skip
-    logprobs, entropies = _TokenLogprobs.apply(hidden[chosen], model, tokens, temperatures)
+    logprobs, entropies = _TokenScores.apply(hidden[chosen], model, tokens, temperatures, entropy_gradient)
     shape = (len(samples), max(len(s.token_ids) for s in samples))
     return Scores(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
 
@@ -110,49 +112,63 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
     return states[0, :n]
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenScores(torch.autograd.Function):
     """(K, H) hidden states, (K,) next tokens and temperatures -> (K,) log-probabilities and entropies, in float32.
 
     Each result depends on its own row alone, so the forward pass also finds the gradient's direction: no logits are
-    kept or computed twice. The head itself gets no gradient; TRL forbids adapters on it.
+    kept or computed twice. The head itself gets no gradient; TRL forbids adapters on it. The direction of the entropies
+    costs one more pass through the head.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, model: PreTrainedModel, labels: Tensor, temperatures: Tensor) -> Any:
+    def forward(
+        ctx: Any, hidden: Tensor, model: PreTrainedModel, labels: Tensor, temperatures: Tensor, entropy_gradient: bool
+    ) -> Any:
         chunk = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
+        wanted = (1 + entropy_gradient) if ctx.needs_input_grad[0] else 0
         parts = [
-            _score_chunk(model, *rows, directions=ctx.needs_input_grad[0])
+            _score_chunk(model, *rows, directions=wanted)
             for rows in zip(*(x.split(chunk) for x in (hidden, labels, temperatures)), strict=True)
         ]
-        logprobs, entropies, directions = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(directions)
-        ctx.mark_non_differentiable(entropies)
+        logprobs, entropies, *directions = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(*directions)
+        if wanted < 2:
+            ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (directions,) = ctx.saved_tensors
-        return (gradients[0][:, None] * directions).to(directions.dtype), None, None, None
+        hidden = sum(
+            gradient[:, None] * direction
+            for gradient, direction in zip(gradients, ctx.saved_tensors, strict=False)  # not of the entropies
+        )
+        assert isinstance(hidden, Tensor)
+        return hidden.to(ctx.saved_tensors[0].dtype), None, None, None, None
 
 
 def _score_chunk(
-    model: PreTrainedModel, hidden: Tensor, labels: Tensor, temperatures: Tensor, *, directions: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, and d logprob / d hidden (empty without `directions`)."""
+    model: PreTrainedModel, hidden: Tensor, labels: Tensor, temperatures: Tensor, *, directions: int
+) -> tuple[Tensor, ...]:
+    """Log-probabilities, entropies, and `directions` of: d logprob / d hidden, d entropy / d hidden."""
     rows = torch.arange(len(labels), device=labels.device)
-    with torch.set_grad_enabled(directions):
-        hidden = hidden.detach().requires_grad_(directions)
+    with torch.set_grad_enabled(directions > 0):
+        hidden = hidden.detach().requires_grad_(directions > 0)
         logits = _logits(model, hidden)
     logp = logits.detach().float() / temperatures[:, None]
     logp -= logp.logsumexp(-1, keepdim=True)
     chosen = logp[rows, labels]
     probs = logp.exp()
     entropies = -torch.linalg.vecdot(probs, logp)
-    if not directions:
-        return chosen, entropies, hidden.new_empty(0)
-    probs[rows, labels] -= 1
-    (direction,) = torch.autograd.grad(logits, hidden, probs.to(logits.dtype))
-    return chosen, entropies, (direction / -temperatures[:, None]).to(hidden.dtype)
+    # Of logits over temperature: the one is 1 for the chosen token minus probs, the other -probs * (logp + entropy).
+    slopes = [probs * (logp + entropies[:, None])] if directions > 1 else []
+    if directions:
+        probs[rows, labels] -= 1
+        slopes = [probs, *slopes]
+    found = [
+        torch.autograd.grad(logits, hidden, slope.to(logits.dtype), retain_graph=slope is not slopes[-1])[0]
+        for slope in slopes
+    ]
+    return chosen, entropies, *((direction / -temperatures[:, None]).to(hidden.dtype) for direction in found)
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class StepMetrics:
     computed_tokens: int = 0
     padded_tokens: int = 0
     micro_batches: int = 0
+    entropy_coef: float = 0.0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
 
@@ -78,7 +79,7 @@ class StepMetrics:
         low, high = weight_limits(self.config)
         compared = importance_ratios(log_ratios, mask, self.config.importance_level)[mask]
         self.loss += float(loss)
-        self.entropy_sum += float(scores.entropies[mask].sum())
+        self.entropy_sum += float(scores.entropies.detach()[mask].sum())
         self.kl_sum += float(k3(log_ratio).sum())
         if reference is not None:
             weight = ratio.clamp(max=self.config.importance_cap)  # of a token under the policy, not the behaviour's
@@ -103,16 +104,22 @@ class StepMetrics:
         whole.ratio_max = max(part.ratio_max for part in parts)
         return whole
 
+    @property
+    def entropy(self) -> float:
+        return self.entropy_sum / max(self.trained_tokens, 1)
+
     def result(self) -> dict[str, float]:
         """Return metrics by the names of `metric_schema`. Means are over trained tokens, and may not be finite."""
         n, seconds = max(self.trained_tokens, 1), self.elapsed
         kl_base = {"kl_base": self.kl_base_sum / n} if self.config.kl_coef or self.config.kl_metric else {}
+        bonus = {"entropy_coef": self.entropy_coef} if self.config.entropy.counts else {}
         return {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
             "skipped": float(self.skipped),
-            "entropy": self.entropy_sum / n,
+            "entropy": self.entropy,
+            **bonus,
             "kl": self.kl_sum / n,
             **kl_base,
             "ratio_mean": self.ratio_sum / n,

@@ -26,6 +26,7 @@ from ..report.trackers import Trackers
 from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
 from .adapters import Adapters, Weights
+from .entropy import EntropyBonus, entropy_term, tokens_by_adapter
 from .losses import Answers, kl_penalty, loss_inputs, token_weights
 from .processes import Processes, on_every_process, on_every_shard
 from .scoring import Scores, attention_cost, check_tree_support, score
@@ -82,6 +83,7 @@ class LightningTrainer(GRPOTrainer):
         self.importance_sampling_level = config.importance_level
         self.skipped_because: str | None = None
         self._scores: Scores | None = None
+        self._entropy = EntropyBonus(config.entropy)
         check_tree_support(self.policy_model.config, config.max_sample_tokens)
         self._cost = TreeCost(
             attention_cost(self.policy_model.config, self.policy_model.num_parameters(exclude_embeddings=True)),
@@ -122,7 +124,7 @@ class LightningTrainer(GRPOTrainer):
         If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
         `skipped_because` then says what is not finite, in which rollouts; metrics that are not finite are left out.
         """
-        metrics = StepMetrics(time.perf_counter(), self.settings)
+        metrics = StepMetrics(time.perf_counter(), self.settings, entropy_coef=self._entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
         self.optimizer.zero_grad()
         metrics = self._add_gradients(batch, samples, metrics)
@@ -138,6 +140,7 @@ class LightningTrainer(GRPOTrainer):
         if not metrics.skipped:
             self.optimizer.step()
             self.lr_scheduler.step()
+            self._entropy.update(metrics.entropy)
         self.optimizer.zero_grad()
         metrics.optimizer_s = metrics.elapsed - metrics.forward_backward_s
         self.state.global_step = batch.step
@@ -149,8 +152,10 @@ class LightningTrainer(GRPOTrainer):
         self.model.train()
         metrics.fault = None if samples else "it has no trainable tokens"
         weights = {adapter: self._token_weights(batch, adapter) for adapter in self.adapters.names}
+        tokens = tokens_by_adapter(samples)
         for micro_batch, counts in self.processes.passes(micro_batches(samples, self._cost), self._cost):
-            loss = self._loss(micro_batch, weights[micro_batch.adapter], metrics if counts else None)
+            adapter = micro_batch.adapter
+            loss = self._loss(micro_batch, weights[adapter], tokens[adapter], metrics if counts else None)
             if not metrics.finite and not self.processes.sharded:
                 break
             self.accelerator.backward(loss)
@@ -161,8 +166,13 @@ class LightningTrainer(GRPOTrainer):
         own = [sample for sample in batch.samples if sample.adapter == adapter]
         return token_weights(own, self.settings, batch.compared_by_adapter.get(adapter, batch.compared))
 
-    def _loss(self, micro_batch: MicroBatch, weights: dict[str, float], metrics: StepMetrics | None) -> Tensor:
-        """What the micro-batch adds to the step's loss and to `metrics`; nothing if `metrics` is None."""
+    def _loss(
+        self, micro_batch: MicroBatch, weights: dict[str, float], tokens: int, metrics: StepMetrics | None
+    ) -> Tensor:
+        """What the micro-batch adds to the step's loss and to `metrics`; nothing if `metrics` is None.
+
+        `tokens`: how many tokens the step trains of this adapter.
+        """
         samples, config = micro_batch.samples, self.settings
         answers = Answers.of(samples, self.accelerator.device)
         inputs = loss_inputs(samples, answers, weights, config)
@@ -173,6 +183,8 @@ class LightningTrainer(GRPOTrainer):
         if config.kl_coef and reference is not None:
             penalty = kl_penalty(self._scores.logprobs, reference, inputs, config.importance_cap)
             loss = loss + config.kl_coef * penalty
+        if self._entropy.weight:
+            loss = loss - self._entropy.weight * entropy_term(self._scores.entropies, answers, tokens)
         if metrics is None:
             return loss * 0.0
         metrics.add(micro_batch, loss.detach(), inputs, self._scores, reference)
@@ -199,7 +211,7 @@ class LightningTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor, None]:
         """Hand TRL's loss the scores of the prefix tree's one forward pass: (A, L) twice, and no router loss."""
         assert self._scores is not None, "step() scores a micro-batch before it asks for its loss"
-        return *self._scores, None
+        return self._scores.logprobs, self._scores.entropies.detach(), None
 
     def _clip_gradients(self) -> float:
         """Clip each adapter's gradient by itself; returns the norm of all together, before clipping."""
@@ -236,7 +248,8 @@ class LightningTrainer(GRPOTrainer):
     def _score(self, micro_batch: MicroBatch) -> Scores:
         self.adapters.activate(micro_batch.adapter)
         with self.accelerator.autocast():
-            return score(self.policy_model, micro_batch.tree, micro_batch.samples)
+            bonus = self._entropy.weight > 0
+            return score(self.policy_model, micro_batch.tree, micro_batch.samples, entropy_gradient=bonus)
 
     @torch.no_grad()
     def _reference(self, micro_batch: MicroBatch) -> Tensor:
@@ -263,6 +276,7 @@ class LightningTrainer(GRPOTrainer):
                 "adapters": self.adapters.all_weights(),
                 "optimizer": self.optimizer.state_dict(),
                 "scheduler": self.lr_scheduler.state_dict(),
+                "entropy": self._entropy.state(),
                 "rng": torch.get_rng_state(),
                 "cuda_rng": torch.cuda.get_rng_state_all(),
             }
@@ -294,6 +308,7 @@ class LightningTrainer(GRPOTrainer):
             self.optimizer.state.clear()
             self.lr_scheduler.last_epoch = 0
         self._set_learning_rate()
+        self._entropy.load(state.get("entropy", {}))
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda_rng"])

@@ -7,12 +7,16 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
+from lightning_proxy.proxy.types import RolloutName
+
+NOTHING: dict[str, Any] = {"dropped": {}, "standstill": None}
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 async def test_status_counts_rollouts_and_those_that_wait(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
-        assert await system.call("GET", "/status") == (200, {"rollouts": {}, "waiting": 0, "dropped": {}})
+        assert await system.call("GET", "/status") == (200, {**NOTHING, "rollouts": {}, "waiting": 0})
         await system.chat("r1", X_Task_Id="t1")
         await system.chat("r2", X_Task_Id="t1")
         await system.chat("e1", X_Rollout_Mode="eval")
@@ -21,13 +25,30 @@ async def test_status_counts_rollouts_and_those_that_wait(running: Running, tmp_
             200,
             {
                 "rollouts": {"eval": {"completed": 1, "running": 0}, "train": {"completed": 1, "running": 1}},
+                **NOTHING,
                 "waiting": 1,
-                "dropped": {},
             },
         )
         await store.steps.drop({"too long": ["r1"]})
         _, status = await system.call("GET", "/status")
         assert (status["waiting"], status["dropped"]) == (0, {"too long": 1})
+
+
+async def test_status_says_that_nothing_was_learned_for_three_batches(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        names = [f"r{i}" for i in range(3 * 64)]
+        await store.rollouts.open([(RolloutName(name, "t1"), f"hash of {name}") for name in (*names, "next")], {})
+        await system.call("POST", "/reward", [{"rollout_id": name, "reward": 0.5} for name in names])
+        await store.steps.drop({EQUAL_REWARDS: names[1:], "failed or discarded": names[:1]})
+        _, status = await system.call("GET", "/status")
+        assert status["standstill"] is None
+        await store.steps.drop({EQUAL_REWARDS: names[:1]})
+        _, status = await system.call("GET", "/status")
+        assert (status["standstill"]["rollouts"], status["standstill"]["reward"]) == (192, 0.5)
+        assert "nothing was learned from the newest 192 rollouts (mean reward 0.5)" in status["standstill"]["story"]
+        await store.steps.trained(await store.steps.claim(["next"], 0), None, {})
+        _, status = await system.call("GET", "/status")
+        assert status["standstill"] is None
 
 
 async def test_status_needs_a_key_where_there_are_keys(running: Running, tmp_path: Path) -> None:
@@ -41,4 +62,4 @@ async def test_the_document_describes_status(running: Running, tmp_path: Path) -
         _, document = await system.call("GET", "/openapi.json")
         answer = document["paths"]["/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
         properties = document["components"]["schemas"][answer["$ref"].rsplit("/", 1)[1]]["properties"]
-        assert set(properties) == {"rollouts", "waiting", "dropped"}
+        assert set(properties) == {"rollouts", "waiting", "dropped", "standstill"}

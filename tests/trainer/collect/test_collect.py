@@ -184,6 +184,49 @@ async def test_by_default_such_a_group_teaches_nothing_and_the_log_says_so(
     assert said == "no step: nothing to learn from 2 rollouts of mean reward 1: all rewards of the group are equal (2)"
 
 
+async def test_that_nothing_is_learned_is_said_once_with_what_to_try(
+    traffic: Traffic, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1), traffic.store)
+    for i in range(12):
+        await traffic.rollout(f"r{i}", f"t{i // 2}", 1.0)
+        assert await collector.next_batch(0) is None
+    first, standstill = caplog.messages
+    assert first.startswith("no step: nothing to learn from 2 rollouts of mean reward 1")
+    assert standstill.startswith("nothing was learned from the newest 6 rollouts (mean reward 1): ")
+    assert "trainer.entropy" in standstill
+    for i in range(2):
+        await traffic.rollout(f"a{i}", "a", float(i))
+    assert await collector.next_batch(0) is not None
+    for i in range(2):
+        await traffic.rollout(f"b{i}", "b", 1.0)
+    assert await collector.next_batch(0) is None
+    assert caplog.messages[2:] == [first], "and again, after a step"
+
+
+async def test_with_dynamic_sampling_a_step_waits_for_groups_that_teach_something(traffic: Traffic) -> None:
+    config = TrainerConfig(group_size=2, tasks_per_step=2, dynamic_sampling=True, baseline="dr_grpo")
+    collector = Collector(config, traffic.store)
+    for name, value in (("equal 0", 1.0), ("equal 1", 1.0), ("a0", 0.0), ("a1", 1.0)):
+        await traffic.rollout(name, name[:-1], value)
+    assert await collector.next_batch(0) is None, "one of the two groups taught nothing"
+    assert set(await traffic.dropped("equal 0", "equal 1")) == {"all rewards of the group are equal"}
+    assert await traffic.dropped("a0", "a1") == [None, None]
+    for i in range(2):
+        await traffic.rollout(f"b{i}", "b", float(i))
+    batch = await collector.next_batch(0)
+    assert batch is not None and set(batch.rollout_ids) == {"a0", "a1", "b0", "b1"}
+    assert (batch.metrics["groups"], batch.metrics["groups_equal"], batch.compared) == (3, 1, 4)
+
+
+async def test_with_dynamic_sampling_a_step_takes_fewer_groups_after_a_time(traffic: Traffic) -> None:
+    for name, value in (("equal 0", 1.0), ("equal 1", 1.0), ("a0", 0.0), ("a1", 1.0)):
+        await traffic.rollout(name, name[:-1], value)
+    config = TrainerConfig(group_size=2, tasks_per_step=2, dynamic_sampling=True, group_timeout_s=1e-9)
+    batch = await Collector(config, traffic.store).next_batch(0)
+    assert batch is not None and set(batch.rollout_ids) == {"a0", "a1"}
+
+
 async def test_calls_with_the_same_prompt_are_compared_by_anchor(traffic: Traffic) -> None:
     for name, final in (("a", 1.0), ("b", 0.0)):
         await traffic.rollout(name, "t", final)

@@ -197,6 +197,35 @@ def test_a_loss_is_that_of_a_plain_implementation_however_the_step_is_cut_and_ca
         assert (found - slope).norm() < 1e-4 * slope.norm()
 
 
+def plain_entropy(learner: LightningTrainer, given: Batch) -> Tensor:
+    """The mean entropy of the trained tokens."""
+    found = []
+    for sample in given.samples:
+        logp = learner.policy_model(input_ids=torch.tensor([sample.token_ids])).logits[0, :-1]
+        logp = (logp / torch.tensor(sample.temperatures[1:])[:, None]).log_softmax(-1)
+        found += [-(logp[i - 1].exp() * logp[i - 1]).sum() for i, sampled in enumerate(sample.mask) if sampled]
+    return torch.stack(found).mean()
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "dapo", "sapo"])
+def test_the_entropy_bonus_is_the_mean_over_tokens_whatever_the_loss_and_however_the_step_is_cut(
+    model: Path, tmp_path: Path, loss_type: str
+) -> None:
+    learner = trained_a_little(trainer(model, tmp_path, loss_type=loss_type, entropy={"coef": 0.3}))
+    given = batch(learner)
+    warm = tuple(replace(s, temperatures=(1.5,) * len(s.token_ids)) for s in given.samples)
+    given = replace(given, samples=warm)
+    bonus = plain_entropy(learner, given)
+    slope = gradient(learner, -0.3 * bonus)
+    plain = trained_a_little(trainer(model, tmp_path / "plain", loss_type=loss_type))
+    without, slope_without = taken(plain, given)
+    for budget in (8192, 20):
+        learner._cost = replace(learner._cost, max_nodes=budget)
+        loss, found = taken(learner, given)
+        assert loss - without == pytest.approx(-0.3 * float(bonus.detach()), rel=1e-4)
+        assert (found - slope_without - slope).norm() < 1e-4 * slope.norm()
+
+
 @pytest.mark.parametrize(("loss_type", "level"), [case for case in CASES if LOSSES[case[0]].divisor == "own"])
 def test_unchanged_policies_have_one_gradient_whatever_the_type_and_level(
     model: Path, tmp_path: Path, loss_type: str, level: str

@@ -1,0 +1,62 @@
+"""The entropy bonus of the loss: a fixed weight, or one that is adapted to hold the entropy at a target."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...proxy.config.trainer import EntropyConfig
+from ..types import Sample
+from .losses import Answers
+
+
+class EntropyBonus:
+    """Decides the weight of the mean entropy in the loss, as TRL does (`entropy_coef`, `use_adaptive_entropy`).
+
+    With a target, the weight grows by `delta` after each step whose entropy is at or below the target, and shrinks
+    after the others. It counts only after a step at or below the target (Skywork-OR1, arXiv 2505.22312, section 3.2).
+    """
+
+    def __init__(self, config: EntropyConfig) -> None:
+        self._config = config
+        self._coef = config.coef
+        self._is_low = config.target is None
+
+    @property
+    def weight(self) -> float:
+        """Return the weight in the next step."""
+        return self._coef if self._is_low else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Note the mean entropy of a step."""
+        config = self._config
+        if config.target is None:
+            return
+        self._is_low = entropy <= config.target
+        change = config.delta if self._is_low else -config.delta
+        self._coef = min(max(self._coef + change, 0.0), config.max_coef)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"coef": self._coef, "is_low": self._is_low}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. A fixed weight is the configured one."""
+        if self._config.target is not None and state:
+            self._coef, self._is_low = min(state["coef"], self._config.max_coef), state["is_low"]
+
+
+def entropy_term(entropies: Tensor, answers: Answers, tokens: int) -> Tensor:
+    """Return what (A, L) entropies add to the mean over the `tokens` of a whole step."""
+    return (entropies * answers.mask).sum() / tokens
+
+
+def tokens_by_adapter(samples: Sequence[Sample]) -> Counter[str]:
+    """Count the trained tokens of each adapter."""
+    tokens: Counter[str] = Counter()
+    for sample in samples:
+        tokens[sample.adapter] += sample.trained_tokens
+    return tokens
