@@ -38,7 +38,7 @@ async def test_a_step_makes_verified_weights_live(base: Path, tmp_path: Path, pu
 
 
 async def test_a_step_reports_every_metric_of_the_schema_and_no_other(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, group_timeout_s=0.01, kl_metric=True) as b:
+    async with bench(base, tmp_path, group_timeout_s=0.01, kl_metric=True, entropy={"coef": 0.01}) as b:
         await b.rollout("t1", 1.0)
         await asyncio.sleep(0.02)
         equal = [await b.rollout("t2", 1.0) for _ in range(4)]

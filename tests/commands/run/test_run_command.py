@@ -15,6 +15,8 @@ from rich.console import Console
 
 from lightning_proxy.commands.run.progress import ProgressView
 from lightning_proxy.commands.run.run import RolloutResult
+from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
+from lightning_proxy.proxy.types import Reward, RolloutName
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -48,6 +50,29 @@ async def test_runs_are_ended_and_rewarded_by_the_proxys_reward_function(running
         assert (code, json.loads(out)["mean_reward"], json.loads(out)["without_reward"]) == (0, 0.5, 0), err
         _, page = await system.call("GET", "/rollouts")
         assert [(r["status"], r["reason"]) for r in page["data"]] == [("completed", "the program ended")] * 2
+
+
+async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running: Running, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task_id": "t1"}\n')
+    async with running(tmp_path) as system, system.store() as store:
+        names = [f"r{i}" for i in range(3 * 64)]
+        await store.rollouts.open([(RolloutName(name, "t0"), f"hash of {name}") for name in names], {})
+        await store.rewards.post([Reward(name, 0.5) for name in names])
+        await store.steps.drop({EQUAL_REWARDS: names})
+        _, _, said = await system.lightning("run", "--tasks", tasks, "--group-size", "1", "--", "true")
+        _, status, _ = await system.lightning("status")
+    assert said.replace("\n", " ").count("nothing was learned from the newest 192 rollouts (mean reward 0.5)") == 1
+    assert " ".join(status.split()).count("nothing was learned from the newest 192 rollouts") == 1
+
+
+async def test_groups_that_are_not_trained_on_are_not_refilled(running: Running, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task_id": "t1"}\n')
+    async with running(tmp_path) as system:
+        options = ("--mode", "eval", "--refill", "1")
+        code, _, err = await system.lightning("run", "--tasks", tasks, *options, "--", "true")
+    assert (code, "--refill does not go with --mode eval" in err) == (2, True)
 
 
 def result(reward: float | None, exit_code: int = 0) -> RolloutResult:
