@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..types import CallStatus, Choice
+from .shaping import GREEDY, is_greedy, not_followed
 
 Json = dict[str, Any]
 
@@ -14,11 +15,7 @@ Json = dict[str, Any]
 _MINUS_INFINITY = -9999.0
 # How an answer ends that was sampled to its end, or to the agent's limit.
 _WHOLE = frozenset({"stop", "length", "tool_calls", "function_call"})
-# vLLM takes any lower temperature for 0.
-_GREEDY_BELOW = 1e-5
 
-# Why a call cannot be trained on by reinforcement learning, though it can be learned from by imitation.
-GREEDY = "greedy decoding is no sample of the policy"
 NO_TOKEN_IDS = "no token ids from the upstream"
 NOT_THE_POLICY = "the model is not the policy"
 
@@ -83,7 +80,9 @@ class Tokens:
         choice = self._choices.get(0)
         if choice is None or not choice.has_ids or not _are_ids(choice.ids) or not self.prompt_token_ids:
             return NO_TOKEN_IDS
-        return self._mismatch(choice) or (GREEDY if _is_greedy(request) else None)
+        if reason := self._mismatch(choice):
+            return reason
+        return GREEDY if is_greedy(request) else not_followed(request)
 
     def _mismatch(self, choice: _ChoiceTokens) -> str | None:
         if not choice.ids:
@@ -109,13 +108,6 @@ class Tokens:
         ids = part["prompt_token_ids"]
         if not self.prompt_token_ids and isinstance(ids, list) and _are_ids(ids):
             self.prompt_token_ids = tuple(ids)
-
-
-def _is_greedy(request: Json) -> bool:
-    """Whether nothing is sampled, also by vLLM's own `top_k` and `use_beam_search` (of one beam, since n is 1)."""
-    temperature = request.get("temperature")
-    cold = isinstance(temperature, int | float) and temperature < _GREEDY_BELOW
-    return cold or request.get("top_k") == 1 or bool(request.get("use_beam_search"))
 
 
 def _are_ids(values: list[Any]) -> bool:

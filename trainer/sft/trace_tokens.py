@@ -14,7 +14,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ...proxy.apis.tokens import GREEDY, NO_TOKEN_IDS, NOT_THE_POLICY
+from ...proxy.apis.shaping import can_be_imitated
+from ...proxy.apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY
 from ...proxy.types import Choice, ModelCall
 
 Json = dict[str, Any]
@@ -25,7 +26,7 @@ def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall |
 
     None if it has to be tokenised, and the chat template does not show its answer after the prompt.
     """
-    if call.trainable or call.untrainable_reason == GREEDY:
+    if call.trainable or can_be_imitated(call.untrainable_reason):
         return _with_tokens(call, call.prompt_token_ids, call.response_token_ids)
     if call.untrainable_reason not in (NOT_THE_POLICY, NO_TOKEN_IDS) or not call.is_decision or len(call.choices) > 1:
         return call

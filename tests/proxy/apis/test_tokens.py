@@ -5,6 +5,7 @@ import pytest
 
 from lightning_proxy.proxy.apis.chat import ChatStream
 from lightning_proxy.proxy.apis.inject import Injection, clean, inject
+from lightning_proxy.proxy.apis.shaping import GREEDY, MEDIA, can_be_imitated
 from lightning_proxy.proxy.apis.sse import encode
 from lightning_proxy.proxy.apis.stream import Transcript
 from lightning_proxy.proxy.apis.tokens import Tokens
@@ -106,6 +107,45 @@ def test_requests_and_ends_that_cannot_be_trained_on_say_why():
         assert "greedy" in (reason(answer(), **greedy) or "")
     assert reason(answer(), temperature=1, top_k=2, use_beam_search=False) is None
     assert "cancelled" in (reason(answer(), status="cancelled") or "")
+
+
+@pytest.mark.parametrize("asked", [{"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}])
+def test_what_leaves_one_token_is_greedy(asked: dict[str, Any]):
+    assert reason(answer(), **asked) == GREEDY
+
+
+@pytest.mark.parametrize(
+    ("asked", "because"),
+    [
+        ({"thinking_token_budget": 5}, "thinking budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking budget"),
+        ({"watermarking": True}, "watermarking"),
+        ({"vllm_xargs": {"x": 1}}, "vllm_xargs"),
+    ],
+)
+def test_what_the_trainer_cannot_compute_again_is_left_out_by_name(asked: dict[str, Any], because: str):
+    found = reason(answer(), **asked)
+    assert because in (found or "")
+    assert can_be_imitated(found)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+        {"input": [{"type": "function_call_output", "output": [{"type": "input_file"}]}]},
+    ],
+)
+def test_a_prompt_that_is_more_than_text_is_left_out(asked: dict[str, Any]):
+    assert reason(answer(), **asked) == MEDIA
+    assert not can_be_imitated(MEDIA)
+
+
+def test_text_in_parts_is_trained_on():
+    parts = [{"type": "text", "text": "an image"}]
+    assert reason(answer(), messages=[{"role": "user", "content": parts}, {"role": "user", "content": "file"}]) is None
 
 
 @pytest.mark.parametrize("odd", [None, 1, "x", [1], {"choices": 3}, {"choices": [3, {"message": 1}]}])

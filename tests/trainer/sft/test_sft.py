@@ -22,7 +22,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from traffic.recording import read
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lightning_proxy.proxy.apis.tokens import GREEDY, NOT_THE_POLICY
+from lightning_proxy.proxy.apis.shaping import GREEDY, MEDIA, NOT_FOLLOWED
+from lightning_proxy.proxy.apis.tokens import NOT_THE_POLICY
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
@@ -165,11 +166,13 @@ async def test_only_the_trained_agents_answers_are_learned(tmp_path: Path) -> No
         assert traces.metrics["calls_of_others"] == 1
 
 
-async def test_greedy_answers_can_be_imitated_and_redacted_ones_not(tmp_path: Path) -> None:
+async def test_whole_answers_can_be_imitated_however_sampled_and_redacted_ones_or_images_not(tmp_path: Path) -> None:
     async with recorded(tmp_path) as r:
         await r.rollout("greedy", 1.0, (10,), reason=GREEDY, temperature=0.0)
+        await r.rollout("forced", 1.0, (12,), reason=NOT_FOLLOWED + "a thinking budget")
         await r.rollout("redacted", 1.0, (11,), reason="redacted")
-        assert learned((await r.traces()).train) == {"greedy": [10]}
+        await r.rollout("seen", 1.0, (13,), reason=MEDIA)
+        assert learned((await r.traces()).train) == {"greedy": [10], "forced": [12]}
 
 
 async def test_tasks_are_held_out_whole_and_always_the_same(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Says which requests are sampled in a way that the trainer cannot compute again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .tools import dicts
+
+Json = dict[str, Any]
+
+# vLLM takes any lower temperature for 0. A top_p below it leaves one token, as do top_k 1 and min_p 1.
+_GREEDY_BELOW = 1e-5
+# Words in the types of content parts that are no text, in all of the recorded APIs.
+_MEDIA = ("image", "audio", "video", "document", "file")
+
+# Why a call cannot be trained on by reinforcement learning, though it can be learned from by imitation.
+GREEDY = "greedy decoding is no sample of the policy"
+NOT_FOLLOWED = "the trainer cannot follow how it was sampled: "
+
+MEDIA = "the prompt has images, sound or files, which the trainer is not fed"
+
+
+def is_greedy(request: Json) -> bool:
+    """Return whether nothing is sampled, also by vLLM's own `use_beam_search` (of one beam, since n is 1)."""
+    cold = any(_below(request.get(name), _GREEDY_BELOW) for name in ("temperature", "top_p"))
+    min_p = request.get("min_p")
+    sure = request.get("top_k") == 1 or (_is_number(min_p) and min_p >= 1)
+    return cold or sure or bool(request.get("use_beam_search"))
+
+
+def not_followed(request: Json) -> str | None:
+    """Return why the trainer cannot compute the distribution of the answer again, or None if it can.
+
+    What is a function of the tokens is not among the reasons: `trainer/step/shaping.py` computes it.
+    """
+    if _shows_media(request):
+        return MEDIA
+    if name := next(_beyond(request), None):
+        return f"{NOT_FOLLOWED}{name}; leave it out of the request"
+    return None
+
+
+def can_be_imitated(reason: str | None) -> bool:
+    """Return whether an answer that was left out for `reason` is still whole, with its tokens."""
+    return reason is not None and (reason == GREEDY or reason.startswith(NOT_FOLLOWED))
+
+
+def _beyond(request: Json) -> Iterator[str]:
+    """The parameters by which something else than the policy chooses tokens."""
+    thinking = request.get("thinking")
+    budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else request.get("thinking_token_budget")
+    if budget is not None:
+        yield "a thinking budget forces the end of thinking"
+    if request.get("watermarking"):
+        yield "watermarking chooses tokens by a secret"
+    if request.get("vllm_xargs"):
+        yield "vllm_xargs may be a plug-in's own sampling"
+
+
+def _shows_media(request: Json) -> bool:
+    messages = [*dicts(request.get("messages")), *dicts(request.get("input"))]
+    parts = [part for message in messages for part in (*dicts(message.get("content")), *dicts(message.get("output")))]
+    # Anthropic's results of tools have parts of their own.
+    return any(map(_is_media, parts)) or any(_is_media(inner) for part in parts for inner in dicts(part.get("content")))
+
+
+def _is_media(part: Json) -> bool:
+    return any(word in str(part.get("type")) for word in _MEDIA)
+
+
+def _below(value: Any, limit: float) -> bool:
+    return _is_number(value) and value < limit
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
