@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ..proxy.config.root import Config
-from ..proxy.errors import ConfigError, NotSaved, StoreUnavailable
+from ..proxy.errors import (
+    ConfigError,
+    LightningError,
+    NotSaved,
+    StoreUnavailable,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
 from ..proxy.policy.swap import Superseded
 from ..proxy.store.store import Store
 from ..proxy.store.training import Step
 from .collapse.monitor import Monitor
 from .collect.collector import Collector, Order
+from .collect.sampled import Sampled
 from .collect.schedule import Schedule
 from .collect.siblings import AskJudge
 from .files.checkpoint import prune_checkpoints
@@ -33,6 +41,11 @@ Show = Callable[[int, Mapping[str, Any]], None]
 
 
 def show_nothing(step: int, metrics: Mapping[str, Any]) -> None: ...
+
+
+def moved_nothing(metrics: Mapping[str, Any]) -> bool:
+    """Return whether a step left the weights as they were: it was skipped, or its learning rate is 0 (warm-up)."""
+    return bool(metrics.get("skipped")) or metrics.get("lr") == 0
 
 
 class TrainingLoop:
@@ -56,7 +69,8 @@ class TrainingLoop:
         self._trainer = trainer
         self._publisher = publisher
         fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
-        self.collector = Collector(fitting, store, order, config.policy, trainer.vocabulary, judge)
+        sampled = Sampled(publisher.vllm if publisher else None)
+        self.collector = Collector(fitting, store, order, config.policy, trainer.vocabulary, judge, sampled)
         self._schedule = Schedule(config.trainer.schedule, self.collector, store)
         self._monitor = Monitor(config.trainer, store)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
@@ -103,11 +117,12 @@ class TrainingLoop:
             return False
         try:
             return await self.train_once(fewer=once or self._schedule.in_rounds, since=self._schedule.round)
-        except JudgeError as error:
-            await self.wait_for_judge(error)
+        except (JudgeError, UpstreamUnreachable, UpstreamTimeout) as error:
+            await self.wait_for(error)
             return True  # there is more to do, also with `once`
 
-    async def wait_for_judge(self, error: JudgeError) -> None:
+    async def wait_for(self, error: LightningError) -> None:
+        """Wait for what the next batch needs: a judge's answer, or what only vLLM knows of a grammar."""
         log.warning("the step waits: %s", error)
         await pause(self._stop)
 
@@ -144,6 +159,9 @@ class TrainingLoop:
         metrics: dict[str, Any] = {**await asyncio.to_thread(self._trainer.step, batch), "reward_by_task": batch.tasks}
         if metrics["skipped"]:
             metrics["skipped_because"] = self._trainer.skipped_because
+        if batch.left_out:
+            metrics["left_out_because"] = batch.left_out
+            log.warning("step %d: %s", batch.step, batch.left_out)
         if self._publisher is not None:
             metrics |= await self._monitor.of_step(self.version, metrics)
         return metrics
@@ -163,12 +181,12 @@ class TrainingLoop:
         await prune_checkpoints(self._store, self._config.keep_checkpoints)
 
     def _may_publish(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Not a skipped step, whose weights are the old ones, nor one that the monitor takes for a collapse."""
+        """Not a step whose weights are the old ones, nor one that the monitor takes for a collapse."""
         if metrics["skipped"]:
             log.error("step %d was skipped: %s; its rollouts are not used", step, metrics["skipped_because"])
         elif "collapse" in metrics:
             self.version = UNPUBLISHED
-        return not metrics["skipped"] and "collapse" not in metrics
+        return not moved_nothing(metrics) and "collapse" not in metrics
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
         """Make the trainer's weights live, unless another version was made live meanwhile. Raises Stopped."""
@@ -236,7 +254,7 @@ class TrainingLoop:
         last = await self._store.steps.last() or last  # the monitor may have written into its metrics
         if stopped and last.version is None:
             self.version = UNPUBLISHED
-        done = last.metrics.get("skipped") or publisher.is_done(live, last)
+        done = moved_nothing(last.metrics) or publisher.is_done(live, last)
         if not stopped and live.version == self.version and (not done or publisher.is_of_another_mode(live)):
             await self._publish_again(last)
         elif "publish_s" not in last.metrics:  # killed after it was published, or skipped

@@ -35,6 +35,7 @@ class Publisher:
         self._trainer = trainer
         self._verifier = Verifier(config, swap, trainer)
         self.files = VersionFiles(config, store, swap)
+        self.vllm = swap.vllm
 
     async def publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event

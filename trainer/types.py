@@ -66,12 +66,41 @@ class Sibling:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How vLLM turned a model's logits into the distribution that an answer was sampled from.
+
+    Every field but `temperature` is neutral by default. `allowed` None: all tokens. `stop_tokens` are those of the
+    request, which `min_tokens` forbids. `grammar` is vLLM's structured outputs, as JSON.
+    """
+
+    temperature: float = 1.0
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    grammar: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the logits are only divided by the temperature."""
+        return self == Sampling(self.temperature, stop_tokens=self.stop_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One training row of one rollout. Every list is as long as `token_ids`.
 
     `mask[i]` is 1 where the policy sampled `token_ids[i]` and 0 for context; there `logprobs` and `advantages` are 0.0.
     `temperatures[i]` is the sampling temperature of the call that token i belongs to (1.0 for context).
-    `adapter` sampled every answer in the row, and is the one that the row trains.
+    `shaped` has the answers [start, end) that were sampled in more than a temperature's way; their prompt is the row
+    before them. `adapter` sampled every answer in the row, and is the one that the row trains.
     """
 
     rollout_id: str
@@ -83,6 +112,7 @@ class Sample:
     temperatures: tuple[float, ...]
     call_ids: tuple[str, ...] = ()
     adapter: str = DEFAULT_ADAPTER
+    shaped: tuple[tuple[int, int, Sampling], ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(x) for x in (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures)}
@@ -103,7 +133,7 @@ class Batch:
     `compared` is the number of rollouts whose rewards were compared, those that taught nothing included. The loss is
     averaged over them. 0 stands for the rollouts of the samples.
     `compared_by_adapter` counts those in which the adapter's agents took part, where agents have adapters of their own.
-    `tasks` has the mean, spread and number of rewards by task.
+    `tasks` has the mean, spread and number of rewards by task. `left_out`: why most calls are left out, if they are.
     """
 
     step: int
@@ -113,3 +143,4 @@ class Batch:
     compared: int = 0
     compared_by_adapter: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    left_out: str | None = None

@@ -116,6 +116,8 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
     if metrics.get("skipped"):
         because = metrics.get("skipped_because", "it had nothing to train on, or its numbers were not finite")
         facts.append(("  skipped", because))
+    if "left_out_because" in metrics:
+        facts.append(("  left out", metrics["left_out_because"]))
     facts += [("  warning", what) for what in metrics.get("warnings", {}).values()]
     if "reward_mean" in metrics:
         spread = f"{number(metrics['reward_mean'])} ± {number(metrics.get('reward_std'))}"

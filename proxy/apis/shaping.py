@@ -24,8 +24,7 @@ MEDIA = "the prompt has images, sound or files, which the trainer is not fed"
 def is_greedy(request: Json) -> bool:
     """Return whether nothing is sampled, also by vLLM's own `use_beam_search` (of one beam, since n is 1)."""
     cold = any(_below(request.get(name), _GREEDY_BELOW) for name in ("temperature", "top_p"))
-    min_p = request.get("min_p")
-    sure = request.get("top_k") == 1 or (_is_number(min_p) and min_p >= 1)
+    sure = request.get("top_k") == 1 or request.get("min_p") == 1
     return cold or sure or bool(request.get("use_beam_search"))
 
 
@@ -41,9 +40,40 @@ def not_followed(request: Json) -> str | None:
     return None
 
 
+def constraint(request: Json) -> str | None:
+    """Return the parameter for which vLLM may allow only what fits a grammar, or None if there is none."""
+    text = request.get("text")
+    for name, shape in (
+        ("response_format", request.get("response_format")),
+        ("text.format", text.get("format") if isinstance(text, dict) else None),
+        ("output_format", request.get("output_format")),
+        ("structured_outputs", request.get("structured_outputs")),
+    ):
+        if shape is not None and not (isinstance(shape, dict) and shape.get("type") == "text"):
+            return name
+    return next((name for name in request if name.startswith("guided_")), None) or _tool_constraint(request)
+
+
+def _tool_constraint(request: Json) -> str | None:
+    tools, choice = dicts(request.get("tools")), request.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if not tools or kind == "none":
+        return None
+    if kind not in (None, "auto"):
+        return "tool_choice"
+    if any(tool.get("strict") or any(f.get("strict") for f in dicts([tool.get("function")])) for tool in tools):
+        return "tools' strict"
+    return "parallel_tool_calls" if request.get("parallel_tool_calls") is False else None
+
+
 def can_be_imitated(reason: str | None) -> bool:
     """Return whether an answer that was left out for `reason` is still whole, with its tokens."""
-    return reason is not None and (reason == GREEDY or reason.startswith(NOT_FOLLOWED))
+    return reason == GREEDY or (reason is not None and reason.startswith(NOT_FOLLOWED))
+
+
+def is_not_followed(reason: str | None) -> bool:
+    """Return whether an answer was left out because of how it was sampled, or of what its prompt shows."""
+    return reason == MEDIA or (reason is not None and reason.startswith(NOT_FOLLOWED))
 
 
 def _beyond(request: Json) -> Iterator[str]:
@@ -70,8 +100,4 @@ def _is_media(part: Json) -> bool:
 
 
 def _below(value: Any, limit: float) -> bool:
-    return _is_number(value) and value < limit
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and value < limit

@@ -114,6 +114,18 @@ class VllmServer:
         logprobs = (await self._request("POST", "/v1/completions", body))["choices"][0]["logprobs"]
         return list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
 
+    async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what vLLM makes of a request to `endpoint` before it samples: tokens and sampling parameters.
+
+        VllmError where vLLM refuses it, or has no such route: it needs --enable-scale-out.
+        """
+        answer = await self._request("POST", f"/v1/{endpoint}/render", dict(body))
+        # A completion's route renders a list of prompts.
+        answer = answer[0] if isinstance(answer, list) and answer else answer
+        if not isinstance(answer, dict) or not isinstance(answer.get("sampling_params"), dict):
+            raise VllmError(f"vLLM does not say how it samples: /v1/{endpoint}/render")
+        return answer
+
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         url = self.base_url + path.removeprefix("/v1") if path.startswith("/v1/") else self._root + path
         try:
@@ -182,6 +194,10 @@ class VllmFleet:
         if len(names) > 1:
             raise VllmError(f"the replicas serve different base models: {', '.join(sorted(names))}")
         return names.pop()
+
+    async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the first server that answers makes of a request, as `VllmServer.rendered`."""
+        return (await self._ask(lambda server: server.rendered(endpoint, body)))[0][1]
 
     async def load_adapter(self, name: str, path: str) -> None:
         await self._ask(lambda server: server.load_adapter(name, path))

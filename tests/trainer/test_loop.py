@@ -192,6 +192,20 @@ async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
         assert await b.steps_of(rollouts) == {1}
 
 
+async def test_a_warm_ups_first_step_publishes_no_version_and_the_next_one_does(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, lr_scheduler="constant_with_warmup", warmup_steps=2) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        first = await b.store.steps.last()
+        assert first is not None and (first.metrics["lr"], first.version) == (0.0, None)
+        await b.loop().run(asyncio.Event(), once=True)  # a restart does not publish it either
+        assert (await b.store.versions.live()).version == 0
+        await b.groups("t3", "t4")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.version, live.step) == (1, 2)
+
+
 async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path, group_timeout_s=30.0) as b:
         old = [await b.rollout("t1", None, status=status) for status in ("completed", "failed")]

@@ -22,6 +22,7 @@ from ..credit.strategies import group_advantages
 from ..report.batch_metrics import Seen
 from ..rows.samples import RolloutSamples, rollout_samples
 from ..types import Batch, Sample, Sibling
+from .sampled import Sampled
 from .siblings import AskJudge, Siblings
 from .take import Comparison, Member, Take, together
 
@@ -43,8 +44,12 @@ class Collector:
         policy: PolicyConfig | None = None,
         vocabulary: int | None = None,
         judge: AskJudge | None = None,
+        sampled: Sampled | None = None,
     ) -> None:
-        """`policy` says which agents have adapters of their own; `vocabulary` is the number of the model's tokens."""
+        """`policy` says which agents have adapters of their own; `vocabulary` is the number of the model's tokens.
+
+        `sampled` says how calls were sampled; by default their requests alone do.
+        """
         policy = policy or PolicyConfig()
         self._config = config
         self._failed = config.failed_reward is not None
@@ -52,6 +57,7 @@ class Collector:
         self._vocabulary = vocabulary
         self._store = store
         self._siblings = Siblings(config, store, judge)
+        self._sampled = sampled or Sampled()
         self._agents = TrainedAgents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
@@ -63,8 +69,8 @@ class Collector:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
 
         A step takes `tasks_per_step` groups, or fewer once one of them has waited for `group_timeout_s`, or with
-        `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises JudgeError,
-        with nothing claimed, if the judge does not answer.
+        `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises JudgeError if
+        the judge does not answer, UpstreamUnreachable if a vLLM that is away knows a grammar; then nothing is claimed.
         """
         while groups := await self._next_groups(fewer, since):
             takes = await self._takes(live, groups)
@@ -86,6 +92,7 @@ class Collector:
             compared=take.seen.rollouts,
             compared_by_adapter=take.compared,
             tasks=seen.tasks(),
+            left_out=seen.left_out(),
         )
 
     async def _drop(self, take: Take) -> None:
@@ -191,6 +198,7 @@ class Collector:
         take.drop("failed or discarded", (r for r in siblings if r.status != "running" and not self._counts(r)))
         members = [Member(r, s) for r in siblings if self._counts(r) and (s := await self._siblings.read(r))]
         self._roll_call.look(m.sibling.calls for m in members)
+        await self._sampled.look(call for m in members for call in self._trained(m.sibling.calls))
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
         if not rewarded:
             take.drop("trainer.reward_weights names none of its rewards", await self._with_other_rewards(members))
@@ -246,8 +254,10 @@ class Collector:
         take.counts["calls_of_others"] += len(calls) - len(taught)
         made = self._rows([call for call, _ in taught], [a for _, a in taught], rollout)
         take.counts.update(made.counts)
+        not_followed = Counter(why for call, _ in taught if (why := self._sampled.why_not(call)))
+        take.seen.not_followed += not_followed
         if not made.samples:
-            take.drop(_why_no_rows(made.counts), [rollout])
+            take.drop(_why_no_rows(made.counts, not_followed), [rollout])
             return
         take.samples += made.samples
         take.rollouts.append(rollout)
@@ -267,14 +277,17 @@ class Collector:
                 max_tokens=limit,
                 vocabulary=self._vocabulary,
                 adapter=adapter,
+                sampled=self._sampled.of,
             )
             samples += made.samples
             counts += made.counts
         return RolloutSamples(tuple(samples), counts)
 
 
-def _why_no_rows(counts: Counter[str]) -> str:
+def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
     """Why a rollout with advantages has nothing to train on."""
+    if not_followed:
+        return f"no trainable calls: {not_followed.most_common(1)[0][0]}"
     if counts["rows_too_long"]:
         return "longer than trainer.max_sample_tokens or the model's context"
     if counts["calls_other_tokens"]:

@@ -54,7 +54,7 @@ class OfflineRun:
             try:
                 trained = await self._loop.train_once(fewer=True)
             except JudgeError as error:
-                await self._loop.wait_for_judge(error)
+                await self._loop.wait_for(error)
                 continue
             if trained:
                 await self._show()

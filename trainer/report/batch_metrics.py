@@ -11,8 +11,15 @@ from statistics import fmean, pstdev
 from ..rows.samples import CALL_COUNTS, merge_rate
 from ..types import Sample
 
+# The calls of trained agents are these; merged ones and the reasons of forks are among the first.
+CALLS = (
+    "calls", "calls_untrainable", "calls_not_followed", "calls_not_finite", "calls_other_tokens", "calls_ambiguous",
+    "rows_too_long",
+)  # fmt: skip
 # A step keeps the rewards of so many tasks, the newest.
 TASKS_KEPT = 100
+# A step says so if more than this share of calls is left out for how they were sampled.
+MOST = 0.5
 
 COUNTS = (
     "groups", "groups_equal", "groups_incomplete", "rollouts_dropped", "rollouts_stale", "rollouts_failed",
@@ -22,10 +29,14 @@ COUNTS = (
 
 @dataclass(slots=True)
 class Seen:
-    """The rewards by task (None: without one) of all rollouts looked at since the step before, and counts."""
+    """The rewards by task (None: without one) of all rollouts looked at since the step before, and counts.
+
+    `not_followed` counts the calls that are left out for how they were sampled, by reason.
+    """
 
     rewards: dict[str | None, list[float]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    not_followed: Counter[str] = field(default_factory=Counter)
 
     @property
     def rollouts(self) -> int:
@@ -39,6 +50,7 @@ class Seen:
 
     def add(self, other: Seen) -> None:
         self.counts += other.counts
+        self.not_followed += other.not_followed
         for task_id, rewards in other.rewards.items():
             self.rewards.setdefault(task_id, []).extend(rewards)
 
@@ -54,7 +66,20 @@ class Seen:
             "rollouts": float(self.rollouts),
             "merge_rate": merge_rate(self.counts),
             **{name: float(self.counts[name]) for name in COUNTS},
+            "not_followed_share": self._share,
         }
+
+    @property
+    def _share(self) -> float:
+        """The share of calls that are left out for how they were sampled."""
+        return self.counts["calls_not_followed"] / max(1, sum(self.counts[name] for name in CALLS))
+
+    def left_out(self) -> str | None:
+        """Return why most calls are left out for how they were sampled; None if they are not."""
+        if self._share <= MOST or not self.not_followed:
+            return None
+        why, calls = self.not_followed.most_common(1)[0]
+        return f"{self._share:.0%} of the calls are left out, {calls} of them: {why}"
 
     def tasks(self) -> dict[str, dict[str, float]]:
         """Return the mean, spread and number of the rewards of each task."""

@@ -70,6 +70,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("forks_adjoining", "count", "calls with a new row, because nothing came after the last answer (completions)"),
         ("forks_new", "count", "calls with a new row, because another agent or a new conversation began"),
         ("calls_untrainable", "count", "calls left out: no token ids, log-probabilities or answer, or temperature 0"),
+        ("calls_not_followed", "count", "calls left out: sampled in a way that the trainer cannot compute again"),
+        ("not_followed_share", "share", "`calls_not_followed` among all calls of trained agents"),
         ("calls_not_finite", "count", "calls left out: a recorded log-probability is no number"),
         ("calls_other_tokens", "count", "calls left out: another model sampled tokens that this one does not have"),
         ("calls_ambiguous", "count", "calls left out: several answers (n > 1), so the reward belongs to none"),
@@ -99,6 +101,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     **_group(
         "tokens",
         ("trained_tokens", "tokens", "sampled tokens in the loss"),
+        ("outside_tokens", "tokens", "sampled tokens left out: top_p and the like leave them out by now's weights"),
         ("computed_tokens", "tokens", "tokens in forward passes; a shared prefix counts once"),
         ("padded_tokens", "tokens", "tokens that the same rows would take as padded batches"),
         ("trained_tokens_per_s", "tokens/s", "`trained_tokens` / `step_s`"),

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...proxy.apis.shaping import constraint, is_not_followed
 from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.types import ModelCall
-from ..types import Sample
+from ..types import Sample, Sampling
 from .prefix_tree import Ints, shared_prefix
+from .sampling import sampling_of
 
 # Why a call opened a row though its rollout had one:
 # - drift: the last answer came back tokenised differently.
@@ -29,6 +31,9 @@ from .prefix_tree import Ints, shared_prefix
 # - new: it shares no answer with any row. It is another agent's, or a new conversation.
 FORKS = ("forks_drift", "forks_edited", "forks_repeated", "forks_adjoining", "forks_new")
 
+# Says how a call's answer was sampled; None if that cannot be computed again.
+SamplingOf = Callable[[ModelCall], Sampling | None]
+
 # vLLM writes this for -inf, which JSON does not have.
 NO_PROBABILITY = -9999.0
 
@@ -37,6 +42,7 @@ CALL_COUNTS = (
     "calls_merged",
     *FORKS,
     "calls_untrainable",
+    "calls_not_followed",
     "calls_ambiguous",
     "calls_not_finite",
     "calls_other_tokens",
@@ -49,9 +55,9 @@ class RolloutSamples:
     """The rows of one rollout, and counts of its calls by the names in CALL_COUNTS.
 
     `calls` are in a row, `calls_merged` of them after another call. All others are left out: `calls_untrainable` have
-    no usable token ids; `calls_ambiguous` have several answers, so the reward belongs to no single one;
-    `calls_not_finite` have captured log-probabilities that are not finite; `calls_other_tokens` have tokens beyond the
-    vocabulary; `rows_too_long` are over the limit.
+    no usable token ids; `calls_not_followed` were sampled in a way that cannot be computed again; `calls_ambiguous`
+    have several answers, so the reward belongs to no single one; `calls_not_finite` have log-probabilities that
+    are not finite; `calls_other_tokens` have tokens beyond the vocabulary; `rows_too_long` are over the limit.
     """
 
     samples: tuple[Sample, ...]
@@ -71,17 +77,20 @@ class _Row:
     advantages: list[float] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     call_ids: list[str] = field(default_factory=list)
+    shaped: list[tuple[int, int, Sampling]] = field(default_factory=list)
     ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     first_answer: int = 0
     last_answer: int = 0
 
-    def add(self, call: ModelCall, advantage: float) -> None:
+    def add(self, call: ModelCall, advantage: float, sampling: Sampling) -> None:
         """Append a call whose prompt begins with this row."""
         context = call.prompt_token_ids[len(self.token_ids) :]
         self._extend(context, 0, [0.0] * len(context), 0.0, 1.0)
         self.last_answer = len(self.token_ids)
         self.first_answer = self.first_answer or self.last_answer
-        self._extend(call.response_token_ids, 1, call.logprobs, advantage, call.temperature)
+        self._extend(call.response_token_ids, 1, call.logprobs, advantage, sampling.temperature)
+        if not sampling.is_plain:
+            self.shaped.append((self.last_answer, len(self.token_ids), sampling))
         self.call_ids.append(call.call_id)
         self.ids = np.array(self.token_ids, np.int64)
 
@@ -105,7 +114,13 @@ class _Row:
             temperatures=tuple(self.temperatures),
             call_ids=tuple(self.call_ids),
             adapter=adapter,
+            shaped=tuple(self.shaped),
         )
+
+
+def sampled_as_asked(call: ModelCall) -> Sampling | None:
+    """Return how the request alone says that its answer was sampled; None where vLLM may have made a grammar of it."""
+    return None if constraint(call.request) else sampling_of(call.request)
 
 
 def rollout_samples(
@@ -116,24 +131,27 @@ def rollout_samples(
     max_tokens: int,
     vocabulary: int | None = None,
     adapter: str = DEFAULT_ADAPTER,
+    sampled: SamplingOf = sampled_as_asked,
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 
     A call continues the longest row that its prompt begins with and goes beyond; else it opens a new one. Its answer is
     trained on there only; in the prompts of later calls it is context. `vocabulary` is the number of tokens that the
-    model knows (None: any).
+    model knows (None: any). `sampled` says how a call's answer was sampled.
     """
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
     for call, advantage in zip(calls, advantages, strict=True):
-        if reason := _unusable(call, max_tokens, vocabulary):
+        sampling = sampled(call)
+        if reason := _unusable(call, sampling, max_tokens, vocabulary):
             counts[reason] += 1
             continue
+        assert sampling is not None
         row, outcome = _place(rows, np.array(call.prompt_token_ids, np.int64))
         if row is None:
             row = _Row()
             rows.append(row)
-        row.add(call, advantage)
+        row.add(call, advantage, sampling)
         counts.update(["calls", outcome] if outcome else ["calls"])
     rollout_id = calls[0].rollout_id if calls else ""
     return RolloutSamples(tuple(row.sample(rollout_id, task_id, adapter) for row in rows), counts)
@@ -146,11 +164,17 @@ def merge_rate(counts: Mapping[str, int]) -> float:
     return merged / could if could else 1.0
 
 
-def _unusable(call: ModelCall, max_tokens: int, vocabulary: int | None) -> str | None:
+def _unusable(call: ModelCall, sampling: Sampling | None, max_tokens: int, vocabulary: int | None) -> str | None:
     if len(call.choices) > 1:
         return "calls_ambiguous"
+    if is_not_followed(call.untrainable_reason):
+        return "calls_not_followed"
+    if not (call.trainable and call.prompt_token_ids and call.response_token_ids):
+        return "calls_untrainable"
+    if sampling is None:
+        return "calls_not_followed"
     # Temperature 0 is greedy: there is no sampling distribution to take the gradient of.
-    if not (call.trainable and call.prompt_token_ids and call.response_token_ids and call.temperature > 0):
+    if sampling.temperature <= 0:
         return "calls_untrainable"
     if not all(NO_PROBABILITY < logprob < math.inf for logprob in call.logprobs):
         return "calls_not_finite"

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall | None:
-    """Return the call with tokens to imitate, at temperature 1 and log-probability 0; unchanged if it is of no use.
+    """Return the call with tokens to imitate, at log-probability 0; unchanged if it is of no use.
 
     None if it has to be tokenised, and the chat template does not show its answer after the prompt.
     """
@@ -36,8 +36,7 @@ def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall |
 
 def _with_tokens(call: ModelCall, prompt: Sequence[int], answer: Sequence[int]) -> ModelCall:
     choice = Choice(0, tuple(answer), (0.0,) * len(answer), call.finish_reason)
-    request = call.request | {"temperature": 1.0}
-    return replace(call, prompt_token_ids=tuple(prompt), choices=(choice,), request=request, trainable=True)
+    return replace(call, prompt_token_ids=tuple(prompt), choices=(choice,), trainable=True, untrainable_reason=None)
 
 
 def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:

@@ -22,7 +22,7 @@ from ..credit.agents import RollCall, TrainedAgents
 from ..credit.rewards import weighted_rewards
 from ..report.batch_metrics import Seen
 from ..rows.samples import rollout_samples
-from ..types import Sample
+from ..types import Sample, Sampling
 from .trace_tokens import as_trace
 
 PAGE = 500
@@ -157,7 +157,12 @@ class TraceReader:
         seen.counts["calls_untokenised"] += len(found) - len(traces)
         task = rollout.task_id or rollout.rollout_id
         made = rollout_samples(
-            traces, [0.0] * len(traces), task_id=task, max_tokens=self._max_tokens, vocabulary=self._vocabulary
+            traces,
+            [0.0] * len(traces),
+            task_id=task,
+            max_tokens=self._max_tokens,
+            vocabulary=self._vocabulary,
+            sampled=lambda _: Sampling(),  # however: what is imitated is the text
         )
         seen.counts.update(made.counts)
         return made.samples

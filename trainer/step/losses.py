@@ -151,10 +151,23 @@ def loss_inputs(
     }
 
 
+def leave_out_tokens(inputs: dict[str, Tensor], logprobs: Tensor) -> Tensor:
+    """Take the tokens whose log-probability is -inf out of `inputs`; return the log-probabilities without them.
+
+    The policy that is trained would not sample them: its top_p and the like leave them out under the present weights.
+    """
+    outside = logprobs.detach().isneginf()
+    for name in ("completion_mask", "advantages", "token_weights"):
+        inputs[name] = inputs[name].masked_fill(outside, 0.0)
+    return torch.where(outside, inputs["old_per_token_logps"], logprobs)
+
+
 def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
     """Turn (A, L) log-ratios into ratios: per token, or an answer's geometric mean (GSPO, arXiv 2507.18071)."""
     if level == "sequence":
-        log_ratios = ((log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(log_ratios)
+        log_ratios = ((log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(
+            log_ratios
+        )
     return log_ratios.exp()
 
 

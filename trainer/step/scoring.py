@@ -14,15 +14,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...proxy.errors import ConfigError
 from ..rows.prefix_tree import Ints, PrefixTree, padded_tree
-from ..types import Sample
+from ..types import Sample, Sampling
+from .shaping import Place, Shaper, truncate
 from .tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention
 
 # So many logits are computed at a time (64 MiB in float32). Larger pieces miss a CPU's caches and are slower.
 _LOGITS_PER_CHUNK = 2**24
+# In place of a log-probability of -inf in an entropy, where it is multiplied by 0.
+_LEAST = -1e4
 
 
 class Scores(NamedTuple):
-    """Scores of tokens, (B, T), with zeros where a token is not scored. `entropies` have a gradient if asked for."""
+    """Scores of tokens, (B, T), with zeros where a token is not scored. `entropies` have a gradient if asked for.
+
+    A log-probability is -inf where the way of sampling leaves the token out under these weights.
+    """
 
     logprobs: Tensor
     entropies: Tensor
@@ -30,17 +36,26 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The M tokens to score: `tokens` at `rows` and `columns` of (B, T), with logits divided by `temperatures`."""
+    """The M tokens to score: `tokens` at `rows` and `columns` of (B, T), with logits divided by `temperatures`.
+
+    `ways` tells apart how and from which place on their answers were sampled; 0 where there is only a temperature.
+    """
 
     rows: Ints
     columns: Ints
     tokens: Ints
     temperatures: NDArray[np.float32]
+    ways: Ints
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Targets:
         """Return the trained tokens of `samples`."""
         columns = [np.flatnonzero(np.asarray(s.mask)) for s in samples]
+        known: dict[tuple[int, Sampling], int] = {}
+        ways = [np.zeros(len(s.mask), np.int64) for s in samples]
+        for sample, way in zip(samples, ways, strict=True):
+            for start, end, sampling in sample.shaped:
+                way[start:end] = known.setdefault((start, sampling), len(known) + 1)
         return cls(
             rows=np.repeat(np.arange(len(samples)), [len(c) for c in columns]),
             columns=np.concatenate(columns),
@@ -48,21 +63,27 @@ class Targets:
             temperatures=np.concatenate(
                 [np.asarray(s.temperatures, np.float32)[c] for s, c in zip(samples, columns, strict=True)]
             ),
+            ways=np.concatenate([way[c] for way, c in zip(ways, columns, strict=True)]),
         )
 
 
 def score(
-    model: PreTrainedModel, tree: PrefixTree, samples: Sequence[Sample], *, entropy_gradient: bool = False
+    model: PreTrainedModel,
+    tree: PrefixTree,
+    samples: Sequence[Sample],
+    shaper: Shaper | None = None,
+    *,
+    entropy_gradient: bool = False,
 ) -> Scores:
     """Score the trained tokens of `samples` with one forward pass over `tree`, which has all but their last tokens.
 
-    `model` is the bare causal LM with its LoRA layers.
+    `model` is the bare causal LM with its LoRA layers. Without `shaper` there is nothing but temperatures.
     """
     hidden = _hidden_states(model, tree)
     targets = Targets.of(samples)
     nodes = np.array([tree.paths[r][c - 1] for r, c in zip(targets.rows, targets.columns, strict=True)])
-    # Siblings that sampled the same token in the same place at the same temperature share one score.
-    keys = np.stack([nodes, targets.tokens, targets.temperatures.view(np.int32)], axis=1)
+    # Siblings that sampled the same token in the same place in the same way share one score.
+    keys = np.stack([nodes, targets.tokens, targets.temperatures.view(np.int32), targets.ways], axis=1)
     _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     chosen, tokens, temperatures, back, rows, columns = (
         torch.from_numpy(x).to(hidden.device)
@@ -71,7 +92,10 @@ def score(
             targets.columns,
         )
     )  # fmt: skip
-    logprobs, entropies = _TokenScores.apply(hidden[chosen], model, tokens, temperatures, entropy_gradient)
+    shaped = None
+    if shaper is not None and targets.ways.any():
+        shaped = _Shape(shaper, shaper.places(samples, targets.rows[first], targets.columns[first]))
+    logprobs, entropies = _TokenScores.apply(hidden[chosen], model, tokens, temperatures, shaped, entropy_gradient)
     shape = (len(samples), max(len(s.token_ids) for s in samples))
     return Scores(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
 
@@ -112,6 +136,13 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
     return states[0, :n]
 
 
+class _Shape(NamedTuple):
+    """How each of K tokens was sampled, and what computes it."""
+
+    shaper: Shaper
+    places: Sequence[Place | None]
+
+
 class _TokenScores(torch.autograd.Function):
     """(K, H) hidden states, (K,) next tokens and temperatures -> (K,) log-probabilities and entropies, in float32.
 
@@ -122,13 +153,24 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, model: PreTrainedModel, labels: Tensor, temperatures: Tensor, entropy_gradient: bool
+        ctx: Any,
+        hidden: Tensor,
+        model: PreTrainedModel,
+        labels: Tensor,
+        temperatures: Tensor,
+        shape: _Shape | None,
+        entropy_gradient: bool,
     ) -> Any:
         chunk = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
         wanted = (1 + entropy_gradient) if ctx.needs_input_grad[0] else 0
         parts = [
-            _score_chunk(model, *rows, directions=wanted)
-            for rows in zip(*(x.split(chunk) for x in (hidden, labels, temperatures)), strict=True)
+            _score_chunk(
+                model,
+                *(x[start : start + chunk] for x in (hidden, labels, temperatures)),
+                shape=shape and _Shape(shape.shaper, shape.places[start : start + chunk]),
+                directions=wanted,
+            )
+            for start in range(0, len(labels), chunk)
         ]
         logprobs, entropies, *directions = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(*directions)
@@ -143,21 +185,35 @@ class _TokenScores(torch.autograd.Function):
             for gradient, direction in zip(gradients, ctx.saved_tensors, strict=False)  # not of the entropies
         )
         assert isinstance(hidden, Tensor)
-        return hidden.to(ctx.saved_tensors[0].dtype), None, None, None, None
+        return hidden.to(ctx.saved_tensors[0].dtype), None, None, None, None, None
 
 
 def _score_chunk(
-    model: PreTrainedModel, hidden: Tensor, labels: Tensor, temperatures: Tensor, *, directions: int
+    model: PreTrainedModel,
+    hidden: Tensor,
+    labels: Tensor,
+    temperatures: Tensor,
+    *,
+    shape: _Shape | None,
+    directions: int,
 ) -> tuple[Tensor, ...]:
     """Log-probabilities, entropies, and `directions` of: d logprob / d hidden, d entropy / d hidden."""
     rows = torch.arange(len(labels), device=labels.device)
     with torch.set_grad_enabled(directions > 0):
         hidden = hidden.detach().requires_grad_(directions > 0)
         logits = _logits(model, hidden)
+        if shape is not None:
+            logits = shape.shaper.before_temperature(logits.float(), shape.places)
     logp = logits.detach().float() / temperatures[:, None]
     logp -= logp.logsumexp(-1, keepdim=True)
+    if shape is not None:
+        logp = truncate(logp, shape.places)
     chosen = logp[rows, labels]
     probs = logp.exp()
+    if shape is not None:
+        lost = torch.tensor([place is not None and place.is_lost for place in shape.places], device=chosen.device)
+        chosen = chosen.masked_fill(lost, -torch.inf)
+        logp = logp.clamp(min=_LEAST)
     entropies = -torch.linalg.vecdot(probs, logp)
     # Of logits over temperature: the one is 1 for the chosen token minus probs, the other -probs * (logp + entropy).
     slopes = [probs * (logp + entropies[:, None])] if directions > 1 else []

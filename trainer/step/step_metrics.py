@@ -20,8 +20,8 @@ _MAX_LOG_RATIO = 20.0
 
 # The numbers that are sums over micro-batches, and so over processes.
 SUMS = (
-    "loss", "entropy_sum", "kl_sum", "kl_base_sum", "ratio_sum", "clipped", "trained_tokens", "computed_tokens",
-    "padded_tokens", "micro_batches",
+    "loss", "entropy_sum", "kl_sum", "kl_base_sum", "ratio_sum", "clipped", "trained_tokens", "outside_tokens",
+    "computed_tokens", "padded_tokens", "micro_batches",
 )  # fmt: skip
 
 
@@ -48,6 +48,7 @@ class StepMetrics:
     ratio_max: float = 0.0
     clipped: float = 0.0
     trained_tokens: int = 0
+    outside_tokens: int = 0
     computed_tokens: int = 0
     padded_tokens: int = 0
     micro_batches: int = 0
@@ -85,10 +86,11 @@ class StepMetrics:
             weight = ratio.clamp(max=self.config.importance_cap)  # of a token under the policy, not the behaviour's
             self.kl_base_sum += float((weight * k3((reference - logprobs)[mask])).sum())
         self.ratio_sum += float(ratio.sum())
-        self.ratio_max = max(self.ratio_max, float(ratio.max()))
+        self.ratio_max = max(self.ratio_max, float(ratio.max())) if len(ratio) else self.ratio_max
         advantages = inputs["advantages"][mask]
         self.clipped += float(((compared < low) & (advantages < 0) | (compared > high) & (advantages > 0)).sum())
         self.trained_tokens += len(ratio)
+        self.outside_tokens += sum(sample.trained_tokens for sample in micro_batch.samples) - len(ratio)
         self.computed_tokens += len(micro_batch.tree)
         self.padded_tokens += micro_batch.padded_tokens
         self.micro_batches += 1
@@ -126,6 +128,7 @@ class StepMetrics:
             "ratio_max": self.ratio_max,
             "clip_share": self.clipped / n,
             "trained_tokens": float(self.trained_tokens),
+            "outside_tokens": float(self.outside_tokens),
             "computed_tokens": float(self.computed_tokens),
             "padded_tokens": float(self.padded_tokens),
             "micro_batches": float(self.micro_batches),

@@ -27,9 +27,10 @@ from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
 from .adapters import Adapters, Weights
 from .entropy import EntropyBonus, entropy_term, tokens_by_adapter
-from .losses import Answers, kl_penalty, loss_inputs, token_weights
+from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, token_weights
 from .processes import Processes, on_every_process, on_every_shard
 from .scoring import Scores, attention_cost, check_tree_support, score
+from .shaping import Shaper
 from .skipped import fault_of_loss, some_rollouts
 from .step_metrics import StepMetrics
 from .trl_config import ENDLESS, grpo_config, lora_config
@@ -84,6 +85,7 @@ class LightningTrainer(GRPOTrainer):
         self.skipped_because: str | None = None
         self._scores: Scores | None = None
         self._entropy = EntropyBonus(config.entropy)
+        self._shaper = Shaper(self.processing_class, self.policy_model)
         check_tree_support(self.policy_model.config, config.max_sample_tokens)
         self._cost = TreeCost(
             attention_cost(self.policy_model.config, self.policy_model.num_parameters(exclude_embeddings=True)),
@@ -178,7 +180,10 @@ class LightningTrainer(GRPOTrainer):
         inputs = loss_inputs(samples, answers, weights, config)
         # Before the policy's own pass: gradient checkpointing computes layers again, and the adapter must be on then.
         reference = answers.take(self._reference(micro_batch)) if config.kl_coef or config.kl_metric else None
-        self._scores = Scores(*map(answers.take, self._score(micro_batch)))
+        scores = Scores(*map(answers.take, self._score(micro_batch)))
+        self._scores = scores._replace(logprobs=leave_out_tokens(inputs, scores.logprobs))
+        if reference is not None:
+            reference = torch.where(reference.isneginf(), self._scores.logprobs.detach(), reference)
         loss: Tensor = self._compute_loss(self.model, inputs)
         if config.kl_coef and reference is not None:
             penalty = kl_penalty(self._scores.logprobs, reference, inputs, config.importance_cap)
@@ -248,8 +253,8 @@ class LightningTrainer(GRPOTrainer):
     def _score(self, micro_batch: MicroBatch) -> Scores:
         self.adapters.activate(micro_batch.adapter)
         with self.accelerator.autocast():
-            bonus = self._entropy.weight > 0
-            return score(self.policy_model, micro_batch.tree, micro_batch.samples, entropy_gradient=bonus)
+            bonus, tree, samples = self._entropy.weight > 0, micro_batch.tree, micro_batch.samples
+            return score(self.policy_model, tree, samples, self._shaper, entropy_gradient=bonus)
 
     @torch.no_grad()
     def _reference(self, micro_batch: MicroBatch) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from lightning_proxy.proxy.apis.shaping import NOT_FOLLOWED
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.control.transitions import message_of
@@ -102,6 +103,23 @@ def advantages(batch: Batch | None) -> dict[str, float]:
     """By call id. Calls here have prompts that nothing continues, so each is a row of its own."""
     assert batch is not None
     return {sample.call_ids[0]: sample.advantages[-1] for sample in batch.samples}
+
+
+async def test_calls_left_out_for_how_they_were_sampled_are_a_share_and_most_of_them_a_line(traffic: Traffic) -> None:
+    why = NOT_FOLLOWED + "a thinking budget forces the end of thinking; leave it out of the request"
+    for i, reward in enumerate((1.0, 0.0)):
+        await traffic.rollout(f"left out {i}", "t", reward, (0.0,) * 2, untrainable_reason=why)
+        await traffic.rollout(f"plain {i}", "u", reward)
+    batch = await traffic.batch(tasks_per_step=2)
+    assert batch is not None
+    assert (batch.metrics["calls_not_followed"], batch.metrics["not_followed_share"]) == (4, pytest.approx(2 / 3))
+    assert batch.left_out == f"67% of the calls are left out, 4 of them: {why}"
+    assert await traffic.dropped("left out 0", "plain 0") == [f"no trainable calls: {why}", None]
+    for i, reward in enumerate((1.0, 0.0)):
+        await traffic.rollout(f"later {i}", "v", reward)
+    later = await traffic.batch()
+    assert later is not None
+    assert (later.metrics["not_followed_share"], later.left_out) == (0, None)
 
 
 async def test_rollouts_of_other_models_are_dropped_and_count_in_no_reward(traffic: Traffic) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_proxy.proxy.types import Choice, ModelCall
 from lightning_proxy.trainer.rows.samples import RolloutSamples, merge_rate, rollout_samples
+from lightning_proxy.trainer.types import Sampling
 
 
 def call(
@@ -40,6 +41,55 @@ def test_a_single_call_is_one_row() -> None:
     assert sample.advantages == (0.0, 0.0, 1.0, 1.0)
     assert sample.temperatures == (1.0, 1.0, 0.5, 0.5)
     assert (sample.rollout_id, sample.task_id, sample.call_ids) == ("r", "t", ("c",))
+
+
+def test_a_row_says_how_its_answers_were_sampled_where_that_is_more_than_a_temperature() -> None:
+    first, second = call([1], [2], temperature=0.7), call([1, 2, 7], [9, 8], temperature=0.7, top_p=0.9, top_k=5)
+    (sample,) = rows(first, second).samples
+    assert sample.shaped == ((3, 5, Sampling(0.7, top_p=0.9, top_k=5)),)
+    assert sample.temperatures == (1.0, 0.7, 1.0, 0.7, 0.7)
+
+
+def test_temperatures_near_0_are_those_that_vllm_samples_at() -> None:
+    (sample,) = rows(call([1], [2], temperature=0.001)).samples
+    assert sample.temperatures == (1.0, 0.01)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["a"]}},
+        {"guided_json": {}},
+        {"text": {"format": {"type": "json_schema"}}},
+        {"output_format": {"type": "json_schema"}},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        {"tools": [{"type": "function", "name": "f", "strict": True}], "tool_choice": "auto"},
+        {"tools": [{"name": "f"}], "tool_choice": {"type": "any"}},
+        {"tools": [{"name": "f"}], "tool_choice": "required"},
+        {"tools": [{"name": "f"}], "parallel_tool_calls": False},
+        {"logit_bias": {"x": 1}},
+        {"top_p": "high"},
+    ],
+)
+def test_what_a_request_alone_does_not_tell_is_left_out(request_: dict[str, Any]) -> None:
+    made = rows(call([1], [2], **request_))
+    assert made.samples == () and made.counts["calls_not_followed"] == 1
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"response_format": {"type": "text"}},
+        {"text": {"format": {"type": "text"}}},
+        {"tools": [{"name": "f"}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "tool_choice": "none"},
+        {"top_p": None, "logit_bias": None, "top_k": -1},
+    ],
+)
+def test_requests_without_constraints_are_plain(request_: dict[str, Any]) -> None:
+    (sample,) = rows(call([1], [2], **request_)).samples
+    assert sample.shaped == ()
 
 
 def test_a_call_that_continues_the_tokens_joins_the_row_with_its_own_advantage() -> None:

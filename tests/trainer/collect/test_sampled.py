@@ -1,0 +1,120 @@
+"""How calls were sampled, as a vLLM over HTTP says it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from traffic.server import serving
+
+from lightning_proxy.proxy.errors import UpstreamUnreachable
+from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
+from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.trainer.collect.sampled import Sampled
+from lightning_proxy.trainer.types import Sampling
+from support.calls import call
+
+CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
+STRICT = {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]}
+
+
+class RenderingServer:
+    """Says how it samples: as it is asked, and else by its own defaults."""
+
+    def __init__(self, defaults: dict[str, Any], **more: Any) -> None:
+        self.defaults, self.more, self.asked = defaults, more, 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "base", "parent": None}]})
+        body = await request.json()
+        self.asked += 1
+        if body.get("tools") == [{}]:
+            return web.json_response({"error": "no"}, status=400)
+        shown = {"structured_outputs"} & body.keys() | {"temperature", "top_p", "tools"} & body.keys()
+        parameters = self.defaults | {name: body[name] for name in shown if name != "tools"}
+        answer = {"token_ids": [1], "sampling_params": parameters, **self.more}
+        return web.json_response([answer] if "prompt" in body else answer)
+
+
+@asynccontextmanager
+async def asked_of(server: RenderingServer | None) -> AsyncIterator[Sampled]:
+    application = web.Application()
+    if server is not None:
+        application.router.add_route("*", "/{path:.*}", server.handle)
+    async with serving(application) as url, operator_session() as session:
+        yield Sampled(VllmServer(session, f"{url}/v1", {}))
+
+
+def asking(endpoint: str = "chat/completions", **request: Any) -> ModelCall:
+    return call("c", request=request, endpoint=endpoint)
+
+
+async def test_the_servers_own_defaults_count_where_the_request_is_silent() -> None:
+    server = RenderingServer({"temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05})
+    async with asked_of(server) as sampled:
+        silent, loud = asking(), asking(temperature=0.9, top_p=1.0)
+        await sampled.look([silent, loud])
+        assert sampled.of(silent) == Sampling(0.6, top_p=0.8, top_k=20, repetition_penalty=1.05)
+        assert sampled.of(loud) == Sampling(0.9, top_k=20, repetition_penalty=1.05)
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions", "responses", "messages"])
+async def test_it_is_asked_once_for_each_set_of_parameters(endpoint: str) -> None:
+    server = RenderingServer({})
+    async with asked_of(server) as sampled:
+        calls = [asking(endpoint, seed=i, messages=[{"role": "user", "content": str(i)}]) for i in range(5)]
+        await sampled.look([*calls, asking(endpoint, top_p=0.5)])
+        assert server.asked == 2
+        assert sampled.of(calls[4]) == Sampling()
+
+
+async def test_a_grammar_is_vllms_own_and_is_not_guessed_without_it() -> None:
+    async with asked_of(RenderingServer({})) as sampled:
+        await sampled.look([asking(**CHOICE)])
+        found = sampled.of(asking(**CHOICE))
+        assert found is not None and found.grammar == '{"choice": ["yes", "no"]}'
+    async with asked_of(None) as sampled:
+        await sampled.look([asking(**CHOICE)])
+        assert sampled.of(asking(**CHOICE)) is None
+        assert "structured_outputs" in (sampled.why_not(asking(**CHOICE)) or "")
+        assert sampled.of(asking(top_p=0.5)) == Sampling(top_p=0.5)
+
+
+async def test_strict_tools_are_plain_where_vllm_constrains_nothing() -> None:
+    async with asked_of(RenderingServer({})) as sampled:
+        await sampled.look([asking(**STRICT)])
+        assert sampled.of(asking(**STRICT)) == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "more", "because"),
+    [
+        ({"choice": ["a"]}, {"reasoning_ended": False}, "reasoning"),
+        ({"json": {"type": "number", "multipleOf": 2}}, {}, "multipleOf"),
+        ({"json": '{"allOf": [{}, {}]}'}, {}, "allOf"),
+        ({"json": {"type": "string", "format": "iban"}}, {}, "format"),
+        ({"grammar": "start: /a/"}, {}, "Lark"),
+        ({"json": {}, "disable_any_whitespace": True}, {}, "blanks"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_replayed_says_why(
+    outputs: dict[str, Any], more: dict[str, Any], because: str
+) -> None:
+    async with asked_of(RenderingServer({}, **more)) as sampled:
+        constrained = asking(structured_outputs=outputs)
+        await sampled.look([constrained])
+        assert sampled.of(constrained) is None
+        assert because in (sampled.why_not(constrained) or "")
+
+
+async def test_a_grammar_waits_for_a_vllm_that_is_away_and_other_calls_do_not() -> None:
+    async with operator_session() as session:
+        sampled = Sampled(VllmServer(session, "http://127.0.0.1:9/v1", {}))
+        await sampled.look([asking(top_p=0.5)])
+        assert sampled.of(asking(top_p=0.5)) == Sampling(top_p=0.5)
+        with pytest.raises(UpstreamUnreachable):
+            await sampled.look([asking(**CHOICE)])

@@ -1,0 +1,200 @@
+"""Logits are shaped as vLLM's own sampler shapes them, and what a grammar allows is replayed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.trainer.types import Batch, Sample, Sampling
+from support.small_model import VOCABULARY, save_small_model
+
+torch = pytest.importorskip("torch")
+
+from tokenizers import pre_tokenizers  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from lightning_proxy.trainer.rows.microbatches import micro_batches  # noqa: E402
+from lightning_proxy.trainer.step.grammars import Grammars  # noqa: E402
+from lightning_proxy.trainer.step.shaping import Place, Shaper, truncate  # noqa: E402
+from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
+
+PROMPT, ANSWER = (3, 4, 4, 5), (6, 7, 6, 8)
+END = 1
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"top_p": 0.6},
+    {"top_p": 0.05},
+    {"top_k": 3},
+    {"min_p": 0.3},
+    {"temperature": 0.7, "top_p": 0.8, "top_k": 9, "min_p": 0.02},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.8, "temperature": 1.4},
+    {"frequency_penalty": 0.7, "presence_penalty": -0.4},
+    {"bias": ((5, 4.0), (9, -2.5))},
+    {"allowed": (2, 6, 9, 11)},
+    {"min_tokens": 9},
+    {"min_tokens": 3},
+    {"bad_words": ("w9", "w8 w2", "w8 w3")},
+    {"bias": ((9, 3.0),), "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_p": 0.7, "temperature": 0.6},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def shaper(model: Path) -> Shaper:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Shaper(tokenizer, AutoModelForCausalLM.from_pretrained(model))
+
+
+def ours(shaper: Shaper, logits: Any, sampling: Sampling) -> Any:
+    places = [Place(sampling, np.array(PROMPT), np.array(ANSWER)) for _ in logits]
+    shaped = shaper.before_temperature(logits, places) / sampling.temperature
+    return truncate(shaped.log_softmax(-1), places)
+
+
+def of_vllm(logits: Any, sampling: Sampling, bad_words: list[list[int]]) -> Any:
+    """The processed log-probabilities of vLLM's sampler."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
+    rows, s = len(logits), sampling
+    forbidden = torch.ones(rows, VOCABULARY, dtype=torch.bool)
+    forbidden[:, list(s.allowed or range(VOCABULARY))] = False
+    column = torch.ones(rows)
+    metadata = SamplingMetadata(
+        temperature=column * s.temperature, all_greedy=False, all_random=True,
+        top_p=column * s.top_p if s.top_p < 1 else None,
+        top_k=torch.full((rows,), s.top_k) if s.top_k else None,
+        generators={}, max_num_logprobs=VOCABULARY, no_penalties=False,
+        prompt_token_ids=torch.tensor([PROMPT] * rows),
+        frequency_penalties=column * s.frequency_penalty, presence_penalties=column * s.presence_penalty,
+        repetition_penalties=column * s.repetition_penalty, output_token_ids=[list(ANSWER)] * rows,
+        allowed_token_ids_mask=forbidden if s.allowed else None,
+        bad_words_token_ids=dict.fromkeys(range(rows), bad_words) if bad_words else {},
+        logitsprocs=LogitsProcessors(_processors(rows, s)),
+    )  # fmt: skip
+    _, logprobs = Sampler("processed_logprobs").sample(
+        Sampler("processed_logprobs").apply_logits_processors(logits.clone(), metadata, False), metadata
+    )
+    return logprobs
+
+
+def _processors(rows: int, s: Sampling) -> list[Any]:
+    """vLLM's processors for a batch of equal requests."""
+    from types import SimpleNamespace
+
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor.builtin import (
+        LogitBiasLogitsProcessor,
+        MinPLogitsProcessor,
+        MinTokensLogitsProcessor,
+    )
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate
+
+    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=rows))
+    params = SamplingParams(min_p=s.min_p, logit_bias=dict(s.bias) or None, min_tokens=s.min_tokens, max_tokens=99)
+    params.update_from_generation_config({}, END)
+    made: list[Any] = [
+        kind(config, torch.device("cpu"), False)
+        for kind in (MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor)
+    ]
+    added = [(row, params, list(PROMPT), list(ANSWER)) for row in range(rows)]
+    for processor in made:
+        processor.update_state(BatchUpdate(batch_size=rows, removed=[], added=added, moved=[]))
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_to_sample_is_that_of_vllms_sampler(shaper: Shaper, way: dict[str, Any]) -> None:
+    pytest.importorskip("vllm")
+    torch.manual_seed(1)
+    logits = torch.randn(40, VOCABULARY) * 3
+    sampling = Sampling(**way)
+    words = [[9], [8, 2], [8, 3]] if sampling.bad_words else []
+    assert torch.allclose(ours(shaper, logits, sampling), of_vllm(logits, sampling, words), atol=2e-5)
+
+
+def test_top_p_over_a_large_vocabulary_looks_beyond_the_likeliest_where_it_must() -> None:
+    flat = torch.zeros(2, 5000)
+    flat[1, 0] = 20.0
+    place = Place(Sampling(top_p=0.9), np.array([1]), np.array([]))
+    left = truncate(flat.log_softmax(-1), [place, place]).isfinite().sum(-1).tolist()
+    assert left[1] == 1
+    assert left[0] == pytest.approx(5000, abs=500)  # all are as likely: none can be told from another
+
+
+def test_a_grammar_allows_at_each_token_what_fits_and_ends_where_the_answer_leaves_it(model: Path) -> None:
+    pytest.importorskip("xgrammar")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    grammars = Grammars(tokenizer, VOCABULARY, [END])
+    choice = json.dumps({"choice": ["w3w4", "w3w5"]})
+
+    def allowed(answer: list[int]) -> list[list[int]]:
+        bits = grammars.masks(choice, (), answer).allowed
+        return [[t for t in range(VOCABULARY) if int(row[t // 32]) >> (t % 32) & 1] for row in bits]
+
+    assert allowed([3, 5, END]) == [[3], [4, 5], [END]]
+    assert allowed([3, 9, 4]) == [[3], [4, 5]]
+    assert len(grammars.masks(json.dumps({"regex": "("}), (), [3]).allowed) == 0
+
+
+def trained(model: Path, where: Path, samples: list[Sample], **settings: Any) -> dict[str, float]:
+    config = TrainerConfig.model_validate({"report_to": [], "dtype": "float32", "learning_rate": 1e-2, **settings})
+    learner = LightningTrainer(config, PolicyConfig(model=str(model), directory=where))
+    return learner.step(Batch(1, tuple(samples), ("r", "s")))
+
+
+def row(name: str, answer: tuple[int, ...], sampling: Sampling, logprobs: tuple[float, ...] | None = None) -> Sample:
+    n, m = len(PROMPT), len(answer)
+    return Sample(
+        name, "t", (*PROMPT, *answer), (0,) * n + (1,) * m, (0.0,) * n + (logprobs or (-1.0,) * m),
+        (0.0,) * n + ((1.0 if name == "r" else -1.0),) * m, (1.0,) * (n + m), shaped=((n, n + m, sampling),),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "grpo", "sapo", "vespo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_token_that_the_present_weights_would_not_sample_is_left_out_of_the_loss(
+    model: Path, tmp_path: Path, loss_type: str, level: str
+) -> None:
+    if level == "sequence" and loss_type in ("cispo", "vespo"):
+        pytest.skip("not offered together")
+    only_two = Sampling(allowed=(6, 7))
+    samples = [row("r", (6, 9, 7), only_two), row("s", (9, 9), only_two)]
+    metrics = trained(model, tmp_path, samples, loss_type=loss_type, importance_level=level, kl_coef=0.1)
+    assert (metrics["trained_tokens"], metrics["outside_tokens"], metrics["skipped"]) == (2, 3, 0)
+    assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
+
+
+def test_the_gradient_of_a_shaped_log_probability_is_its_own(model: Path, tmp_path: Path) -> None:
+    """As autograd finds it through the sampler's own operations, penalties on both sides of 0 included."""
+    config = TrainerConfig.model_validate({"report_to": [], "dtype": "float32"})
+    learner = LightningTrainer(config, PolicyConfig(model=str(model), directory=tmp_path))
+    sampling = Sampling(repetition_penalty=1.5, frequency_penalty=0.2, bias=((7, 1.0),), top_k=23)
+    sample = row("r", (6, 7, 6), sampling)
+    adapters = [p for p in learner.peft_model.parameters() if p.requires_grad]
+    for parameter in adapters:
+        torch.nn.init.normal_(parameter, std=0.1)
+    (batch,) = micro_batches([sample], learner._cost)
+    mine = torch.autograd.grad(learner._score(batch).logprobs.sum(), adapters)
+    logits = learner.policy_model(input_ids=torch.tensor([sample.token_ids])).logits[0]
+    total = torch.zeros(())
+    for i in range(len(PROMPT), len(sample.token_ids)):
+        place = Place(sampling, np.array(PROMPT), np.array(sample.token_ids[len(PROMPT) : i]))
+        shaped = learner._shaper.before_temperature(logits[i - 1 : i], [place])
+        total = total + truncate(shaped.log_softmax(-1), [place])[0, sample.token_ids[i]]
+    for got, expected in zip(mine, torch.autograd.grad(total, adapters), strict=True):
+        assert torch.allclose(got, expected, atol=1e-5)

@@ -1,0 +1,125 @@
+"""Finds how the policy's vLLM samples with a call's parameters: vLLM is asked, once for each set of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+from ...proxy.apis.shaping import constraint, is_not_followed
+from ...proxy.errors import UpstreamTimeout, UpstreamUnreachable
+from ...proxy.json_text import dumps
+from ...proxy.policy.vllm import VllmError
+from ...proxy.types import ModelCall
+from ..rows.grammars import cannot_be_replayed
+from ..rows.sampling import sampling_of
+from ..types import Sampling
+
+log = logging.getLogger(__name__)
+Json = dict[str, Any]
+
+# What decides how an answer is sampled, in all of the recorded APIs.
+_ASKED = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids", "structured_outputs",
+    "response_format", "text", "output_format", "tools", "tool_choice", "parallel_tool_calls", "chat_template",
+    "chat_template_kwargs", "reasoning_effort", "reasoning", "include_reasoning",
+)  # fmt: skip
+_SAID: Json = {"messages": [{"role": "user", "content": "0"}]}
+_PROMPTS: dict[str, Json] = {"completions": {"prompt": "0"}, "responses": {"input": "0"}}
+_NO_ROUTE = (
+    "vLLM does not say how it samples (%s): calls with a grammar are left out, and others taken as their requests say; "
+    "start it with `lightning-proxy vllm`, or add --enable-scale-out"
+)
+
+
+class Vllm(Protocol):
+    """The policy's vLLM."""
+
+    async def base_model(self) -> str: ...
+
+    async def rendered(self, endpoint: str, body: Json) -> Json: ...
+
+
+class Known(NamedTuple):
+    """How an answer was sampled, or why that cannot be computed again."""
+
+    sampling: Sampling | None
+    why: str | None = None
+
+
+class Sampled:
+    """Says how calls were sampled. Without `vllm` their requests alone do, and grammars are not known."""
+
+    def __init__(self, vllm: Vllm | None = None) -> None:
+        self._vllm = vllm
+        self._known: dict[str, Known] = {}
+        self._warned = False
+
+    async def look(self, calls: Iterable[ModelCall]) -> None:
+        """Ask for what is not known of trainable calls. Raise UpstreamUnreachable if a grammar's vLLM is away."""
+        for call in calls:
+            if call.trainable and (key := _key(call)) not in self._known:
+                known = await self._ask(call)
+                if known is not None:
+                    self._known[key] = known
+
+    def of(self, call: ModelCall) -> Sampling | None:
+        """Return how the call's answer was sampled, or None if that cannot be computed again."""
+        return self._of(call).sampling
+
+    def why_not(self, call: ModelCall) -> str | None:
+        """Return why the call is left out for how it was sampled; None if it is not, or for something else."""
+        if not call.trainable:
+            return call.untrainable_reason if is_not_followed(call.untrainable_reason) else None
+        known = self._of(call)
+        return known.why or "its sampling parameters are not understood" if known.sampling is None else None
+
+    def _of(self, call: ModelCall) -> Known:
+        return self._known.get(_key(call)) or _as_asked(call)
+
+    async def _ask(self, call: ModelCall) -> Known | None:
+        """What vLLM says, or the request if it has no such route; None while it is away, which a grammar waits for."""
+        if self._vllm is None:
+            return _as_asked(call)
+        try:
+            model = await self._vllm.base_model()
+            prompt = _PROMPTS.get(call.endpoint, _SAID)
+            rendered = await self._vllm.rendered(call.endpoint, {"model": model, **prompt, **_asked(call)})
+        except VllmError as error:
+            if not self._warned:
+                log.warning(_NO_ROUTE, error.message)
+            self._warned = True
+            return _as_asked(call)
+        except (UpstreamUnreachable, UpstreamTimeout):
+            if constraint(call.request):
+                raise
+            return None
+        return _as_rendered(rendered, call)
+
+
+def _as_rendered(rendered: Json, call: ModelCall) -> Known:
+    parameters = rendered["sampling_params"]
+    outputs = parameters.get("structured_outputs")
+    if outputs is not None:
+        name = constraint(call.request) or "the server's defaults"
+        if rendered.get("reasoning_ended") is False:
+            return Known(None, f"{name}: a grammar begins after the model's reasoning, and cannot be replayed")
+        if why := cannot_be_replayed(outputs):
+            return Known(None, f"{name}: its grammar cannot be replayed, for {why}")
+    sampling = sampling_of(parameters)
+    return Known(sampling)
+
+
+def _as_asked(call: ModelCall) -> Known:
+    if name := constraint(call.request):
+        return Known(None, f"{name}: only vLLM knows its grammar, and no vLLM with --enable-scale-out was asked")
+    return Known(sampling_of(call.request))
+
+
+def _asked(call: ModelCall) -> Json:
+    return {name: call.request[name] for name in _ASKED if call.request.get(name) is not None}
+
+
+def _key(call: ModelCall) -> str:
+    return f"{call.endpoint} {dumps(_asked(call))}"

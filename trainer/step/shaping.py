@@ -1,0 +1,192 @@
+"""Shapes logits as vLLM's sampler shaped them before it sampled: penalties, biases, grammars, truncation.
+
+The trained policy is then the distribution that was really sampled, under the weights of now. All of it is a function
+of the tokens before and of the logits; the order is that of vLLM 0.32 (`vllm/v1/sample/sampler.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..rows.prefix_tree import Ints
+from ..types import Sample, Sampling
+from .grammars import Grammars, Masks
+
+# The likeliest tokens are looked at first: sorting a whole vocabulary takes ten times as long.
+_LIKELIEST = 1024
+
+
+class Place(NamedTuple):
+    """Where a token was sampled: how, after which prompt and answer so far, and what a grammar allowed there.
+
+    `allowed` is (V/32,) bits. `is_lost`: the grammar's replay came to its end before, so nothing is known.
+    """
+
+    sampling: Sampling
+    prompt: Ints
+    answer: Ints
+    allowed: Tensor | None = None
+    is_lost: bool = False
+
+
+class Shaper:
+    """Shapes the logits of one model, whose tokenizer knows the tokens of words, and those that end an answer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        self._tokenizer = tokenizer
+        self._words: dict[tuple[str, ...], list[list[int]]] = {}
+        self._ends = _ends(tokenizer, model)
+        self.grammars = Grammars(tokenizer, model.config.get_text_config().vocab_size, self._ends)
+
+    def places(self, samples: Sequence[Sample], rows: Ints, columns: Ints) -> list[Place | None]:
+        """Return where the tokens at `rows` and `columns` were sampled; None for those that only have a temperature."""
+        masks: dict[tuple[int, int], Masks] = {}
+        found: list[Place | None] = []
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+            span = next((s for s in samples[row].shaped if s[0] <= column < s[1]), None)
+            if span is None:
+                found.append(None)
+                continue
+            start, end, sampling = span
+            tokens = np.asarray(samples[row].token_ids[:end])
+            place = Place(sampling, tokens[:start], tokens[start:column])
+            if sampling.grammar is not None:
+                if (row, start) not in masks:
+                    answer = tokens[start:].tolist()
+                    masks[row, start] = self.grammars.masks(sampling.grammar, sampling.stop_tokens, answer)
+                allowed = masks[row, start].at(column - start)
+                place = place._replace(allowed=allowed, is_lost=allowed is None)
+            found.append(place)
+        return found
+
+    def before_temperature(self, logits: Tensor, places: Sequence[Place | None]) -> Tensor:
+        """Return (K, V) logits with masks, biases and penalties. What a gradient flows through stays in the graph."""
+        if not any(place is not None and _changes_logits(place) for place in places):
+            return logits
+        return torch.stack([row if p is None else self._shaped(row, p) for row, p in zip(logits, places, strict=True)])
+
+    def _shaped(self, logits: Tensor, place: Place) -> Tensor:
+        sampling = place.sampling
+        forbidden = self._forbidden(logits, place)
+        if forbidden is not None:
+            logits = logits.masked_fill(forbidden, -torch.inf)
+        if sampling.bias:
+            ids, values = zip(*sampling.bias, strict=True)
+            logits = logits.index_add(0, _ids(ids, logits), logits.new_tensor(values))
+        return _penalised(logits, place)
+
+    def _forbidden(self, logits: Tensor, place: Place) -> Tensor | None:
+        """The tokens that cannot come here, as a mask; None if all can."""
+        sampling, size = place.sampling, len(logits)
+        forbidden = torch.zeros(size, dtype=torch.bool, device=logits.device)
+        if place.allowed is not None:
+            forbidden |= ~_unpacked(place.allowed.to(logits.device), size)
+        if sampling.allowed is not None:
+            forbidden |= ~forbidden.new_zeros(size).index_fill(0, _ids(sampling.allowed, logits), True)
+        forbidden[_ids(self._bad_ends(place), logits)] = True
+        if len(place.answer) < sampling.min_tokens:
+            without_ends = forbidden.index_fill(0, _ids([*self._ends, *sampling.stop_tokens], logits), True)
+            # Where a grammar allows nothing but the end, vLLM lets the answer end.
+            forbidden = forbidden if bool(without_ends.all()) else without_ends
+        return forbidden if forbidden.any() else None
+
+    def _bad_ends(self, place: Place) -> list[int]:
+        """The tokens that would complete a bad word."""
+        answer = place.answer.tolist()
+        words = self._bad_words(place.sampling.bad_words)
+        return [word[-1] for word in words if answer[len(answer) - len(word) + 1 :] == word[:-1]]
+
+    def _bad_words(self, words: tuple[str, ...]) -> list[list[int]]:
+        """The words' tokens, at the beginning of a text and, where that is as many tokens, after a space."""
+        if words not in self._words:
+            found: list[list[int]] = []
+            for word in words:
+                at_start, after_space = (
+                    self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
+                )
+                found.append(at_start)
+                if after_space and after_space[0] != at_start[0] and len(after_space) == len(at_start):
+                    found.append(after_space)
+            self._words[words] = found
+        return self._words[words]
+
+
+def truncate(logprobs: Tensor, places: Sequence[Place | None]) -> Tensor:
+    """Return (K, V) log-probabilities after temperature, renormalised over what min_p, top_k and top_p leave."""
+    rows = [i for i, place in enumerate(places) if place is not None and _truncates(place.sampling)]
+    if not rows:
+        return logprobs
+    kept, how = logprobs[rows], [places[i].sampling for i in rows]  # type: ignore[union-attr]
+    columns = {name: kept.new_tensor([getattr(s, name) for s in how])[:, None] for name in ("min_p", "top_p")}
+    kept = kept.masked_fill(kept < kept.amax(-1, keepdim=True) + columns["min_p"].log(), -torch.inf)
+    likeliest = kept.topk(min(_LIKELIEST, kept.shape[-1])).values
+    kept = _top_k(kept, likeliest, [s.top_k for s in how])
+    kept = _top_p(kept - kept.logsumexp(-1, keepdim=True), columns["top_p"])
+    return logprobs.index_copy(0, _ids(rows, logprobs), kept - kept.logsumexp(-1, keepdim=True))
+
+
+def _top_k(logprobs: Tensor, likeliest: Tensor, ks: Sequence[int]) -> Tensor:
+    for row, k in enumerate(ks):
+        if 0 < k < logprobs.shape[-1]:
+            of = likeliest[row] if k <= likeliest.shape[-1] else logprobs[row].topk(k).values
+            logprobs[row].masked_fill_(logprobs[row] < of[k - 1], -torch.inf)
+    return logprobs
+
+
+def _top_p(logprobs: Tensor, top_p: Tensor) -> Tensor:
+    """A token stays while the likelier ones sum to less than `top_p`."""
+    for size in (min(_LIKELIEST, logprobs.shape[-1]), logprobs.shape[-1]):
+        likeliest = logprobs.topk(size).values
+        sums = likeliest.exp().cumsum(-1)
+        if size == logprobs.shape[-1] or bool(((sums[:, -1:] >= top_p) | (top_p >= 1)).all()):
+            break
+    stays = sums - likeliest.exp() < top_p
+    stays[:, 0] = True
+    least = likeliest.masked_fill(~stays, torch.inf).amin(-1, keepdim=True)
+    return logprobs.masked_fill((logprobs < least) & (top_p < 1), -torch.inf)
+
+
+def _penalised(logits: Tensor, place: Place) -> Tensor:
+    sampling = place.sampling
+    if sampling.repetition_penalty != 1:
+        seen = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        seen[_ids(place.prompt, logits)] = seen[_ids(place.answer, logits)] = True
+        factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        logits = torch.where(seen, logits * factor, logits)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        counts = torch.bincount(_ids(place.answer, logits), minlength=len(logits))
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    return logits
+
+
+def _changes_logits(place: Place) -> bool:
+    s = place.sampling
+    penalised = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
+    masked = place.allowed is not None or s.allowed is not None or s.bad_words or s.min_tokens
+    return bool(penalised or masked or s.bias)
+
+
+def _truncates(sampling: Sampling) -> bool:
+    return sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1
+
+
+def _unpacked(bits: Tensor, size: int) -> Tensor:
+    """(V/32,) words of 32 bits -> (V,) truth values, the lowest bit first."""
+    return ((bits[:, None] >> torch.arange(32, device=bits.device)) & 1).bool().reshape(-1)[:size]
+
+
+def _ids(values: Sequence[int] | Ints, like: Tensor) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.long, device=like.device)
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+    """The tokens that end an answer: the tokenizer's, and those of the model's generation configuration."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    of_model = configured if isinstance(configured, list) else [configured]
+    return sorted({end for end in (tokenizer.eos_token_id, *of_model) if end is not None})
