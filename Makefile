@@ -10,7 +10,7 @@ STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 
-.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-credit bench-train soak
+.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-credit bench-train bench-sampling soak
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -95,6 +95,9 @@ bench-credit: setup  ## what each credit strategy, choice of agents and baseline
 
 bench-train: setup  ## a training step beside TRL's own padded rows, on the same rollouts: 15 minutes
 	$(BIN)/python -W ignore benchmarks/train.py $(ARGS)
+
+bench-sampling: setup  ## are ratios 1 with unchanged weights, however a real vLLM samples? half an hour
+	$(BIN)/python -W ignore benchmarks/sampling.py $(ARGS)
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -2,7 +2,7 @@
 
 For each way it prints the mean ratio of the trainer's probability to the sampler's, the KL, the share of tokens whose
 ratio is outside of the clip range, and the share of tokens left out: once with the temperature alone, and once with all
-that the trainer computes again. Run it by `make bench-sampling`.
+that the trainer computes again (docs/sampling.md). It ends with an error if a mean ratio is then not 1.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from servers import Server, free_port
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from lightning_proxy.commands.vllm import vllm_program
@@ -33,7 +30,7 @@ from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.collect.sampled import Sampled
 from lightning_proxy.trainer.rows.microbatches import micro_batches
-from lightning_proxy.trainer.rows.samples import rollout_samples
+from lightning_proxy.trainer.rows.samples import SamplingOf, rollout_samples
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample, Sampling
 
@@ -78,6 +75,18 @@ WAYS: dict[str, Json] = {
 ASKED = ("Tell me of a city and its people.", "What is 17+25? Use your tools.", "Say hello to Ada.")
 
 
+TOLERANCE = 0.005
+
+
+class Measured(NamedTuple):
+    """Of the sampled tokens: mean ratio and KL, the shares outside of the clip range and left out."""
+
+    ratio: float
+    kl: float
+    clipped: float
+    left_out: float
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a model's directory; the demo's by default")
@@ -90,14 +99,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         config = _config(args.model or prepare_model(cache_directory()), Path(scratch), args.template)
         with _vllm(config, args.url, Path(scratch)) as url:
-            asyncio.run(_measure(config, url, args))
+            true = asyncio.run(_measure(config, url, args))
+    sys.exit(None if true else f"a mean ratio is further than {TOLERANCE} from 1")
 
 
-async def _measure(config: Config, url: str, args: argparse.Namespace) -> None:
+async def _measure(config: Config, url: str, args: argparse.Namespace) -> bool:
+    """Whether every mean ratio is 1 to within the tolerance."""
     trainer = LightningTrainer(config.trainer, config.policy)
-    print(f"{'':48s} {'before':^30s}   {'after':^38s}")
-    print(f"{'sampled with':48s} {'ratio':>9s} {'KL':>9s} {'clipped':>10s}   {'ratio':>9s} {'KL':>9s} {'clipped':>8s} "
-          f"{'left out':>9s} {'s':>5s}")  # fmt: skip
+    print("| sampled with | before: ratio | KL | clipped | after: ratio | KL | clipped | tokens left out |")
+    print("|---|---|---|---|---|---|---|---|")
+    true = True
     async with operator_session() as session:
         server = VllmServer(session, url, {})
         for name, more in WAYS.items():
@@ -105,7 +116,11 @@ async def _measure(config: Config, url: str, args: argparse.Namespace) -> None:
                 calls = await _sampled(server, more, args.answers, args.tokens)
                 sampled = Sampled(server)
                 await sampled.look(calls)
-                print(f"{name:48s} {_before(trainer, calls)}   {_after(trainer, calls, sampled)}", flush=True)
+                before = _measured(trainer, calls, lambda call: Sampling(call.temperature))
+                after = _measured(trainer, calls, sampled.of)
+                print(f"| {name} | {_cells(before)} | {_cells(after)} | {after.left_out:.1%} |", flush=True)
+                true = true and abs(after.ratio - 1) <= TOLERANCE
+    return true
 
 
 async def _sampled(server: VllmServer, more: Json, answers: int, tokens: int) -> list[ModelCall]:
@@ -134,24 +149,22 @@ def _call(number: int, request: Json, found: Tokens) -> ModelCall:
     )  # fmt: skip
 
 
-def _before(trainer: LightningTrainer, calls: Sequence[ModelCall]) -> str:
-    samples = _rows(calls, lambda call: Sampling(call.temperature))
-    return _numbers(trainer, _log_ratios(trainer, samples))
+def _measured(trainer: LightningTrainer, calls: Sequence[ModelCall], sampled: SamplingOf) -> Measured:
+    log_ratios, config = _log_ratios(trainer, _rows(calls, sampled)), trainer.settings
+    ratios = log_ratios.exp()
+    return Measured(
+        ratio=float(ratios.mean()),
+        kl=float((ratios - 1 - log_ratios).mean()),
+        clipped=float(((ratios < 1 - config.clip_low) | (ratios > 1 + config.clip_high)).float().mean()),
+        left_out=1 - len(log_ratios) / sum(len(call.response_token_ids) for call in calls),
+    )
 
 
-def _after(trainer: LightningTrainer, calls: Sequence[ModelCall], sampled: Sampled) -> str:
-    samples = _rows(calls, sampled.of)
-    whole = sum(len(call.response_token_ids) for call in calls)
-    if not samples:
-        return f"left out: {sampled.why_not(calls[0])}"
-    started = time.perf_counter()
-    log_ratios = _log_ratios(trainer, samples)
-    seconds = time.perf_counter() - started
-    left_out = 1 - len(log_ratios) / whole
-    return f"{_numbers(trainer, log_ratios)} {left_out:9.1%} {seconds:5.1f}"
+def _cells(measured: Measured) -> str:
+    return f"{measured.ratio:.4f} | {measured.kl:.5f} | {measured.clipped:.1%}"
 
 
-def _rows(calls: Sequence[ModelCall], sampled: Any) -> list[Sample]:
+def _rows(calls: Sequence[ModelCall], sampled: SamplingOf) -> list[Sample]:
     made = (rollout_samples([c], [1.0], task_id="t", max_tokens=10**6, sampled=sampled) for c in calls)
     return [sample for rows in made for sample in rows.samples]
 
@@ -167,18 +180,11 @@ def _log_ratios(trainer: LightningTrainer, samples: Sequence[Sample]) -> torch.T
     return torch.tensor(found)
 
 
-def _numbers(trainer: LightningTrainer, log_ratios: torch.Tensor) -> str:
-    config, ratios = trainer.settings, log_ratios.exp()
-    kl = (ratios - 1 - log_ratios).mean()
-    clipped = ((ratios < 1 - config.clip_low) | (ratios > 1 + config.clip_high)).float().mean()
-    return f"{ratios.mean():9.4f} {kl:9.5f} {clipped:8.1%}"
-
-
 def _config(model: Path, scratch: Path, template: Path) -> Config:
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
     return Config.model_validate({
         "policy": {"model": str(model), "directory": str(scratch), "publish": "merged"},
-        "vllm": {"port": 8190, "max_model_len": 1024, "extra_args": tools},
+        "vllm": {"port": free_port(), "max_model_len": 1024, "extra_args": tools},
         "trainer": {"report_to": []},
     })  # fmt: skip
 
@@ -189,30 +195,11 @@ def _vllm(config: Config, url: str | None, scratch: Path) -> Iterator[str]:
         yield url
         return
     program = vllm_program(config)
-    with (scratch / "vllm.log").open("w") as log:
-        process = subprocess.Popen(
-            program.argv, env={**os.environ, **program.env}, stdout=log, stderr=log, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{config.vllm.port}/v1"
+    server = Server(program.argv, config.vllm.port, env=program.env, log=scratch / "vllm.log", patience_s=300.0)
     try:
-        asyncio.run(_until_ready(process, url, scratch / "vllm.log"))
-        yield url
+        yield f"{server.url}/v1"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(timeout=60)
-
-
-async def _until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    async with operator_session() as session:
-        for _ in range(300):
-            try:
-                await VllmServer(session, url, {}).models()
-                return
-            except Exception:
-                if process.poll() is not None:
-                    sys.exit(log.read_text()[-2000:])
-                await asyncio.sleep(1)
-    sys.exit("vLLM did not start in five minutes")
+        server.stop()
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ class PolicyServer:
         self.base = "base"
         self.processed_logprobs, self.stable_template, self.returns_token_ids = True, True, True
         self.renders, self.takes_tokens = True, True
+        self.defaults: dict[str, Any] = {}  # its own sampling parameters
         self.delays: list[float] = []  # of the next answers, in seconds
         self.headers: list[dict[str, str]] = []
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # the message, from the request
@@ -204,7 +205,7 @@ class PolicyServer:
             return web.json_response({}, status=403)
         most = (await request.json()).get("max_tokens") or 500
         parameters = {"max_tokens": most} if most != 16 else {}  # its default, which vLLM leaves out
-        return web.json_response({"token_ids": [1, 2, 3], "sampling_params": parameters})
+        return web.json_response({"token_ids": [1, 2, 3], "sampling_params": self.defaults | parameters})
 
     async def derender(self, request: web.Request) -> web.Response:
         """The text is the tokens' numbers."""

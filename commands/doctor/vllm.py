@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import aiohttp
@@ -12,12 +13,17 @@ from ...proxy.config.upstreams import UpstreamConfig
 from ...proxy.conversation.renderer import RENDER
 from ...proxy.policy.operator import operator_headers
 from ...proxy.types import PublishMode
+from ...trainer.rows.grammars import is_installed
+from ...trainer.rows.sampling import sampling_of
+from ...trainer.types import Sampling
 from .checks import Check, failed, ok, warning
 
 RESTART = "start the server with `lightning-proxy vllm`"
 QUESTION = [{"role": "user", "content": "What is two plus two?"}]
 ANSWER = "The answer is four."
 TOP = 5
+# The sampling parameters for which a model's generation configuration may have defaults.
+SHOWN = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 
 
 class Refused(Exception):
@@ -46,7 +52,10 @@ class VllmChecks:
             return
         self._model = base["id"]
         yield self._context(base.get("max_model_len"))
-        checks = (("tokens", self._tokens), ("logprobs", self._logprobs), ("template", self._template))
+        checks = (
+            ("tokens", self._tokens), ("logprobs", self._logprobs), ("sampling", self._sampling),
+            ("template", self._template),
+        )  # fmt: skip
         exact = self._config.policy.token_continuity == "exact"
         continuity = (("continuity", self._continuity),) if exact else ()
         publishing = (("publishing", self._publishing), ("operator", self._operator))
@@ -91,6 +100,22 @@ class VllmChecks:
             fix = f"{RESTART}, or add --logprobs-mode processed_logprobs"
             return failed(name, "they are taken before temperature, not from what was sampled", fix)
         return ok(name, "they are those of the distribution that was sampled")
+
+    async def _sampling(self, name: str) -> Check:
+        """Check that the trainer can learn how an answer was sampled, and tell what the server adds by itself."""
+        status, rendered = await self._send("POST", RENDER, {"model": self._model, "messages": QUESTION})
+        if status >= 400 or "sampling_params" not in rendered:
+            found = "the server does not say how it samples: calls with a grammar are not trained on"
+            return warning(name, found, f"{RESTART}, or add --enable-scale-out")
+        if not is_installed():
+            found = "xgrammar is missing: calls with a grammar are not trained on"
+            return warning(name, found, "pip install xgrammar beside the trainer; it comes with vLLM")
+        own, plain = sampling_of(rendered["sampling_params"]), Sampling()
+        changed = [f"{f.name} {getattr(own, f.name)}" for f in fields(plain) if f.name in SHOWN and own is not None
+                   and getattr(own, f.name) != getattr(plain, f.name)]  # fmt: skip
+        if changed:
+            return ok(name, f"by the server's own defaults: {', '.join(changed)}; the trainer reckons with them")
+        return ok(name, "as requests say, without defaults of the server's own")
 
     async def _template(self, name: str) -> Check:
         """Check that a second turn's prompt begins with the first turn's prompt and the answer's tokens."""

@@ -28,7 +28,7 @@ async def test_a_whole_system_passes(running: Running, tmp_path: Path, publish: 
         code, found = await outcomes(system)
         assert set(found.values()) == {"ok"}
         wanted = {"configuration", "store", "proxy", "upstream policy", "context length", "tokens", "logprobs"}
-        assert found.keys() == wanted | {"template", "publishing", "operator", "alias", "rewards"}
+        assert found.keys() == wanted | {"sampling", "template", "publishing", "operator", "alias", "rewards"}
         assert code == 0
         _, rollouts = await system.call("GET", "/rollouts")
         assert {(r["mode"], r["status"]) for r in rollouts["data"]} == {("eval", "discarded")}
@@ -61,6 +61,22 @@ async def test_token_continuity_is_checked_where_it_is_wanted(running: Running, 
         code, out, _ = await system.lightning("doctor")
         assert code == 1
         assert "add --enable-scale-out" in " ".join(out.split())
+
+
+async def test_it_tells_what_the_server_adds_to_requests_and_whether_grammars_are_known(
+    running: Running, tmp_path: Path
+) -> None:
+    async def sampling() -> dict[str, Any]:
+        checks = json.loads((await system.lightning("doctor", "--json"))[1])
+        return next(check for check in checks if check["name"] == "sampling")
+
+    async with running(tmp_path) as system:
+        assert (await sampling())["found"] == "as requests say, without defaults of the server's own"
+        system.vllm.defaults = {"temperature": 0.7, "top_k": 20, "top_p": 1.0}
+        assert "defaults: temperature 0.7, top_k 20; the trainer" in (await sampling())["found"]
+        system.vllm.renders = False
+        assert (await sampling())["outcome"] == "warning"
+        assert "--enable-scale-out" in (await sampling())["fix"]
 
 
 async def test_rollouts_that_end_without_a_reward_are_noticed(running: Running, tmp_path: Path) -> None:

@@ -198,13 +198,15 @@ async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(runni
                 "t2": {"mean": 1.0, "std": 0.0, "rollouts": 4.0},
             }
             step = await store.steps.claim([], 0)
-            await store.steps.trained(step, None, {**STEP, "reward_mean": i / 12, "reward_by_task": tasks})
+            said = {"left_out_because": "67% of the calls are left out, 4 of them: a budget"} if i == 11 else {}
+            await store.steps.trained(step, None, {**STEP, **said, "reward_mean": i / 12, "reward_by_task": tasks})
         code, out, _ = await system.lightning("status")
         lines = out.splitlines()
         assert code == 0 and max(map(len, lines)) <= 80
         table = lines[next(i for i, line in enumerate(lines) if line.startswith("step ")) + 1 :]
         assert [line.split()[0] for line in table] == [str(n) for n in range(3, 13)]
         assert table[-1].split() == ["12", "0.917", "0.31", "6/8", "3.2k", "0.0021", "2%", "1.3", "2.1s", "3.5s", "-"]
+        assert "left out 67% of the calls are left out, 4 of them: a budget" in " ".join(out.split())
         assert "2, from t1 0.25 to t2 1" in out and "▁▂" in out
         assert "advantage_std 0.9" in out and "ratio_mean 1.01" in out
         _, out, _ = await system.lightning("status", "--json")
