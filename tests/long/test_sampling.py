@@ -10,7 +10,6 @@ import pytest
 
 from support.paths import ROOT
 
-
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 

@@ -123,20 +123,24 @@ def truncate(logprobs: Tensor, places: Sequence[Place | None]) -> Tensor:
     if not rows:
         return logprobs
     kept, how = logprobs[rows], [places[i].sampling for i in rows]  # type: ignore[union-attr]
-    columns = {name: kept.new_tensor([getattr(s, name) for s in how])[:, None] for name in ("min_p", "top_p")}
-    kept = kept.masked_fill(kept < kept.amax(-1, keepdim=True) + columns["min_p"].log(), -torch.inf)
-    likeliest = kept.topk(min(_LIKELIEST, kept.shape[-1])).values
-    kept = _top_k(kept, likeliest, [s.top_k for s in how])
-    kept = _top_p(kept - kept.logsumexp(-1, keepdim=True), columns["top_p"])
+    if any(s.min_p > 0 for s in how):
+        min_p = kept.new_tensor([s.min_p for s in how])[:, None]
+        kept = kept.masked_fill(kept < kept.amax(-1, keepdim=True) + min_p.log(), -torch.inf)
+    if any(s.top_k > 0 for s in how):
+        kept = _top_k(kept, [s.top_k for s in how])
+    if any(s.top_p < 1 for s in how):
+        kept = _top_p(kept - kept.logsumexp(-1, keepdim=True), kept.new_tensor([s.top_p for s in how])[:, None])
     return logprobs.index_copy(0, _ids(rows, logprobs), kept - kept.logsumexp(-1, keepdim=True))
 
 
-def _top_k(logprobs: Tensor, likeliest: Tensor, ks: Sequence[int]) -> Tensor:
-    for row, k in enumerate(ks):
-        if 0 < k < logprobs.shape[-1]:
-            of = likeliest[row] if k <= likeliest.shape[-1] else logprobs[row].topk(k).values
-            logprobs[row].masked_fill_(logprobs[row] < of[k - 1], -torch.inf)
-    return logprobs
+def _top_k(logprobs: Tensor, ks: Sequence[int]) -> Tensor:
+    vocabulary = logprobs.shape[-1]
+    ks = [k if 0 < k < vocabulary else vocabulary for k in ks]
+    likeliest = logprobs.topk(max(k for k in ks if k < vocabulary)).values if min(ks) < vocabulary else logprobs
+    least = torch.stack(
+        [row[k - 1] if k < vocabulary else -row.new_tensor(torch.inf) for row, k in zip(likeliest, ks, strict=True)]
+    )
+    return logprobs.masked_fill(logprobs < least[:, None], -torch.inf)
 
 
 def _top_p(logprobs: Tensor, top_p: Tensor) -> Tensor:
