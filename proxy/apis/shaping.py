@@ -11,8 +11,11 @@ Json = dict[str, Any]
 
 # vLLM takes any lower temperature for 0. A top_p below it leaves one token, as do top_k 1 and min_p 1.
 _GREEDY_BELOW = 1e-5
-# Words in the types of content parts that are no text, in all of the recorded APIs.
-_MEDIA = ("image", "audio", "video", "document", "file")
+# The types of content parts that are no text, in all of the recorded APIs and in vLLM's own.
+_MEDIA = (
+    "image_url", "input_image", "image", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds",
+    "video_url", "video", "video_embeds", "document", "file", "input_file", "computer_screenshot",
+)  # fmt: skip
 
 # Why a call cannot be trained on by reinforcement learning, though it can be learned from by imitation.
 GREEDY = "greedy decoding is no sample of the policy"
@@ -89,14 +92,27 @@ def _beyond(request: Json) -> Iterator[str]:
 
 
 def _shows_media(request: Json) -> bool:
-    messages = [*dicts(request.get("messages")), *dicts(request.get("input"))]
-    parts = [part for message in messages for part in (*dicts(message.get("content")), *dicts(message.get("output")))]
-    # Anthropic's results of tools have parts of their own.
-    return any(map(_is_media, parts)) or any(_is_media(inner) for part in parts for inner in dicts(part.get("content")))
+    """One quick look: a request may have a hundred thousand messages."""
+    for name in ("messages", "input"):
+        messages = request.get(name)
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                content = message.get("content") or message.get("output")
+                if type(content) is list and _has_media(content):
+                    return True
+    return False
 
 
-def _is_media(part: Json) -> bool:
-    return any(word in str(part.get("type")) for word in _MEDIA)
+def _has_media(parts: list[Any]) -> bool:
+    for part in parts:
+        if isinstance(part, dict):
+            if part.get("type") in _MEDIA:
+                return True
+            # Anthropic's results of tools have parts of their own.
+            inner = part.get("content")
+            if type(inner) is list and any(isinstance(p, dict) and p.get("type") in _MEDIA for p in inner):
+                return True
+    return False
 
 
 def _below(value: Any, limit: float) -> bool:
