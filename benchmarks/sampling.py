@@ -41,6 +41,18 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", 
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "people": {"type": "integer"}},
         "required": ["city", "people"], "additionalProperties": False}  # fmt: skip
+# Two sums with their calls, so that a small model makes one, too; at this temperature it makes mistakes.
+CALLED = [
+    {"role": role, "content": content.format(a=a, b=b, c=a + b)}
+    for a, b in ((2, 3), (41, 7))
+    for role, content in (
+        ("user", "What is {a}+{b}?"),
+        ("assistant", '<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'),
+        ("user", "The tool says {c}."),
+        ("assistant", "It is {c}."),
+    )
+]
+CALLING: Json = {"messages": [*CALLED, {"role": "user", "content": "What is 17+25?"}], "temperature": 1.3}
 WAYS: dict[str, Json] = {
     "temperature 1": {},
     "temperature 0.7": {"temperature": 0.7},
@@ -64,7 +76,9 @@ WAYS: dict[str, Json] = {
     "structured_outputs regex": {"structured_outputs": {"regex": "[A-Z][a-z]{3,9} (is|was) [a-z ]{3,30}"}},
     "tools, not strict": {"tools": [TOOL]},
     "tools, strict": {"tools": [STRICT]},
-    "tools, parallel_tool_calls false": {"tools": [TOOL], "parallel_tool_calls": False},
+    "tools, not strict, called": {"tools": [TOOL], **CALLING},
+    "tools, strict, called": {"tools": [STRICT], **CALLING},
+    "tools, parallel_tool_calls false, called": {"tools": [TOOL], "parallel_tool_calls": False, **CALLING},
     "tool_choice required": {"tools": [TOOL], "tool_choice": "required"},
     "tool_choice named": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
     "json_schema, top_p 0.9, repetition_penalty 1.1": {

@@ -25,6 +25,8 @@ _ASKED = (
     "response_format", "text", "output_format", "tools", "tool_choice", "parallel_tool_calls", "chat_template",
     "chat_template_kwargs", "reasoning_effort", "reasoning", "include_reasoning",
 )  # fmt: skip
+# Sets of parameters, far more than a step has.
+_KEPT = 10_000
 _SAID: Json = {"messages": [{"role": "user", "content": "0"}]}
 _PROMPTS: dict[str, Json] = {"completions": {"prompt": "0"}, "responses": {"input": "0"}}
 _NO_ROUTE = (
@@ -63,6 +65,8 @@ class Sampled:
                 known = await self._ask(call)
                 if known is not None:
                     self._known[key] = known
+        while len(self._known) > _KEPT:
+            self._known.pop(next(iter(self._known)))
 
     def of(self, call: ModelCall) -> Sampling | None:
         """Return how the call's answer was sampled, or None if that cannot be computed again."""

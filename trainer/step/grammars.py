@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..rows.grammars import is_installed
 
+# A compiled grammar may take megabytes.
+_KEPT = 100
+
 
 class Masks(NamedTuple):
     """What a grammar allowed at each token of an answer, as bits (N, V/32), up to the first that it did not allow."""
@@ -52,6 +55,8 @@ class Grammars:
 
     def _compile(self, grammar: str) -> Any:
         if grammar not in self._compiled:
+            while len(self._compiled) >= _KEPT:
+                self._compiled.pop(next(iter(self._compiled)))
             self._compiled[grammar] = self._try_to_compile(json.loads(grammar)) if is_installed() else None
         return self._compiled[grammar]
 
@@ -60,7 +65,7 @@ class Grammars:
 
         if self._compiler is None:
             info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocabulary)
-            self._compiler = xgrammar.GrammarCompiler(info)
+            self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
         try:
             return _compiled(self._compiler, outputs)
         except (RuntimeError, ValueError, TypeError):  # xgrammar's words for a grammar that it does not take
