@@ -92,6 +92,19 @@ class Sampling:
         """Return whether the logits are only divided by the temperature."""
         return self == Sampling(self.temperature, stop_tokens=self.stop_tokens)
 
+    def fits(self, vocabulary: int | None) -> bool:
+        """Return whether its numbers are those of a sampler, and its tokens those of a vocabulary (None: any)."""
+        numbers = (self.temperature, self.frequency_penalty, self.presence_penalty, *(value for _, value in self.bias))
+        tokens = (*(self.allowed or ()), *self.stop_tokens, *(token for token, _ in self.bias))
+        return (
+            all(map(math.isfinite, numbers))
+            and 0 < self.repetition_penalty < math.inf
+            and 0 < self.top_p <= 1
+            and 0 <= self.min_p <= 1
+            and self.allowed != ()
+            and all(0 <= token < (vocabulary or math.inf) for token in tokens)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

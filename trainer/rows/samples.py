@@ -171,7 +171,7 @@ def _unusable(call: ModelCall, sampling: Sampling | None, max_tokens: int, vocab
         return "calls_not_followed"
     if not (call.trainable and call.prompt_token_ids and call.response_token_ids):
         return "calls_untrainable"
-    if sampling is None:
+    if sampling is None or not sampling.fits(vocabulary):
         return "calls_not_followed"
     # Temperature 0 is greedy: there is no sampling distribution to take the gradient of.
     if sampling.temperature <= 0:

@@ -35,6 +35,20 @@ class Place(NamedTuple):
     is_lost: bool = False
 
 
+class _Answer(NamedTuple):
+    """An answer that begins at `start` of its row's tokens, and what its grammar allowed."""
+
+    sampling: Sampling
+    tokens: Ints
+    start: int
+    masks: Masks | None
+
+    def place(self, column: int) -> Place:
+        allowed = None if self.masks is None else self.masks.at(column - self.start)
+        is_lost = self.masks is not None and allowed is None
+        return Place(self.sampling, self.tokens[: self.start], self.tokens[self.start : column], allowed, is_lost)
+
+
 class Shaper:
     """Shapes the logits of one model, whose tokenizer knows the tokens of words, and those that end an answer."""
 
@@ -46,24 +60,23 @@ class Shaper:
 
     def places(self, samples: Sequence[Sample], rows: Ints, columns: Ints) -> list[Place | None]:
         """Return where the tokens at `rows` and `columns` were sampled; None for those that only have a temperature."""
-        masks: dict[tuple[int, int], Masks] = {}
+        answers: dict[tuple[int, int], _Answer] = {}
         found: list[Place | None] = []
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
             span = next((s for s in samples[row].shaped if s[0] <= column < s[1]), None)
             if span is None:
                 found.append(None)
                 continue
-            start, end, sampling = span
-            tokens = np.asarray(samples[row].token_ids[:end])
-            place = Place(sampling, tokens[:start], tokens[start:column])
-            if sampling.grammar is not None:
-                if (row, start) not in masks:
-                    answer = tokens[start:].tolist()
-                    masks[row, start] = self.grammars.masks(sampling.grammar, sampling.stop_tokens, answer)
-                allowed = masks[row, start].at(column - start)
-                place = place._replace(allowed=allowed, is_lost=allowed is None)
-            found.append(place)
+            if (row, span[0]) not in answers:
+                answers[row, span[0]] = self._answer(samples[row], *span)
+            found.append(answers[row, span[0]].place(column))
         return found
+
+    def _answer(self, sample: Sample, start: int, end: int, sampling: Sampling) -> _Answer:
+        tokens, masks = np.asarray(sample.token_ids[:end]), None
+        if sampling.grammar is not None:
+            masks = self.grammars.masks(sampling.grammar, sampling.stop_tokens, tokens[start:].tolist())
+        return _Answer(sampling, tokens, start, masks)
 
     def before_temperature(self, logits: Tensor, places: Sequence[Place | None]) -> Tensor:
         """Return (K, V) logits with masks, biases and penalties. What a gradient flows through stays in the graph."""
@@ -110,8 +123,8 @@ class Shaper:
                 at_start, after_space = (
                     self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
                 )
-                found.append(at_start)
-                if after_space and after_space[0] != at_start[0] and len(after_space) == len(at_start):
+                found += [at_start] if at_start else []
+                if at_start and after_space and after_space[0] != at_start[0] and len(after_space) == len(at_start):
                     found.append(after_space)
             self._words[words] = found
         return self._words[words]

@@ -70,11 +70,21 @@ def test_temperatures_near_0_are_those_that_vllm_samples_at() -> None:
         {"tools": [{"name": "f"}], "parallel_tool_calls": False},
         {"logit_bias": {"x": 1}},
         {"top_p": "high"},
+        {"top_p": 0.0},
+        {"repetition_penalty": -1.0},
+        {"logit_bias": {"-7": 1.0}},
+        {"allowed_token_ids": []},
     ],
 )
 def test_what_a_request_alone_does_not_tell_is_left_out(request_: dict[str, Any]) -> None:
     made = rows(call([1], [2], **request_))
     assert made.samples == () and made.counts["calls_not_followed"] == 1
+
+
+def test_tokens_that_the_model_does_not_have_are_left_out_of_a_bias_with_the_call() -> None:
+    for asked in ({"logit_bias": {"64": 1.0}}, {"allowed_token_ids": [64]}, {"stop_token_ids": [64]}):
+        made = rollout_samples([call([1], [2], **asked)], [1.0], task_id="t", max_tokens=9, vocabulary=64)
+        assert made.samples == () and made.counts["calls_not_followed"] == 1
 
 
 @pytest.mark.parametrize(
