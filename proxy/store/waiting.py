@@ -113,7 +113,7 @@ class Standstill:
         return (
             f"nothing was learned from the newest {self.rollouts} rollouts{mean}: in each group all rewards are equal. "
             "If the tasks are solved, give harder ones. Otherwise go back to an earlier version "
-            "(`lightning-proxy policy promote N`) and train with trainer.entropy or a lower trainer.learning_rate, "
+            "(`lightning-proxy policy promote N`) and train with a lower trainer.learning_rate or trainer.entropy, "
             "or let rewards tell more answers apart (docs/training.md)"
         )
 
