@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...proxy.config.trainer import EntropyConfig
 from ..types import Sample
-from .losses import Answers
 
 
 class EntropyBonus:
@@ -49,9 +48,9 @@ class EntropyBonus:
             self._coef, self._is_low = min(state["coef"], self._config.max_coef), state["is_low"]
 
 
-def entropy_term(entropies: Tensor, answers: Answers, tokens: int) -> Tensor:
-    """Return what (A, L) entropies add to the mean over the `tokens` of a whole step."""
-    return (entropies * answers.mask).sum() / tokens
+def entropy_term(entropies: Tensor, mask: Tensor, tokens: int) -> Tensor:
+    """Return what (A, L) entropies add, where `mask` is 1, to the mean over the `tokens` of a whole step."""
+    return (entropies * mask).sum() / tokens
 
 
 def tokens_by_adapter(samples: Sequence[Sample]) -> Counter[str]:

@@ -189,7 +189,7 @@ class LightningTrainer(GRPOTrainer):
             penalty = kl_penalty(self._scores.logprobs, reference, inputs, config.importance_cap)
             loss = loss + config.kl_coef * penalty
         if self._entropy.weight:
-            loss = loss - self._entropy.weight * entropy_term(self._scores.entropies, answers, tokens)
+            loss = loss - self._entropy.weight * entropy_term(self._scores.entropies, inputs["completion_mask"], tokens)
         if metrics is None:
             return loss * 0.0
         metrics.add(micro_batch, loss.detach(), inputs, self._scores, reference)
