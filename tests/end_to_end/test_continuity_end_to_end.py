@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from lightning_proxy.proxy.policy.operator import key_file
 from lightning_proxy.proxy.power.server import power_server
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
@@ -107,6 +109,8 @@ def served(lora: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     directory = tmp_path_factory.mktemp("continuity")
     found = Served(lora.config, {}, {})
     parts: list[subprocess.Popen[bytes]] = []
+    (directory / "policy").mkdir()
+    shutil.copy(key_file(lora.directory / "policy"), key_file(directory / "policy"))
     try:
         for way in ("exact", "text"):
             port, found.store[way] = free_port(), directory / f"{way}.db"
