@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.policy.operator import operator_headers
 from support.adapters import logprobs_with, save_adapter
 from support.whole_system import System
 
@@ -46,7 +47,8 @@ def ask(system: System, model: str) -> tuple[list[int], list[int], list[float]]:
 
 def post(system: System, path: str, body: dict[str, Any]) -> bytes:
     url = f"http://127.0.0.1:{system.vllm_port}/v1/{path}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"} | operator_headers(system.directory / "policy")
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
         found: bytes = answer.read()
         return found

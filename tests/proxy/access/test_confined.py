@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.keys import Keyring, Scope
+from lightning_proxy.proxy.store.keys import Keyring, Scope, hash_key, new_key
 from lightning_proxy.proxy.store.migrate import FIRST
 from lightning_proxy.proxy.types import Limits
 from support.paths import ROOT
@@ -195,21 +196,24 @@ async def test_the_command_line_makes_keys_for_their_own_rollouts(running: Runni
 
 
 async def test_a_store_made_before_there_were_scopes_keeps_its_keys(running: Running, tmp_path: Path) -> None:
+    scripts = sorted((ROOT / "proxy/store/migrations").glob("*.sql"))
+    before = [script for script in scripts if script.name < next(s.name for s in scripts if "_access" in s.name)]
+    key, own = new_key("agent"), new_key("rollout")
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
+        for script in before:
+            db.executescript(script.read_text())
+        db.execute(f"PRAGMA user_version = {FIRST + len(before)}")
+        db.execute(
+            "INSERT INTO keys (key_id, key_hash, name, role, created_at) VALUES ('k', ?, 'ci', 'agent', 1)",
+            [hash_key(key)],
+        )
+        db.execute("INSERT INTO rollouts (rollout_id, created_at) VALUES ('r', 1)")
+        db.execute("INSERT INTO rollout_keys (key_hash, rollout_id, key_id) VALUES (?, 'r', 'k')", [hash_key(own)])
+        db.commit()
     async with running(tmp_path) as system:
-        key = await key_of(system, "ci", "all")
-        rollout, own = await open_one(system, key)
-    (script,) = (ROOT / "proxy/store/migrations").glob("*_access.sql")
-    before = FIRST + int(script.name[:4]) - 1
-    with sqlite3.connect(tmp_path / "store.db") as db:
-        for statement in (
-            "DROP INDEX rollouts_by_key", "ALTER TABLE rollouts DROP COLUMN key_id",
-            "ALTER TABLE rollout_keys DROP COLUMN may_reward", "ALTER TABLE keys DROP COLUMN scope",
-            f"PRAGMA user_version = {before}",
-        ):  # fmt: skip
-            db.execute(statement)
-    async with running(tmp_path) as system:
-        assert (await system.call("POST", "/reward", {"rollout_id": rollout, "reward": 1}, **own))[0] == 200
-        assert (await system.call("GET", f"/rollouts/{rollout}", **key))[1]["reward"] == 1
+        reward = {"rollout_id": "r", "reward": 1}
+        assert (await system.call("POST", "/reward", reward, **bearer(own)))[0] == 200
+        assert (await system.call("GET", "/rollouts/r", **bearer(key)))[1]["reward"] == 1
 
 
 async def test_control_routes_count_in_a_keys_limits_as_calls_do(running: Running, tmp_path: Path) -> None:
