@@ -1,0 +1,51 @@
+"""Defines what it takes to answer a request of another API through vLLM's chat route, which gives token ids. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+Json = dict[str, Any]
+
+
+class Untranslatable(Exception):
+    """Signals a request that the chat route cannot answer as its own route would; `reason` goes into the record."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class StreamTranslation(Protocol):
+    """Turns the chunks of one streamed chat answer into the events of the agent's API, as they come."""
+
+    def feed(self, chunk: Json) -> Iterable[Json]:
+        """Return the events for a chunk, an error among them; each has a `type`. The chunk may have more than asked."""
+
+    def end(self) -> Iterable[Json]:
+        """Return the events that are left when the chat answer is whole; the last of them ends the stream."""
+
+
+class Translation(Protocol):
+    """One request as a chat request, and the way back of its answer."""
+
+    chat: Json
+    """The body for the chat route, without what the proxy asks for on top."""
+
+    def answer(self, chat: Json) -> Json:
+        """Return a whole chat answer as the agent's API has it."""
+
+    def stream(self) -> StreamTranslation: ...
+
+
+class Translator(Protocol):
+    """Translates the requests of one API. It agrees with what vLLM's own route makes of them."""
+
+    def request(self, body: Json, earlier: Sequence[Json] = ()) -> Translation:
+        """Return a request as a chat request; raise Untranslatable.
+
+        `earlier`: what came before the body's own items, oldest first, where the body only refers to it.
+        """
+
+    def said(self, answer: Json) -> Json:
+        """Return the chat message that an answer of this API is in the next request's history."""
