@@ -22,6 +22,7 @@ from .config.root import Config
 from .control import health, policy, rewards, rollouts, status
 from .control.parts import Parts
 from .conversation.exact import ExactTokens, RecentTurns
+from .conversation.through_chat import ChatRoute
 from .conversation.unnamed import UnnamedRollouts
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
 from .gateway.asgi import Reply
@@ -98,13 +99,12 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         swap = watch.swap if watch is not None else None
         router = PolicyRouter(config, store, pins, watch)
         # The data path, with the side rooms that hear of its calls.
-        as_tokens = config.policy.token_continuity == "exact"
-        exact = ExactTokens(upstreams, RecentTurns(store), metrics.continued) if as_tokens else None
+        exact = _exact(config, upstreams, store, metrics)
         listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
-        unnamed = UnnamedRollouts(store)
         gateway = Gateway(
-            config, router, upstreams, recorder, metrics, unnamed=unnamed, exact=exact, listeners=listeners
-        )
+            config, router, upstreams, recorder, metrics,
+            unnamed=UnnamedRollouts(store), exact=exact, chat_route=ChatRoute(config.policy, store), listeners=listeners,
+        )  # fmt: skip
         bodies = Bodies(config.proxy)
         relay = Relay(config, keys, gateway, bodies)
         # The control API's view of them, and what runs beside the calls.
@@ -116,6 +116,12 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         await store.endings.use_function(config.rewards.function)
         await stack.enter_async_context(_running(_beside(parts, operator)))
         yield parts
+
+
+def _exact(config: Config, upstreams: Upstreams, store: Store, metrics: Metrics) -> ExactTokens | None:
+    if config.policy.token_continuity != "exact":
+        return None
+    return ExactTokens(upstreams, RecentTurns(store), metrics.continued)
 
 
 def _vouching(config: Config) -> dict[str, dict[str, str]]:

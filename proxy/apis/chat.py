@@ -19,8 +19,11 @@ class ChatApi:
     def inject(self, body: Json) -> tuple[Json, Injection]:
         return inject(body, self._endpoint)
 
-    def clean(self, body: Json, injection: Injection) -> bool:
-        return clean(body, injection)
+    def agents(self, body: Json, injection: Injection) -> Json | None:
+        return body if clean(body, injection) else None
+
+    def refusal(self, body: Json, status: int) -> None:
+        return None
 
     def tokens(self, body: Json) -> Tokens:
         tokens = Tokens()
@@ -42,6 +45,7 @@ class ChatStream:
     def __init__(self, injection: Injection) -> None:
         self.tokens = Tokens()
         self.error: str | None = None
+        self.rewrites = bool(injection)
         self._cleaner = StreamCleaner(injection)
         self._assembler = Assembler()
 
@@ -51,17 +55,24 @@ class ChatStream:
         return bool(choices) and all(choice.finish_reason for choice in choices)
 
     def feed(self, raw: bytes, event: Json) -> bytes:
-        if event.get("error"):
-            self.error = self.error or message_of_error(event["error"])
-            self._assembler.feed(event)
-            return self.flush() + raw
-        self.tokens.add(event)
-        out = self._cleaner.clean(raw, event)
+        is_error = self.read(event)
+        out = self.flush() + raw if is_error else self._cleaner.clean(raw, event)
         self._assembler.feed(event)
         return out
 
+    def read(self, event: Json) -> bool:
+        """Keep a chunk's tokens, or the error that it is; return whether it is one."""
+        if event.get("error"):
+            self.error = self.error or message_of_error(event["error"])
+            return True
+        self.tokens.add(event)
+        return False
+
     def flush(self) -> bytes:
         return self._cleaner.flush()
+
+    def last(self, raw: bytes) -> bytes:
+        return raw
 
     def response(self) -> Any:
         return self._assembler.result()

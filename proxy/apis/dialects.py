@@ -19,8 +19,15 @@ Json = dict[str, Any]
 class Stream(Protocol):
     """The events of one streamed answer, in order."""
 
-    tokens: Tokens
-    error: str | None
+    @property
+    def tokens(self) -> Tokens: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def rewrites(self) -> bool:
+        """Return whether the agent gets other bytes than the upstream sent."""
 
     @property
     def finished(self) -> bool:
@@ -36,6 +43,9 @@ class Stream(Protocol):
     def flush(self) -> bytes:
         """Return the bytes held back so far, for a stream that goes on or ends differently."""
 
+    def last(self, raw: bytes) -> bytes:
+        """Return the agent's last bytes where the upstream's are `raw`, its [DONE]; empty where that is missing."""
+
     def response(self) -> Any:
         """Return the answer so far, in the shape that it has without streaming; None before the first event."""
 
@@ -46,11 +56,14 @@ class Dialect(Protocol):
     def inject(self, body: Json) -> tuple[Json, Injection]:
         """Return the request for a vLLM upstream, and the fields that were added to it."""
 
-    def clean(self, body: Json, injection: Injection) -> bool:
-        """Remove, in place, what only the proxy asked for from a whole answer; return whether there was any."""
+    def agents(self, body: Json, injection: Injection) -> Json | None:
+        """Return what the agent gets of a whole answer; None if that is the answer's own bytes."""
+
+    def refusal(self, body: Json, status: int) -> Json | None:
+        """Return what the agent gets of the upstream's error; None if that is the error's own bytes."""
 
     def tokens(self, body: Json) -> Tokens:
-        """Return the tokens that a whole answer reports. Call it before the answer is cleaned."""
+        """Return the tokens that a whole answer reports. Call it before `agents`, which may change the answer."""
 
     def stream(self, injection: Injection) -> Stream: ...
 

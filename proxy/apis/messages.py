@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's API. vLLM speaks it, without token ids: its calls are recorded, not trained on."""
+"""POST /v1/messages, Anthropic's API, as a server answers it itself: without token ids. `as_chat/` gets those."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ class MessagesApi:
     def inject(self, body: Json) -> tuple[Json, Injection]:
         return body, Injection()
 
-    def clean(self, body: Json, injection: Injection) -> bool:
-        return False
+    def agents(self, body: Json, injection: Injection) -> None:
+        return None
+
+    def refusal(self, body: Json, status: int) -> None:
+        return None
 
     def tokens(self, body: Json) -> Tokens:
         tokens = Tokens()
@@ -44,6 +47,7 @@ class MessagesStream:
     """A stream of message_start, blocks (start, deltas, stop), message_delta and message_stop."""
 
     whole = False  # before the last one
+    rewrites = False
 
     def __init__(self, api: MessagesApi) -> None:
         self.tokens = Tokens()
@@ -71,6 +75,9 @@ class MessagesStream:
 
     def flush(self) -> bytes:
         return b""
+
+    def last(self, raw: bytes) -> bytes:
+        return raw
 
     def response(self) -> Any:
         if self._message is None:

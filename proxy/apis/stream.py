@@ -11,6 +11,8 @@ from .inject import Injection
 from .sse import Frame, SSEDecoder
 from .tokens import Tokens
 
+Json = dict[str, Any]
+
 # The record of a larger answer has nothing of it.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 TOO_LARGE = f"the answer is larger than {MAX_ANSWER_BYTES // 2**20} MB: the agent got it, and it was not kept"
@@ -22,17 +24,17 @@ class Transcript:
     """A streamed answer: turns the upstream's bytes into the agent's bytes and the record.
 
     `done` is its last event, which waits for the record; None while that has not come.
-    `whole_frames`: a frame that never ended is kept from the agent; it may hold what was injected.
+    Where the stream is rewritten, a frame that never ended is kept from the agent: it may hold what was injected.
     """
 
-    def __init__(self, stream: Stream, *, whole_frames: bool) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.done: bytes | None = None
         self._garbage: str | None = None
         self._size = 0
         self._let_go = False  # an event was too large to look at
         self._decoder = SSEDecoder()
         self._stream = stream
-        self._whole_frames = whole_frames
+        self._whole_frames = stream.rewrites
 
     @property
     def tokens(self) -> Tokens:
@@ -67,7 +69,7 @@ class Transcript:
                 self.done += frame.raw
             elif frame.is_done:
                 out += self._stream.flush()
-                self.done = frame.raw
+                self.done = self._stream.last(frame.raw)
             else:
                 sent = self._pass(frame)
                 if self._stream.finished:
@@ -86,9 +88,10 @@ class Transcript:
     def end(self) -> bytes:
         """Return the bytes still held at the end of the stream. Set `done` if the last event lacks its blank line."""
         last = self._decoder.close()
-        if last.is_done:
-            self.done = last.raw
-        return self._stream.flush() + (b"" if self._whole_frames or last.is_done else last.raw)
+        out = self._stream.flush() + (b"" if self._whole_frames or last.is_done else last.raw)
+        if last.is_done or self._stream.whole:
+            self.done = self._stream.last(last.raw if last.is_done else b"") or None
+        return out
 
     def response(self) -> Any:
         """Return the assembled answer so far, as the agent sees it; None before its first event, or if not kept."""
@@ -132,19 +135,25 @@ class WholeTranscript:
             body = loads(data)
         except ValueError:
             body = data.decode(errors="replace") or None
-        if succeeded and isinstance(body, dict):
-            data = self._read(body, data)
+        if isinstance(body, dict):
+            body, data = self._read(body, data) if succeeded else self._refused(body, data)
         elif succeeded:
             self.error = "the upstream's answer is no JSON object"
         self._body = None if self.unkept else body
         self.done = data
         return b""
 
-    def _read(self, body: dict[str, Any], data: bytes) -> bytes:
-        """Read the tokens, and return the agent's bytes: without what was injected."""
+    def _read(self, body: Json, data: bytes) -> tuple[Json, bytes]:
+        """Read the tokens, and return the agent's answer: without what was injected."""
         if not self.unkept:
             self.tokens = self._dialect.tokens(body)
-        return encode_as_vllm(body) if self._injection and self._dialect.clean(body, self._injection) else data
+        if not self._injection or (agents := self._dialect.agents(body, self._injection)) is None:
+            return body, data
+        return agents, encode_as_vllm(agents)
+
+    def _refused(self, body: Json, data: bytes) -> tuple[Json, bytes]:
+        refusal = self._dialect.refusal(body, self._status)
+        return (body, data) if refusal is None else (refusal, encode_as_vllm(refusal))
 
     def end(self) -> bytes:
         return b""

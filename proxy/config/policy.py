@@ -27,6 +27,7 @@ class PolicyConfig(Section):
     pin_rollouts: bool = True
     pin_timeout_s: Seconds = 3600.0
     token_continuity: Literal["text", "exact"] = "text"
+    dialects_through_chat: bool = True
     keep_versions: Annotated[int, Field(ge=2)] = 3
     directory: Path = Path("lightning-policy")
     verify_samples: Annotated[int, Field(ge=1)] = 4

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import orjson
 
+from ..apis.as_chat.translators import CHAT_ENDPOINT, chat_answer, chat_request
 from ..config.upstreams import UpstreamConfig
 from ..errors import NotFound
 from ..json_text import encode
 from ..store.delta import common_prefix
 from ..store.store import Store
-from ..types import CallEnd, CallStart
+from ..types import CallEnd, CallStart, ModelCall
 from ..upstreams.attempts import Upstreams
 from ..upstreams.base import Answer, Request
 from .renderer import Renderer
+from .through_chat import by_response, earlier_items
 from .turns import (
     AsText,
     Outcome,
@@ -40,7 +42,6 @@ from .turns import (
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
-ENDPOINT = "chat/completions"
 IGNORED = (
     "upstream %s does not take prompts as tokens: vLLM 0.32 or newer does; use it, or policy.token_continuity: text"
 )
@@ -57,14 +58,19 @@ class ExactTokens:
         self.renderer = Renderer(upstreams)
         self._warned = False
 
-    def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json) -> ExactCall | None:
-        """Return a call that may continue an earlier one; None if it is no chat or does not go to the policy."""
+    def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json, chat: Json | None) -> ExactCall | None:
+        """Return a call that may continue an earlier one; None if it is no chat or does not go to the policy.
+
+        `chat`: what is asked of the chat route, where the call is of another API.
+        """
         if start.policy_version is None or upstream.kind != "vllm":
             return None
-        if start.endpoint != ENDPOINT:
+        if start.endpoint == CHAT_ENDPOINT:
+            chat = start.request
+        if chat is None:
             self.count("unsupported")
             return None
-        return ExactCall(self, upstream, start, sent)
+        return ExactCall(self, upstream, start, sent, chat)
 
     def forget(self, rollout_id: str) -> None:
         """Drop all memory of a rollout that was deleted."""
@@ -80,8 +86,9 @@ class ExactTokens:
 class ExactCall:
     """One call. `open` sends it, as exact tokens if possible; `ended` takes its outcome."""
 
-    def __init__(self, exact: ExactTokens, upstream: UpstreamConfig, start: CallStart, sent: Json) -> None:
+    def __init__(self, exact: ExactTokens, upstream: UpstreamConfig, start: CallStart, sent: Json, chat: Json) -> None:
         self._exact = exact
+        self._chat = chat
         self._upstream = upstream
         self._start = start
         self._sent = sent
@@ -117,13 +124,15 @@ class ExactCall:
             self._exact.warn_ignored(self._upstream)
         self._exact.count(self._outcome)
         if end.status == "ok":
-            self._exact.turns.add(self._start, end, self._whole)
+            answer = chat_answer(self._start.endpoint, end.response)
+            answered = turns(self._chat, answer, end.prompt_token_ids, end.choices, self._whole)
+            self._exact.turns.add(self._start.rollout.rollout_id, answered)
 
     async def _exact_prompt(self, request: Request) -> tuple[list[int], list[int]]:
         """The exact tokens of the request, and those that it is rendered as; raises AsText."""
-        if not is_supported(self._start.request):
+        if not is_supported(self._chat):
             raise AsText("unsupported")
-        turn = await self._exact.turns.earlier(self._start)
+        turn = await self._exact.turns.earlier(self._start.rollout.rollout_id, self._chat)
         renderer, upstream, sent = self._exact.renderer, self._upstream, self._sent
         whole = await renderer.tokens(upstream, request, request.body)
         end = await renderer.closing(upstream, request, sent)
@@ -145,31 +154,29 @@ class RecentTurns:
         self._tokens = 0
         self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
 
-    async def earlier(self, start: CallStart) -> Turn:
+    async def earlier(self, rollout_id: str, chat: Json) -> Turn:
         """Return the turn that a supported call continues, and mark it as the newest. Raise AsText if there is none."""
-        known = await self.known(start)
-        if not is_last(known, start.request):  # another worker answered the ones since, or all of them
-            self.forget(start.rollout.rollout_id)
-            known = await self.known(start)
-        turn = earlier_turn(known, start.request)
+        known = await self.known(rollout_id, chat)
+        if not is_last(known, chat):  # another worker answered the ones since, or all of them
+            self.forget(rollout_id)
+            known = await self.known(rollout_id, chat)
+        turn = earlier_turn(known, chat)
         known[:] = [*(other for other in known if other is not turn), turn]
         return turn
 
-    async def known(self, start: CallStart) -> list[Turn]:
+    async def known(self, rollout_id: str, chat: Json) -> list[Turn]:
         """Return the rollout's recent turns, newest last. Read the store only at the second turn: most have one."""
-        rollout_id = start.rollout.rollout_id
-        if rollout_id not in self._turns and has_answers(start.request):
+        if rollout_id not in self._turns and has_answers(chat):
             stored = await self._stored(rollout_id)
             if rollout_id not in self._turns:
                 self._turns[rollout_id] = []
                 self._remember(rollout_id, stored)
         return self._turns.get(rollout_id, [])
 
-    def add(self, start: CallStart, end: CallEnd, rendered: Sequence[int]) -> None:
-        """Note that a call of a rollout in memory was answered. `rendered` is as in Turn, empty if it is the prompt."""
-        if start.rollout.rollout_id in self._turns:
-            answered = turns(start.request, end.response, end.prompt_token_ids, end.choices, rendered)
-            self._remember(start.rollout.rollout_id, answered)
+    def add(self, rollout_id: str, answered: Iterable[Turn]) -> None:
+        """Note that a call was answered, if its rollout is in memory."""
+        if rollout_id in self._turns:
+            self._remember(rollout_id, answered)
 
     def forget(self, rollout_id: str) -> None:
         for turn in self._turns.pop(rollout_id, ()):
@@ -180,8 +187,9 @@ class RecentTurns:
             calls = await self._store.calls.of(rollout_id)
         except NotFound:
             return []
-        answered = (c for c in calls if c.endpoint == ENDPOINT and c.status == "ok" and c.policy_version is not None)
-        return [t for c in answered for t in turns(c.request, c.response, c.prompt_token_ids, c.choices)]
+        known = by_response(calls)
+        answered = (call for call in calls if call.status == "ok" and call.policy_version is not None)
+        return [turn for call in answered for turn in _turns(call, known)]
 
     def _remember(self, rollout_id: str, more: Iterable[Turn]) -> None:
         known = self._turns[rollout_id]
@@ -193,6 +201,17 @@ class RecentTurns:
             self._tokens -= _size(known.pop(0))
         while len(self._turns) > self._max_rollouts or (self._tokens > self._max_tokens and len(self._turns) > 1):
             self.forget(next(iter(self._turns)))
+
+
+def _turns(call: ModelCall, known: Mapping[str, ModelCall]) -> Iterator[Turn]:
+    """A recorded call's turns. `known`: the rollout's calls, by response, to which it may only refer."""
+    try:
+        earlier = earlier_items(known, call.request.get("previous_response_id"))
+        chat = chat_request(call.endpoint, call.request, earlier)
+    except NotFound:
+        chat = None
+    if chat is not None:
+        yield from turns(chat, chat_answer(call.endpoint, call.response), call.prompt_token_ids, call.choices)
 
 
 def _size(turn: Turn) -> int:

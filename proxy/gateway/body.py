@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from ..apis.as_chat.dialect import PATH, ThroughChat
 from ..apis.dialects import Dialect
 from ..apis.inject import Injection
 from ..aside import LARGE
@@ -68,6 +69,12 @@ def model_of(body: dict[str, Any]) -> str | None:
     """Return the model that a body asks for; None if it names none or has the wrong type."""
     model = body.get("model")
     return model if isinstance(model, str) else None
+
+
+def chat_target(request: Request, chat: ThroughChat, route: Route) -> Target:
+    """Return the request for vLLM's chat route that stands for one of another API."""
+    sent, injection = chat.inject(chat.chat | ({} if route.model is None else {"model": route.model}))
+    return Target(route, request._replace(path=PATH, query=b"", body=encode(sent)), sent, injection, translated=True)
 
 
 def target_of(request: Request, body: dict[str, Any], dialect: Dialect | None, route: Route, plain: bool) -> Target:

@@ -9,53 +9,30 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple
 
-from ..access.limits import Limiter
-from ..apis.dialects import Dialect
 from ..apis.stream import Transcript, WholeTranscript
-from ..apis.tokens import NOT_THE_POLICY, Tokens
+from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, Tokens
 from ..apis.tools import tool_calls
 from ..aside import aside
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
+from ..conversation.through_chat import ChatRoute, Way
 from ..conversation.unnamed import Conversation, UnnamedRollouts, answered, asked, credentials
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from ..policy.routing import PolicyRouter
 from ..recording.metrics import Metrics
 from ..recording.recorder import Recorder
 from ..types import CallEnd, CallStart, CallStatus, Header, RolloutName
-from ..upstreams.attempts import Attempts, Upstreams
-from ..upstreams.base import Answer, Request, Route
+from ..upstreams.attempts import Attempts, Target, Upstreams
+from ..upstreams.base import Answer, Route
 from .asgi import Reply
-from .body import model_of, target_of
+from .body import chat_target, model_of, target_of
+from .question import Question
 
 log = logging.getLogger(__name__)
 
 # Hears of every recorded call once its end is durable; the headers are the request's, their names in lower case.
 Listener = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
-
-
-class Question(NamedTuple):
-    """A request for a model's answer: its JSON `body`, and the `name` of its rollout, a new one if unnamed."""
-
-    request: Request
-    body: dict[str, Any]
-    headers: Mapping[str, str]
-    dialect: Dialect
-    name: RolloutName
-    limiter: Limiter | None
-    recorded: bool
-
-    @property
-    def is_retry(self) -> bool:
-        """Return whether the agent's client resends the request automatically; OpenAI's clients count these retries."""
-        return self.headers.get("x-stainless-retry-count", "0") != "0"
-
-    @property
-    def is_unnamed(self) -> bool:
-        """Return whether only the request's conversation tells which rollout it belongs to."""
-        return self.recorded and not self.name.named
 
 
 class Gateway:
@@ -71,15 +48,20 @@ class Gateway:
         *,
         unnamed: UnnamedRollouts | None = None,
         exact: ExactTokens | None = None,
+        chat_route: ChatRoute | None = None,
         listeners: Sequence[Listener] = (),
     ) -> None:
-        """Without `unnamed` an unnamed call is a rollout of its own; without `exact` all calls go as text."""
+        """Without `unnamed` an unnamed call is a rollout of its own, without `exact` all calls go as text.
+
+        Without `chat_route` each goes to its own route.
+        """
         self.policy = policy
         self.upstreams = upstreams
         self.recorder = recorder
         self.metrics = metrics
         self.unnamed = unnamed
         self.exact = exact
+        self.chat_route = chat_route
         self.listeners = listeners
         recording = config.recording
         self.finish_s = recording.finish_timeout_s if recording.on_disconnect == "finish" else 0.0
@@ -89,7 +71,8 @@ class Gateway:
         said = await self._said(question)  # what its conversation says, if no name tells the rollout
         rollout = await self._rollout(question, said)  # the one named, or that of which the conversation goes on
         route = await self.policy.route(rollout, model_of(question.body))  # which weights answer
-        call = Call(self, question, rollout, route, reply, said)  # what is known before the answer
+        way = await self._way(question, rollout, route)  # the API's own, or the chat route for it
+        call = Call(self, question, rollout, route, way, reply, said)  # what is known before the answer
         async with call.under_way():
             await call.record_start()
             # The answer comes after retries and fallbacks, and to a prompt of exact tokens where that is possible.
@@ -129,6 +112,12 @@ class Gateway:
         rollout_id = await self.unnamed.find(caller, question.body, said, question.name, is_retry=question.is_retry)
         return question.name if rollout_id is None else question.name._replace(rollout_id=rollout_id)
 
+    async def _way(self, question: Question, rollout: RolloutName, route: Route) -> Way:
+        if self.chat_route is None or not question.recorded:
+            return Way()
+        body, size = question.body, len(question.request.body)
+        return await self.chat_route.way(question.endpoint, question.dialect, body, size, rollout.rollout_id, route)
+
 
 class Call:
     """One call under way. A call whose start is durable always gets an end: ok, error or cancelled."""
@@ -139,6 +128,7 @@ class Call:
         question: Question,
         rollout: RolloutName,
         route: Route,
+        way: Way,
         reply: Reply,
         said: Conversation | None,
     ) -> None:
@@ -147,24 +137,26 @@ class Call:
         self._said = said
         self._question = question
         self._route = route
+        self._way = way
         self._reply = reply
-        request = question.request._replace(rollout_id=rollout.rollout_id)
-        self.attempts = Attempts(gateway.upstreams, route, partial(target_of, request, question.body, question.dialect))
+        self._request = question.request._replace(rollout_id=rollout.rollout_id)
+        self.attempts = Attempts(gateway.upstreams, route, self._target)
         self._start = CallStart(
             call_id=new_call_id(),
             rollout=rollout,
-            endpoint=request.path.removeprefix("/v1/"),
+            endpoint=question.endpoint,
             model=self.attempts.target.model,
             policy_version=route.version,
             request=question.body,
             started_at=time.time(),
             is_retry=question.is_retry,
-            request_text=request.body.decode(),
+            request_text=question.request.body.decode(),
             upstream=route.upstream.name,
             pins=route.pins,
         )
         exact = gateway.exact if question.recorded else None
-        self._exact = exact and exact.call(route.upstream, self._start, self.attempts.target.sent)
+        chat = way.chat.chat if way.chat else None
+        self._exact = exact and exact.call(route.upstream, self._start, self.attempts.target.sent, chat)
         if self._exact:
             self.attempts.begin_with(self._exact.open)
         self._began = time.perf_counter()
@@ -172,6 +164,11 @@ class Call:
         self._http_status: int | None = None
         self._transcript: Transcript | WholeTranscript | None = None
         self._ending: asyncio.Future[None] | None = None
+
+    def _target(self, route: Route, plain: bool) -> Target:
+        if self._way.chat and route is self._route and not plain:
+            return chat_target(self._request, self._way.chat, route)
+        return target_of(self._request, self._question.body, self._question.dialect, route, plain)
 
     @property
     def upstream(self) -> str:
@@ -188,11 +185,12 @@ class Call:
     def transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
         """Return the object that turns the answer's bytes into the agent's bytes and the record."""
         self._http_status = answer.status
-        dialect, injection = self._question.dialect, self.attempts.target.injection
+        target = self.attempts.target
+        dialect = self._way.chat if self._way.chat and target.translated else self._question.dialect
         if answer.is_stream:
-            self._transcript = Transcript(dialect.stream(injection), whole_frames=bool(injection))
+            self._transcript = Transcript(dialect.stream(target.injection))
         else:
-            self._transcript = WholeTranscript(dialect, injection, answer.status)
+            self._transcript = WholeTranscript(dialect, target.injection, answer.status)
         return self._transcript
 
     def head_of(self, answer: Answer) -> tuple[int, list[Header]]:
@@ -269,8 +267,12 @@ class Call:
         response = transcript.response() if transcript else None
         tokens = transcript.tokens if transcript else Tokens()
         unkept = transcript.unkept if transcript and status == "ok" else None
-        reason = unkept or tokens.untrainable_reason(status, self._start.request)
-        if status == "ok" and self.attempts.target.route.version is None:
+        target = self.attempts.target
+        asked = target.sent if target.translated else self._start.request
+        reason = unkept or tokens.untrainable_reason(status, asked)
+        if reason == NO_TOKEN_IDS and self._way.reason:
+            reason = self._way.reason
+        if status == "ok" and target.route.version is None:
             reason = NOT_THE_POLICY
         return CallEnd(
             call_id=self._start.call_id,

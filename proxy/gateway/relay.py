@@ -23,8 +23,9 @@ from ..upstreams.attempts import Attempts
 from ..upstreams.base import Request, Route
 from .asgi import ClientDisconnected, Receive, Reply, Scope, Send, read_headers
 from .body import model_of, parse_any, parse_object, target_of, unpack
-from .call import Gateway, Question
+from .call import Gateway
 from .naming import DataPath, name_rollout, parse_path, wants_recording
+from .question import Question
 from .reading import Bodies
 
 log = logging.getLogger(__name__)

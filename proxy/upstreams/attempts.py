@@ -68,12 +68,16 @@ class Upstreams:
 
 
 class Target(NamedTuple):
-    """One way to get a call answered: the upstream of this route and the form of the request. `sent` is its body."""
+    """One way to get a call answered: the upstream of this route and the form of the request. `sent` is its body.
+
+    `translated`: the request is in another API than the agent's, which reads the answer, too.
+    """
 
     route: Route
     request: Request
     sent: dict[str, Any]
     injection: Injection
+    translated: bool = False
 
     @property
     def model(self) -> str | None:
@@ -139,15 +143,20 @@ class Attempts:
         asked = self.upstream.name, self.target.injection
         if answer.status == 200:
             self._upstreams.taken.add(asked)
-        elif answer.status in _REFUSALS:
+        elif self._may_be_ours(answer.status):
             # Perhaps for what is asked for on top; if not, the agent is told of its own request.
             refusal = await answer.read()
-            if asked in self._upstreams.taken and not self.target.injection.is_named_in(refusal):
+            known = asked in self._upstreams.taken and not self.target.translated
+            if known and not self.target.injection.is_named_in(refusal):
                 return ReadAnswer(answer, refusal)
             answer.release()
             self.target = self._ask(self.target.route, True)
             answer = await self._send()
         return answer
+
+    def _may_be_ours(self, status: int) -> bool:
+        """Whether the agent's own request might be answered otherwise, or in other words."""
+        return status in _REFUSALS or (self.target.translated and 400 <= status < 500 and status not in _RETRIED)
 
     async def _send(self) -> Answer:
         if self._open_first is not None and not self.fell_back:

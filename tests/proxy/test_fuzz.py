@@ -67,7 +67,7 @@ def test_whole_answers(request: dict[str, Any], answer: dict[str, Any], path: st
     _, injection = dialect.inject(request)
     assert request == asked, "the record is of what the agent sent"
     tokens = dialect.tokens(answer)
-    dialect.clean(answer, injection)
+    dialect.agents(answer, injection)
     reason = tokens.untrainable_reason("ok", request)
     if reason is None:
         assert all(len(c.token_ids) == len(c.logprobs) > 0 for c in tokens.choices)
@@ -91,7 +91,7 @@ def test_whole_answers(request: dict[str, Any], answer: dict[str, Any], path: st
 def test_streamed_answers(request: dict[str, Any], events: list[dict[str, Any]], path: str) -> None:
     dialect = DIALECTS[path]
     _, injection = dialect.inject(request)
-    transcript = Transcript(dialect.stream(injection), whole_frames=bool(injection))
+    transcript = Transcript(dialect.stream(injection))
     fed = sent = b""
     for event in events:
         if transcript.done is None:

@@ -51,7 +51,7 @@ def test_frames_are_the_same_wherever_a_stream_is_cut(text: bytes, cuts: list[in
 @examples(300)
 @given(text=STREAMS, cuts=CUTS)
 def test_a_stream_that_nothing_was_injected_into_goes_on_as_it_came(path: str, text: bytes, cuts: list[int]) -> None:
-    transcript = Transcript(DIALECTS[path].stream(Injection()), whole_frames=False)
+    transcript = Transcript(DIALECTS[path].stream(Injection()))
     sent = b""
     for piece in cut(text, cuts):
         sent += transcript.feed(piece) if transcript.done is None else piece
@@ -66,7 +66,7 @@ def test_a_stream_that_nothing_was_injected_into_goes_on_as_it_came(path: str, t
 @examples(300)
 @given(text=STREAMS, cuts=CUTS)
 def test_a_stream_that_something_was_injected_into_makes_nothing_up(path: str, text: bytes, cuts: list[int]) -> None:
-    transcript = Transcript(DIALECTS[path].stream(Injection(True, True, True)), whole_frames=True)
+    transcript = Transcript(DIALECTS[path].stream(Injection(True, True, True)))
     for piece in cut(text, cuts):
         if transcript.done is None:
             assert len(transcript.feed(piece)) <= 2 * len(text) + 100

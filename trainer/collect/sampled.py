@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
+from ...proxy.apis.as_chat.translators import CHAT_ENDPOINT, chat_request
 from ...proxy.apis.shaping import constraint, is_not_followed
 from ...proxy.errors import UpstreamTimeout, UpstreamUnreachable
 from ...proxy.json_text import dumps
@@ -88,8 +89,9 @@ class Sampled:
             return _as_asked(call)
         try:
             model = await self._vllm.base_model()
-            prompt = _PROMPTS.get(call.endpoint, _SAID)
-            rendered = await self._vllm.rendered(call.endpoint, {"model": model, **prompt, **_asked(call)})
+            endpoint, asked = _sent(call)
+            prompt = _PROMPTS.get(endpoint, _SAID)
+            rendered = await self._vllm.rendered(endpoint, {"model": model, **prompt, **asked})
         except VllmError as error:
             if not self._warned:
                 log.warning(_NO_ROUTE, error.message)
@@ -121,9 +123,21 @@ def _as_asked(call: ModelCall) -> Known:
     return Known(sampling_of(call.request))
 
 
-def _asked(call: ModelCall) -> Json:
-    return {name: call.request[name] for name in _ASKED if call.request.get(name) is not None}
+def _sent(call: ModelCall) -> tuple[str, Json]:
+    """The endpoint that the call was sent to, and the parameters that decided how its answer was sampled."""
+    said = _said_nothing(call.request)
+    chat = None if call.endpoint == CHAT_ENDPOINT else chat_request(call.endpoint, said)
+    endpoint, request = (call.endpoint, call.request) if chat is None else (CHAT_ENDPOINT, chat)
+    return endpoint, {name: request[name] for name in _ASKED if request.get(name) is not None}
+
+
+def _said_nothing(request: Json) -> Json:
+    """The request with the shortest conversation in the place of its own, which is not looked at again."""
+    said = {"messages": _SAID["messages"], "input": "0"}
+    kept = {name: value for name, value in request.items() if name not in ("system", "previous_response_id")}
+    return {name: said.get(name, value) for name, value in kept.items()}
 
 
 def _key(call: ModelCall) -> str:
-    return f"{call.endpoint} {dumps(_asked(call))}"
+    endpoint, asked = _sent(call)
+    return f"{endpoint} {dumps(asked)}"

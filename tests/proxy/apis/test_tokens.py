@@ -39,7 +39,7 @@ def chunk(delta: dict[str, Any] | None, **choice: Any) -> dict[str, Any]:
 
 
 def transcript_of(*chunks: dict[str, Any], injection: Injection = ALL) -> tuple[Transcript, bytes]:
-    transcript = Transcript(ChatStream(injection), whole_frames=bool(injection))
+    transcript = Transcript(ChatStream(injection))
     sent = transcript.feed(b"".join(encode(orjson.dumps(c)) for c in chunks) + DONE)
     return transcript, sent
 
@@ -55,7 +55,7 @@ def test_ids_that_no_vocabulary_has_are_no_ids():
 
 
 def test_what_is_left_of_a_stream_is_given_out_once():
-    transcript = Transcript(ChatStream(Injection()), whole_frames=False)
+    transcript = Transcript(ChatStream(Injection()))
     assert transcript.feed(b"data: {") == b""
     assert [transcript.end(), transcript.end()] == [b"data: {", b""]
 
@@ -272,7 +272,7 @@ def test_chunks_that_only_carry_injected_tokens_are_not_shown():
 
 def test_without_injection_every_byte_stays():
     raw = b': ping\r\n\r\ndata:  {"choices" : [ ] , "usage":null}\r\n\r\n'
-    transcript = Transcript(ChatStream(Injection()), whole_frames=False)
+    transcript = Transcript(ChatStream(Injection()))
     assert transcript.feed(raw) == raw
     assert transcript.feed(b"data: [DONE]\r\n\r\n") == b""
     assert transcript.done == b"data: [DONE]\r\n\r\n"
@@ -280,13 +280,13 @@ def test_without_injection_every_byte_stays():
 
 def test_garbage_and_error_events_pass_and_are_noted():
     for raw in (b"data: {garbage\n\n", b"data: 3\n\n", b'data: {"error":{"message":"no"}}\n\n'):
-        transcript = Transcript(ChatStream(ALL), whole_frames=True)
+        transcript = Transcript(ChatStream(ALL))
         assert transcript.feed(raw) == raw
         assert transcript.error
 
 
 def test_a_held_chunk_is_sent_when_the_stream_breaks():
-    transcript = Transcript(ChatStream(ALL), whole_frames=True)
+    transcript = Transcript(ChatStream(ALL))
     finish = chunk({"content": "x"}, finish_reason="stop", token_ids=[1])
     assert transcript.feed(encode(orjson.dumps(finish))) == b""
     assert b'"finish_reason":"stop"' in transcript.end()

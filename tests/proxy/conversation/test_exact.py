@@ -20,9 +20,10 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.conversation.exact import RecentTurns
+from lightning_proxy.proxy.conversation.turns import turns as turns_of
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
+from lightning_proxy.proxy.types import Choice
 from lightning_proxy.trainer.rows.samples import rollout_samples
 
 Json = dict[str, Any]
@@ -278,14 +279,12 @@ async def test_the_rollouts_that_were_quiet_the_longest_are_forgotten(tmp_path: 
     database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     recent = RecentTurns(Store(database), recent=2, tokens=13)
     for name, kept in (("a", 1), ("b", 1), ("b", 2), ("b", 2), ("a", 2), ("c", 1)):
-        messages = [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]
-        start = CallStart("x", RolloutName(name), "chat/completions", "policy", 0, {"messages": messages}, 0.0)
+        asked = {"messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
         response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
-        end = CallEnd("x", name, "ok", response, 200, (1, 2), (Choice(0, (3,), (-1.0,), "stop"),))
-        await recent.known(start)
-        recent.add(start, end, (1,))
-        assert len(await recent.known(start)) == kept
-    assert [len(await recent.known(start._replace(rollout=RolloutName(name)))) for name in "bac"] == [0, 2, 1]
+        await recent.known(name, asked)
+        recent.add(name, turns_of(asked, response, (1, 2), (Choice(0, (3,), (-1.0,), "stop"),), (1,)))
+        assert len(await recent.known(name, asked)) == kept
+    assert [len(await recent.known(name, asked)) for name in "bac"] == [0, 2, 1]
     await database.close()
 
 

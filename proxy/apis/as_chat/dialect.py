@@ -1,0 +1,122 @@
+"""Lets a request of another API go through the chat route: chat's to the upstream, its own API's to the agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from ...errors import LightningError, UpstreamUnreachable
+from ...json_text import encode
+from ..chat import ChatApi, ChatStream, message_of_error
+from ..inject import Injection
+from ..tokens import Tokens
+from .translation import StreamTranslation, Translation
+
+Json = dict[str, Any]
+
+PATH = "/v1/chat/completions"
+CHAT = ChatApi("chat")
+
+
+class OwnStream(Protocol):
+    """Assembles the agent's answer from the events that it is sent."""
+
+    def feed(self, raw: bytes, event: Json) -> bytes: ...
+
+    def response(self) -> Any: ...
+
+
+class Own(Protocol):
+    """What is needed of the agent's own dialect."""
+
+    def stream(self, injection: Injection) -> OwnStream: ...
+
+    def error_body(self, error: LightningError) -> Json: ...
+
+
+class ThroughChat:
+    """One request on its way through the chat route. It is a dialect: it reads chat and gives the agent its own API.
+
+    `chat`: the request for the chat route, without what is asked for on top.
+    """
+
+    def __init__(self, own: Own, translation: Translation) -> None:
+        self.chat = translation.chat
+        self._own = own
+        self._translation = translation
+
+    def inject(self, body: Json) -> tuple[Json, Injection]:
+        return CHAT.inject(body)
+
+    def tokens(self, body: Json) -> Tokens:
+        return CHAT.tokens(body)
+
+    def stream(self, injection: Injection) -> ThroughChatStream:
+        return ThroughChatStream(CHAT.stream(injection), self._own.stream(Injection()), self._translation.stream())
+
+    def agents(self, body: Json, injection: Injection) -> Json:
+        """Return the agent's answer; raise UpstreamUnreachable if this is no chat completion."""
+        try:
+            return self._translation.answer(body)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _unreadable(error) from None
+
+    def refusal(self, body: Json, status: int) -> Json:
+        """Return the upstream's error as the agent's API has it."""
+        error = LightningError(message_of_error(body.get("error", body)))
+        error.status = status
+        return self._own.error_body(error)
+
+    def error_body(self, error: LightningError) -> Json:
+        return self._own.error_body(error)
+
+
+class ThroughChatStream:
+    """The chunks of a chat answer, passed on as the events of the agent's API."""
+
+    finished = False  # the chat stream's end is [DONE], which is no event
+    rewrites = True
+
+    def __init__(self, chat: ChatStream, own: OwnStream, translation: StreamTranslation) -> None:
+        self._chat = chat
+        self._own = own
+        self._translation = translation
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._chat.tokens
+
+    @property
+    def error(self) -> str | None:
+        return self._chat.error
+
+    @property
+    def whole(self) -> bool:
+        return self._chat.whole
+
+    def feed(self, raw: bytes, event: Json) -> bytes:
+        self._chat.read(event)
+        try:
+            return self._sent(self._translation.feed(event))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _unreadable(error) from None
+
+    def last(self, raw: bytes) -> bytes:
+        return b"" if self.error else self._sent(self._translation.end())
+
+    def flush(self) -> bytes:
+        return b""
+
+    def response(self) -> Any:
+        return self._own.response()
+
+    def _sent(self, events: Iterable[Json]) -> bytes:
+        out = b""
+        for event in events:
+            raw = b"event: " + str(event["type"]).encode() + b"\ndata: " + encode(event) + b"\n\n"
+            out += self._own.feed(raw, event)
+        return out
+
+
+def _unreadable(error: Exception) -> UpstreamUnreachable:
+    return UpstreamUnreachable(f"the upstream's answer is no chat completion: {error!r}"[:1000])
