@@ -7,7 +7,7 @@ from typing import Any
 
 from .messages_answer import message_of
 from .messages_history import chat_message, chat_messages
-from .messages_stream import MessagesEvents
+from .messages_stream import MessagesEvents, error_of
 from .messages_tools import chat_tools
 from .reading import optional, required
 from .translation import Untranslatable
@@ -44,6 +44,10 @@ class MessagesTranslation:
 
     def stream(self) -> MessagesEvents:
         return MessagesEvents()
+
+    def refused(self, error: Json) -> Json:
+        """Return the chat route's refusal as vLLM's own route words it."""
+        return error_of(error.get("error"))
 
 
 def chat_request(body: Json, merges_system: bool | None = None, disabled_effort: str | None = None) -> Json:

@@ -31,7 +31,7 @@ class MessagesEvents:
 
     def _events(self, chunk: Json) -> Iterator[Json]:
         if error := chunk.get("error"):
-            yield _error(error)
+            yield error_of(error)
             return
         self._usage = chunk.get("usage") or self._usage
         if not self._started:
@@ -133,8 +133,8 @@ class _Blocks:
         self._index += 1
 
 
-def _error(error: Any) -> Json:
-    """The upstream's own words; vLLM's route only says that it could not read them."""
+def error_of(error: Any) -> Json:
+    """Return an error of the chat route as one of /v1/messages, in its own words."""
     parts = error if isinstance(error, dict) else {"message": str(error)}
     kind, message = parts.get("type") or "internal_error", str(parts.get("message"))
     return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,0 +1,208 @@
+"""The same greedy requests to vLLM's own /v1/messages and, translated, to its chat route: the answers must not differ."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.apis.as_chat.messages import MessagesTranslator
+from lightning_proxy.proxy.apis.chat import ChatApi
+from lightning_proxy.proxy.apis.inject import Injection
+from lightning_proxy.proxy.apis.messages import MessagesApi
+from support.whole_system import System
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
+
+Json = dict[str, Any]
+
+SAY = "Say hello to Zoë, in French."
+HELLO = {"messages": [{"role": "user", "content": SAY}]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"type": "integer", "maximum": 9}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+ADD = {"name": "add", "description": "adds two digits", "input_schema": SCHEMA}
+NOW = {"name": "now", "input_schema": {"properties": {}}}
+TOOLS = {"tools": [ADD, NOW]}
+PIXEL = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+
+
+def text(words: str, **more: Any) -> Json:
+    return {"type": "text", "text": words, **more}
+
+
+def conversation(*contents: Any) -> Json:
+    """User and assistant in turns."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]}
+
+
+def used(name: str = "add", given: Any = None, number: int = 1) -> Json:
+    return {"type": "tool_use", "id": f"toolu_{number}", "name": name, "input": given or {}}
+
+
+def result(content: Any = None, number: int = 1, **more: Any) -> Json:
+    block = {"type": "tool_result", "tool_use_id": f"toolu_{number}", **more}
+    return block if content is None else block | {"content": content}
+
+
+CASES: list[Json] = [
+    # text
+    HELLO,
+    conversation([text(SAY)]),
+    conversation([text("Say"), text("hello.")]),
+    conversation([text(SAY, cache_control={"type": "ephemeral"}), text("")]),
+    conversation("One", "Two", "Three"),
+    conversation("One", [text("Two"), text("and a half")], [text("Three")]),
+    conversation("One", [], "Three"),
+    conversation([], "Two", "Three"),
+    conversation("One", "Two", [text("")]),
+    conversation("", "Two"),
+    conversation("😀 \u2028 \"quoted\" \\ back"),
+    conversation("One", "The answer begins: "),
+    {"messages": [{"role": "assistant", "content": "I begin."}, {"role": "user", "content": "Go on."}]},
+    # what is sampled, and when it ends
+    HELLO | {"max_tokens": 1},
+    HELLO | {"max_tokens": 24},
+    HELLO | {"stop_sequences": ["o"]},
+    HELLO | {"stop_sequences": ["e", "i", "u"]},
+    HELLO | {"stop_sequences": []},
+    HELLO | {"stop_sequences": ["never said"]},
+    HELLO | {"temperature": None, "top_k": 1},
+    HELLO | {"temperature": 0, "top_p": 0.5, "top_k": 3},
+    HELLO | {"metadata": {"user_id": "somebody"}, "service_tier": "auto", "unknown": [1]},
+    HELLO | {"chat_template_kwargs": {"unknown": True}, "cache_salt": "salt"},
+    # the system's message
+    HELLO | {"system": "Be brief."},
+    HELLO | {"system": ""},
+    HELLO | {"system": [text("Be brief."), text("Be kind.", cache_control={"type": "ephemeral"})]},
+    HELLO | {"system": [text("x-anthropic-billing-header: cc=1; hash=2"), text("Be brief.")]},
+    HELLO | {"system": [text("x-anthropic-billing-header: cc=1; hash=2")]},
+    HELLO | {"system": []},
+    {"messages": [{"role": "system", "content": "Be brief."}, *HELLO["messages"]]},
+    {"messages": [{"role": "system", "content": [text("Be"), text("brief.")]}, *HELLO["messages"]]},
+    {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 1"}, *HELLO["messages"]]},
+    # tools
+    HELLO | TOOLS,
+    HELLO | TOOLS | {"tool_choice": {"type": "auto"}},
+    HELLO | TOOLS | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    HELLO | TOOLS | {"tool_choice": {"type": "none"}},
+    HELLO | TOOLS | {"tool_choice": {"type": "any"}, "max_tokens": 24},
+    HELLO | TOOLS | {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 60},
+    HELLO | TOOLS | {"tool_choice": {"type": "tool", "name": "add"}, "max_tokens": 60},
+    HELLO | TOOLS | {"tool_choice": {"type": "tool", "name": "now"}, "max_tokens": 60},
+    HELLO | TOOLS | {"tool_choice": {"type": "tool", "name": "now", "disable_parallel_tool_use": True}, "max_tokens": 60},
+    HELLO | {"tools": [ADD | {"strict": True, "type": "custom", "cache_control": {"type": "ephemeral"}}]},
+    HELLO | {"tools": [ADD | {"defer_loading": True, "description": ""}]},
+    HELLO | {"tools": []},
+    HELLO | {"tool_choice": {"type": "auto"}},
+    HELLO | {"tool_choice": {"type": "none"}},
+    # tools that were used
+    conversation(SAY, [used(given={"a": 1, "b": 2})], [result("3")]) | TOOLS,
+    conversation(SAY, [text("I add."), used(given={"a": 1, "b": 2})], [result([text("3"), text("or so")])]) | TOOLS,
+    conversation(SAY, [used(), used("now", number=2)], [result("1", 1), result("2", 2)]) | TOOLS,
+    conversation(SAY, [used(), used("now", number=2)], [result("2", 2), text("and"), result("1", 1)]) | TOOLS,
+    conversation(SAY, [used(given={"é": [1.5, None]})], [result("no such file", is_error=True)]) | TOOLS,
+    conversation(SAY, [used()], [result()]) | TOOLS,
+    conversation(SAY, [used()], [result([])]) | TOOLS,
+    conversation(SAY, [used()], [result("3"), text("Go on.")]) | TOOLS,
+    conversation(SAY, [used(), text("after it")], [result("3")]) | TOOLS,
+    conversation(SAY, [used()], [result([{"type": "document", "title": "left out"}, text("3")])]) | TOOLS,
+    conversation(SAY, [used()], [result("3")]),
+    conversation([result("3", number=7)]),
+    conversation("One", [result("3")], "Two"),
+    # thinking
+    HELLO | {"thinking": {"type": "adaptive"}},
+    HELLO | {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 3000},
+    HELLO | {"output_config": {"effort": "low"}},
+    HELLO | {"output_config": {"effort": "max"}, "thinking": {"type": "adaptive", "display": "omitted"}},
+    conversation("One", [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, text("Two")], "Three"),
+    conversation("One", [{"type": "thinking", "thinking": "Hm.", "signature": "x"}], "Three"),
+    conversation("One", [{"type": "redacted_thinking", "data": "eA=="}, text("Two")], "Three"),
+    # a form for the answer
+    HELLO | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 40},
+    HELLO | TOOLS | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 40},
+    HELLO | {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+    HELLO | {"output_config": {}},
+    # refused by vLLM
+    HELLO | {"model": "nobody"},
+    HELLO | {"max_tokens": 100_000},
+    conversation("long " * 2000),
+    {"messages": []},
+    conversation([{"type": "image", "source": PIXEL}]),
+    conversation([text("See:"), {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9/x.png"}}]),
+    conversation(SAY, [used()], [result([text("3"), {"type": "image", "source": PIXEL}])]) | TOOLS,
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"[\[\]]", "", json.dumps(case))[:90])
+def test_the_chat_route_says_what_the_messages_route_says(merged: System, case: Json, stream: bool) -> None:
+    body = {"model": "speller", "max_tokens": 8, "temperature": 0, "stream": stream} | case
+    url = f"http://127.0.0.1:{merged.vllm_port}/v1"
+    native(url, body)  # fills vLLM's prefix cache, which `usage` shows
+    assert through_chat(url, body) == native(url, body)
+
+
+def native(url: str, body: Json) -> tuple[int, Any]:
+    status, answer = post(f"{url}/messages", body)
+    return status, comparable(events_of(answer)) if status == 200 and body["stream"] else comparable(json.loads(answer))
+
+
+def through_chat(url: str, body: Json) -> tuple[int, Any]:
+    """As the proxy does it: with what it asks for on top."""
+    translation = MessagesTranslator().request(body)
+    chat, _ = ChatApi("chat").inject(translation.chat)
+    status, answer = post(f"{url}/chat/completions", chat)
+    if status != 200:
+        return status, comparable(translation.refused(json.loads(answer)))
+    if not body["stream"]:
+        return status, comparable(translation.answer(json.loads(answer)))
+    stream = translation.stream()
+    events = [event for chunk in events_of(answer) for event in stream.feed(chunk)]
+    return status, comparable([*events, *stream.end()])
+
+
+def events_of(answer: str) -> list[Json]:
+    return [json.loads(data) for data in re.findall(r"^data: (.*)$", answer, re.MULTILINE) if data != "[DONE]"]
+
+
+def comparable(answer: Any) -> Any:
+    """Without ids; a stream as the order of its events, and what they say together."""
+    if isinstance(answer, dict):
+        text = json.dumps(answer)
+    else:
+        assembled = MessagesApi().stream(Injection())
+        for event in answer:
+            assembled.feed(b"", event)
+        text = json.dumps([list(kinds(answer)), answer[:1], answer[-2:], assembled.response()])
+    text = re.sub(r"\b(chatcmpl|chatcmpl-tool)-[0-9a-f-]{8,}", "ID", text)
+    return json.loads(re.sub(r'"signature": "[0-9a-f]{32}"', '"signature": "S"', text))
+
+
+def kinds(events: list[Json]) -> Iterator[tuple[Any, ...]]:
+    """The types of the events in order. One delta stands for several of a kind: vLLM joins tokens as they come."""
+    before = None
+    for event in events:
+        kind = (event["type"], event.get("index"), event.get("delta", event.get("content_block", {})).get("type"))
+        if kind != before or kind[0] != "content_block_delta":
+            yield kind
+        before = kind
+
+
+def post(url: str, body: Json) -> tuple[int, str]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
