@@ -1,4 +1,4 @@
-"""The same greedy requests to vLLM's own /v1/messages and, translated, to its chat route: the answers must not differ."""
+"""The same greedy requests to vLLM's own /v1/messages and, translated, to its chat route: the same answers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.apis.as_chat.messages import MessagesTranslator
+from lightning_proxy.proxy.apis.as_chat.template import PROBES, Template, learn
 from lightning_proxy.proxy.apis.chat import ChatApi
 from lightning_proxy.proxy.apis.inject import Injection
 from lightning_proxy.proxy.apis.messages import MessagesApi
@@ -30,8 +31,14 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ADD = {"name": "add", "description": "adds two digits", "input_schema": SCHEMA}
-NOW = {"name": "now", "input_schema": {"properties": {}}}
+NOW = {"name": "now", "input_schema": {"properties": {}, "additionalProperties": False}}
 TOOLS = {"tools": [ADD, NOW]}
+PICK = {"name": "pick", "input_schema": {"properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}}
+STRICT = {"tools": [PICK | {"strict": True}, NOW | {"strict": True}]}  # vLLM holds only strict tools to their schema
+ANY = {"tool_choice": {"type": "any"}}
+ONE = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+# The model begins a tool call more readily than one of these numbers.
+NUMBER = {"output_config": {"format": {"type": "json_schema", "schema": {"enum": [0, 6, 8]}}}}
 PIXEL = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
 
 
@@ -54,6 +61,13 @@ def result(content: Any = None, number: int = 1, **more: Any) -> Json:
     return block if content is None else block | {"content": content}
 
 
+def changed(kind: str, tool: Any) -> Json:
+    """A system message that adds or removes a tool, by name or by its definition."""
+    by_name = {"type": "tool_reference", "name": tool}
+    change = by_name if isinstance(tool, str) else {"type": "tool_definition", "definition": tool}
+    return {"role": "system", "content": [{"type": kind, "tool": change}]}
+
+
 CASES: list[Json] = [
     # text
     HELLO,
@@ -66,7 +80,7 @@ CASES: list[Json] = [
     conversation([], "Two", "Three"),
     conversation("One", "Two", [text("")]),
     conversation("", "Two"),
-    conversation("😀 \u2028 \"quoted\" \\ back"),
+    conversation('😀 \u2028 "quoted" \\ back'),
     conversation("One", "The answer begins: "),
     {"messages": [{"role": "assistant", "content": "I begin."}, {"role": "user", "content": "Go on."}]},
     # what is sampled, and when it ends
@@ -90,21 +104,23 @@ CASES: list[Json] = [
     {"messages": [{"role": "system", "content": "Be brief."}, *HELLO["messages"]]},
     {"messages": [{"role": "system", "content": [text("Be"), text("brief.")]}, *HELLO["messages"]]},
     {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 1"}, *HELLO["messages"]]},
+    {"system": "Be brief.", "messages": [*HELLO["messages"], {"role": "system", "content": "And kind."}]},
+    {"messages": [*HELLO["messages"], {"role": "system", "content": [text("x-anthropic-billing-header: 1")]}]},
     # tools
     HELLO | TOOLS,
     HELLO | TOOLS | {"tool_choice": {"type": "auto"}},
     HELLO | TOOLS | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
     HELLO | TOOLS | {"tool_choice": {"type": "none"}},
-    HELLO | TOOLS | {"tool_choice": {"type": "any"}, "max_tokens": 24},
-    HELLO | TOOLS | {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 60},
-    HELLO | TOOLS | {"tool_choice": {"type": "tool", "name": "add"}, "max_tokens": 60},
-    HELLO | TOOLS | {"tool_choice": {"type": "tool", "name": "now"}, "max_tokens": 60},
-    HELLO | TOOLS | {"tool_choice": {"type": "tool", "name": "now", "disable_parallel_tool_use": True}, "max_tokens": 60},
     HELLO | {"tools": [ADD | {"strict": True, "type": "custom", "cache_control": {"type": "ephemeral"}}]},
     HELLO | {"tools": [ADD | {"defer_loading": True, "description": ""}]},
     HELLO | {"tools": []},
     HELLO | {"tool_choice": {"type": "auto"}},
     HELLO | {"tool_choice": {"type": "none"}},
+    # tools that are added and removed
+    {**TOOLS, "messages": [*HELLO["messages"], changed("tool_removal", "add")]},
+    {"tools": [ADD | {"defer_loading": True}], "messages": [*HELLO["messages"], changed("tool_addition", "add")]},
+    {"messages": [*HELLO["messages"], changed("tool_addition", NOW)]},
+    {"tools": [NOW], "messages": [changed("tool_removal", "now"), *HELLO["messages"]]},
     # tools that were used
     conversation(SAY, [used(given={"a": 1, "b": 2})], [result("3")]) | TOOLS,
     conversation(SAY, [text("I add."), used(given={"a": 1, "b": 2})], [result([text("3"), text("or so")])]) | TOOLS,
@@ -120,6 +136,8 @@ CASES: list[Json] = [
     conversation([result("3", number=7)]),
     conversation("One", [result("3")], "Two"),
     # thinking
+    HELLO | {"thinking": {"type": "disabled"}},
+    HELLO | {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
     HELLO | {"thinking": {"type": "adaptive"}},
     HELLO | {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 3000},
     HELLO | {"output_config": {"effort": "low"}},
@@ -143,23 +161,60 @@ CASES: list[Json] = [
 ]
 
 
+# Requests that tools are called for; how the answer ends.
+CALLS: list[tuple[Json, str]] = [
+    (HELLO | STRICT | NUMBER, "tool_use"),
+    (HELLO | STRICT | NUMBER | {"tool_choice": {"type": "auto"}}, "tool_use"),
+    (HELLO | STRICT | ONE, "tool_use"),
+    (HELLO | STRICT | {"tool_choice": {"type": "tool", "name": "now"}}, "tool_use"),
+    (HELLO | STRICT | {"tool_choice": {"type": "tool", "name": "pick", "disable_parallel_tool_use": True}}, "tool_use"),
+    (HELLO | STRICT | ANY | {"max_tokens": 106}, "max_tokens"),  # two calls
+    (HELLO | STRICT | ANY | {"stop_sequences": ["</tool_call>"]}, "tool_use"),
+    (HELLO | STRICT | ANY | {"stop_sequences": ["}}"]}, "stop_sequence"),
+    (HELLO | STRICT | ANY | {"stop_sequences": ["arg"]}, "stop_sequence"),
+    (HELLO | STRICT | ANY | {"max_tokens": 24}, "max_tokens"),
+]
+
+
+@pytest.fixture(scope="module")
+def template(merged: System) -> Template:
+    """What the server's template is known to make of a request, by the routes that say so."""
+    root = f"http://127.0.0.1:{merged.vllm_port}"
+    answers = {name: post(root + path, {"model": "speller"} | body) for name, (path, body) in PROBES.items()}
+    return learn({name: (status, json.loads(answer)) for name, (status, answer) in answers.items()})
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"[\[\]]", "", json.dumps(case))[:90])
-def test_the_chat_route_says_what_the_messages_route_says(merged: System, case: Json, stream: bool) -> None:
+def test_the_chat_route_says_what_the_messages_route_says(
+    merged: System, template: Template, case: Json, stream: bool
+) -> None:
+    url, body = asked(merged, case, stream)
+    assert through_chat(url, body, template) == native(url, body)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("case", "ends"), CALLS)
+def test_so_it_is_with_tool_calls(merged: System, template: Template, case: Json, ends: str, stream: bool) -> None:
+    url, body = asked(merged, {"max_tokens": 70} | case, stream)
+    status, answer = through_chat(url, body, template)
+    assert (status, answer) == native(url, body)
+    assert ends in json.dumps(answer)
+
+
+def asked(system: System, case: Json, stream: bool) -> tuple[str, Json]:
     body = {"model": "speller", "max_tokens": 8, "temperature": 0, "stream": stream} | case
-    url = f"http://127.0.0.1:{merged.vllm_port}/v1"
-    native(url, body)  # fills vLLM's prefix cache, which `usage` shows
-    assert through_chat(url, body) == native(url, body)
+    return f"http://127.0.0.1:{system.vllm_port}/v1", body
 
 
 def native(url: str, body: Json) -> tuple[int, Any]:
     status, answer = post(f"{url}/messages", body)
-    return status, comparable(events_of(answer)) if status == 200 and body["stream"] else comparable(json.loads(answer))
+    return status, comparable(events_of(answer) if status == 200 and body["stream"] else json.loads(answer))
 
 
-def through_chat(url: str, body: Json) -> tuple[int, Any]:
+def through_chat(url: str, body: Json, template: Template) -> tuple[int, Any]:
     """As the proxy does it: with what it asks for on top."""
-    translation = MessagesTranslator().request(body)
+    translation = MessagesTranslator(template).request(body)
     chat, _ = ChatApi("chat").inject(translation.chat)
     status, answer = post(f"{url}/chat/completions", chat)
     if status != 200:

@@ -10,6 +10,7 @@ from .messages_history import chat_message, chat_messages
 from .messages_stream import MessagesEvents, error_of
 from .messages_tools import chat_tools
 from .reading import optional, required
+from .template import EFFORTS, Template, TemplateUnknown
 from .translation import Untranslatable
 
 Json = dict[str, Any]
@@ -20,13 +21,16 @@ _ALIKE = {
     "watermarking": "true or false", "cache_salt": "text", "kv_transfer_params": "an object",
     "ec_transfer_params": "an object", "vllm_xargs": "an object", "chat_template_kwargs": "an object",
 }  # fmt: skip
-_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _LEAST_BUDGET = 1024
 
 
 class MessagesTranslator:
+    def __init__(self, template: Template = Template()) -> None:
+        """`template`: what is known of the server that answers."""
+        self._template = template
+
     def request(self, body: Json, earlier: Sequence[Json] = ()) -> MessagesTranslation:
-        return MessagesTranslation(chat_request(body))
+        return MessagesTranslation(chat_request(body, self._template))
 
     def said(self, answer: Json) -> Json:
         try:
@@ -50,7 +54,7 @@ class MessagesTranslation:
         return error_of(error.get("error"))
 
 
-def chat_request(body: Json, merges_system: bool | None = None, disabled_effort: str | None = None) -> Json:
+def chat_request(body: Json, template: Template) -> Json:
     """Return a Messages request as a chat request; raise Untranslatable."""
     if not required(body, "model", "text"):
         raise Untranslatable("`model` is empty")
@@ -58,13 +62,14 @@ def chat_request(body: Json, merges_system: bool | None = None, disabled_effort:
     if most <= 0:
         raise Untranslatable("`max_tokens` is not positive")
     optional(body, "metadata", "an object")
-    chat = {"model": body["model"], "messages": chat_messages(body, merges_system)}
+    chat = {"model": body["model"], "messages": chat_messages(body, template.merges_system)}
     # Both, as vLLM does: which of them it names in a refusal depends on it.
     chat |= {"max_tokens": most, "max_completion_tokens": most}
     for name, kind in (_NUMBERS | _ALIKE).items():
         if (value := optional(body, name, kind)) is not None:
             chat[name] = value
-    return chat | _stop(body) | _streamed(body) | _output(body) | _thinking(body, disabled_effort) | chat_tools(body)
+    chat |= _stop(body) | _streamed(body) | _output(body) | _thinking(body, template.disabled_effort)
+    return chat | chat_tools(body, template.ignores_no_tools)
 
 
 def _stop(body: Json) -> Json:
@@ -85,7 +90,7 @@ def _output(body: Json) -> Json:
     effort, form = optional(config, "effort", "text"), optional(config, "format", "an object") or {}
     out: Json = {}
     if effort is not None:
-        if effort not in _EFFORTS:
+        if effort not in EFFORTS:
             raise Untranslatable(f"vLLM does not know the effort {effort!r}")
         out["reasoning_effort"] = effort
     if form.get("type", "json_schema") != "json_schema":
@@ -108,5 +113,5 @@ def _thinking(body: Json, disabled_effort: str | None) -> Json:
     if kind == "disabled" and disabled_effort is not None:
         return {"reasoning_effort": disabled_effort}
     if kind == "disabled":
-        raise Untranslatable("how the server turns thinking off is unknown")
+        raise TemplateUnknown("how the server turns thinking off is unknown")
     raise Untranslatable(f"vLLM does not know the type of thinking {kind!r}")

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .reading import objects, optional, required
+from .template import TemplateUnknown
 from .translation import Untranslatable
 
 Json = dict[str, Any]
 
+CHANGES = ("tool_addition", "tool_removal")
+
 # Claude Code's first system block. It changes with every request, so vLLM leaves it out.
 _BILLING = "x-anthropic-billing-header"
 _BLOCKS = frozenset({
-    "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking",
-    "tool_addition", "tool_removal",
+    "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", *CHANGES,
 })  # fmt: skip
 _TEXTS = ("text", "id", "tool_use_id", "name", "tool_name", "thinking", "signature", "data")
 
@@ -33,7 +35,7 @@ def chat_messages(body: Json, merges_system: bool | None) -> list[Json]:
         return _converted(first, messages, merges_system)
     merged, in_place = _converted(first, messages, True), _converted(first, messages, False)
     if merged != in_place:
-        raise Untranslatable("a system message stands inside the conversation, and where the server puts it is unknown")
+        raise TemplateUnknown("a system message is inside the conversation, and where the server puts it is unknown")
     return merged
 
 
@@ -49,16 +51,16 @@ def _check(message: Json) -> None:
         raise Untranslatable(f"a message has the role {message.get('role')!r}")
     content = required(message, "content", "text or a list")
     if isinstance(content, list):
-        check_blocks(content)
+        _check_blocks(content, message["role"])
 
 
-def check_blocks(content: list[Any]) -> None:
+def _check_blocks(content: list[Any], role: str) -> None:
     """Raise Untranslatable if these are no content blocks that vLLM knows."""
     for block in objects(content, "content blocks"):
         if block.get("type") not in _BLOCKS:
             raise Untranslatable(f"vLLM does not take content blocks of type {block.get('type')!r}")
-        if block["type"] in ("tool_addition", "tool_removal"):
-            raise Untranslatable("tools are added or removed inside the conversation")
+        if block["type"] in CHANGES and role != "system":
+            raise Untranslatable(f"a block of type {block['type']} is not in a system message")
         for name in _TEXTS:
             optional(block, name, "text")
         for name in ("source", "input"):
@@ -84,7 +86,7 @@ def _system_texts(system: Any) -> list[str]:
         return []
     if isinstance(system, str):
         return [system]
-    check_blocks(system)
+    _check_blocks(system, "")
     return _texts(system)
 
 
