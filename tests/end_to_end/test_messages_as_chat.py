@@ -35,6 +35,7 @@ NOW = {"name": "now", "input_schema": {"properties": {}, "additionalProperties":
 TOOLS = {"tools": [ADD, NOW]}
 PICK = {"name": "pick", "input_schema": {"properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}}
 STRICT = {"tools": [PICK | {"strict": True}, NOW | {"strict": True}]}  # vLLM holds only strict tools to their schema
+ALONE = {"tools": [NOW | {"strict": True}]}
 ANY = {"tool_choice": {"type": "any"}}
 ONE = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 # The model begins a tool call more readily than one of these numbers.
@@ -163,8 +164,8 @@ CASES: list[Json] = [
 
 # Requests that tools are called for; how the answer ends.
 CALLS: list[tuple[Json, str]] = [
-    (HELLO | STRICT | NUMBER, "tool_use"),
-    (HELLO | STRICT | NUMBER | {"tool_choice": {"type": "auto"}}, "tool_use"),
+    (HELLO | ALONE | NUMBER, "tool_use"),
+    (HELLO | ALONE | NUMBER | {"tool_choice": {"type": "auto"}}, "tool_use"),
     (HELLO | STRICT | ONE, "tool_use"),
     (HELLO | STRICT | {"tool_choice": {"type": "tool", "name": "now"}}, "tool_use"),
     (HELLO | STRICT | {"tool_choice": {"type": "tool", "name": "pick", "disable_parallel_tool_use": True}}, "tool_use"),
@@ -196,10 +197,25 @@ def test_the_chat_route_says_what_the_messages_route_says(
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("case", "ends"), CALLS)
 def test_so_it_is_with_tool_calls(merged: System, template: Template, case: Json, ends: str, stream: bool) -> None:
-    url, body = asked(merged, {"max_tokens": 70} | case, stream)
+    url, body = asked(merged, {"max_tokens": 60} | case, stream)
     status, answer = through_chat(url, body, template)
     assert (status, answer) == native(url, body)
     assert ends in json.dumps(answer)
+
+
+def test_arguments_that_are_no_object_are_not_lost(merged: System, template: Template) -> None:
+    forced = {"tool_choice": {"type": "tool", "name": "now"}, "max_tokens": 60}
+    url, body = asked(merged, HELLO | TOOLS | forced, stream=False)
+    assert native(url, body)[0] == 400  # though the model has answered
+    status, answer = through_chat(url, body, template)
+    assert (status, answer["content"][0]["input"]) == (200, {"INVALID_JSON": "true"})
+
+
+def test_tokens_are_counted_through_the_proxy(merged: System) -> None:
+    body = {"messages": HELLO["messages"], "system": "Be brief.", **TOOLS}
+    direct = post(f"http://127.0.0.1:{merged.vllm_port}/v1/messages/count_tokens", body | {"model": "speller"})
+    assert direct[0] == 200
+    assert post(f"http://127.0.0.1:{merged.port}/v1/messages/count_tokens", body | {"model": "policy"}) == direct
 
 
 def asked(system: System, case: Json, stream: bool) -> tuple[str, Json]:
