@@ -1,0 +1,139 @@
+"""Translates requests for /v1/responses to vLLM's chat route, and what the model says back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..tools import dicts
+from .responses_answer import LOGPROBS, Reply
+from .responses_items import messages_of
+from .responses_stream import ResponsesStreamTranslation
+from .responses_tools import Tools
+from .translation import StreamTranslation, Untranslatable
+
+Json = dict[str, Any]
+
+# Fields that the chat route has by the same name. All others do not reach the model.
+_PASSED = (
+    "model", "stream", "user", "request_id", "session_id", "priority", "cache_salt", "parallel_tool_calls",
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "logit_bias",
+    "watermarking", "structured_outputs", "vllm_xargs", "kv_transfer_params", "ec_transfer_params",
+    "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs",
+)  # fmt: skip
+_UNSUPPORTED = ("background", "prompt", "enable_response_messages", "previous_input_messages")
+_INCLUDED = frozenset(
+    {
+        LOGPROBS, "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+        "message.input_image.image_url", "reasoning.encrypted_content",
+    }
+)  # fmt: skip
+_UNFINISHED = frozenset({"in_progress", "incomplete"})
+
+
+class ResponsesTranslator:
+    """Agrees with vLLM's own route, but for the parts of a history that it would drop."""
+
+    def request(self, body: Json, earlier: Sequence[Json] = ()) -> ResponsesTranslation:
+        return ResponsesTranslation(body, earlier)
+
+    def said(self, answer: Json) -> Json:
+        messages = messages_of(dicts(answer.get("output")))
+        return messages[-1] if messages else {"role": "assistant", "content": ""}
+
+
+class ResponsesTranslation:
+    """One request for /v1/responses as a chat request."""
+
+    def __init__(self, body: Json, earlier: Sequence[Json]) -> None:
+        """Raise Untranslatable for what the chat route cannot do, or vLLM's own route refuses."""
+        given = {name: value for name, value in body.items() if value is not None}
+        _check(given, earlier)
+        tools = Tools(given.get("tools", []))
+        self._body = body
+        self._tools = tools
+        self.chat: Json = {name: given[name] for name in _PASSED if name in given}
+        self.chat |= _conversation(given, earlier) | _tools(given, tools) | _limits(given) | _shape(given)
+
+    def answer(self, chat: Json) -> Json:
+        return Reply(self._body, self._tools).answer(chat)
+
+    def stream(self) -> StreamTranslation:
+        return ResponsesStreamTranslation(Reply(self._body, self._tools))
+
+
+def _check(given: Json, earlier: Sequence[Json]) -> None:
+    if name := next((name for name in _UNSUPPORTED if given.get(name)), None):
+        raise Untranslatable(f"{name} is only known to the Responses route")
+    if given.get("previous_response_id") and not earlier:
+        raise Untranslatable("previous_response_id without what was said before")
+    if not _INCLUDED.issuperset(given.get("include", ())):
+        raise Untranslatable("an unknown value of include")
+
+
+def _conversation(given: Json, earlier: Sequence[Json]) -> Json:
+    asked = given["input"]
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else _resolved(asked, earlier)
+    messages = messages_of([*earlier, *items])
+    if instructions := given.get("instructions"):
+        messages.insert(0, {"role": "system", "content": instructions})
+    if not messages:
+        raise Untranslatable("an empty input")
+    chat: Json = {"messages": messages}
+    if _is_unfinished(items[-1:]):  # the model goes on with its last message
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
+    return chat
+
+
+def _resolved(items: Sequence[Json], earlier: Sequence[Json]) -> list[Json]:
+    """The items, with those that are only referred to put in."""
+    known = {item["id"]: item for item in earlier if item.get("id")}
+    return [_referred(item, known) if item.get("type") == "item_reference" else item for item in items]
+
+
+def _referred(reference: Json, known: dict[str, Json]) -> Json:
+    item = known.get(reference["id"])
+    if item is None:
+        raise Untranslatable("a reference to an unknown item")
+    return item
+
+
+def _is_unfinished(last: Sequence[Json]) -> bool:
+    return any(i.get("type", "message") in ("message", "reasoning") and i.get("status") in _UNFINISHED for i in last)
+
+
+def _tools(given: Json, tools: Tools) -> Json:
+    choice = given.get("tool_choice", "auto")
+    if tools.chat:
+        return {"tools": tools.chat, "tool_choice": tools.choice(choice)}
+    if choice in ("auto", "none"):
+        return {}
+    raise Untranslatable("tool_choice without tools")
+
+
+def _limits(given: Json) -> Json:
+    limits: Json = {}
+    if "max_output_tokens" in given:
+        limits["max_completion_tokens"] = given["max_output_tokens"]
+    if given.get("truncation") == "auto":
+        limits["truncate_prompt_tokens"] = -1
+    if LOGPROBS in given.get("include", ()):
+        limits |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
+    return limits
+
+
+def _shape(given: Json) -> Json:
+    """How hard the model thinks, and the form of what it says."""
+    shape: Json = {}
+    if effort := given.get("reasoning", {}).get("effort"):
+        shape["reasoning_effort"] = effort
+    form = given.get("text", {}).get("format")
+    if form and "structured_outputs" in given:
+        raise Untranslatable("both text.format and structured_outputs")
+    if form and form["type"] == "json_schema":
+        schema = {name: value for name, value in form.items() if name != "type" and value is not None}
+        shape["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif form and form["type"] == "json_object":
+        shape["response_format"] = {"type": "json_object"}
+    return shape

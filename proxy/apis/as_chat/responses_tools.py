@@ -1,0 +1,92 @@
+"""Makes chat tools of those of Responses, and finds the way back from the names that the model was shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .responses_items import CUSTOM_INPUT, flat_name
+from .translation import Untranslatable
+
+Json = dict[str, Any]
+
+_CUSTOM_PARAMETERS: Json = {
+    "type": "object",
+    "properties": {CUSTOM_INPUT: {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+_SHOWN = ("description", "parameters", "strict", "defer_loading")
+# What vLLM's answer says of a tool beside what the request said.
+_UNSAID: dict[str, tuple[str, ...]] = {
+    "function": ("parameters", "strict", "allowed_callers", "defer_loading", "description", "output_schema"),
+    "custom": ("allowed_callers", "defer_loading", "description", "format"),
+}
+
+
+class Tools:
+    """The tools of one request. vLLM shows the model functions only: what a server would run itself is left out."""
+
+    def __init__(self, tools: list[Json]) -> None:
+        """Raise Untranslatable for what vLLM refuses."""
+        self._tools = tools
+        self._namespaced: dict[str, tuple[str, str]] = {}
+        self._custom = {tool["name"] for tool in tools if tool["type"] == "custom"}
+        self.chat = [_chat_tool(*function) for tool in tools for function in self._functions(tool)]
+
+    def choice(self, choice: Any) -> Any:
+        """Return `tool_choice` as chat has it; raise Untranslatable."""
+        if choice in ("auto", "none", "required"):
+            return choice
+        if choice["type"] in ("function", "custom"):
+            return {"type": "function", "function": {"name": self._shown_name(choice["name"])}}
+        if choice["type"] == "allowed_tools" and self._names() <= {tool.get("name") for tool in choice["tools"]}:
+            return choice["mode"]
+        raise Untranslatable(f"tool_choice {choice['type']}")
+
+    def named(self, choice: Any) -> Any:
+        """Return `tool_choice` as the response repeats it, with a tool's whole name."""
+        if isinstance(choice, dict) and choice["type"] in ("function", "custom"):
+            return choice | {"name": self._shown_name(choice["name"])}
+        return choice
+
+    def is_custom(self, name: str) -> bool:
+        return name in self._custom
+
+    def own_name(self, name: str) -> tuple[str | None, str]:
+        """Return the namespace, if any, and the name that the agent knows a called tool by."""
+        return self._namespaced.get(name, (None, name))
+
+    def repeated(self) -> list[Json]:
+        """Return the tools as the response repeats them."""
+        return [dict.fromkeys(_UNSAID.get(tool["type"], ())) | tool for tool in self._tools]
+
+    def _functions(self, tool: Json) -> Iterator[tuple[str, Json]]:
+        if tool["type"] == "function":
+            yield tool["name"], tool
+        elif tool["type"] == "custom":
+            if (tool.get("format") or {}).get("type") == "grammar":
+                raise Untranslatable("a custom tool with a grammar")
+            yield tool["name"], {"description": tool.get("description"), "parameters": _CUSTOM_PARAMETERS}
+        elif tool["type"] == "namespace":
+            for inner in tool["tools"]:
+                if inner["type"] == "function":
+                    name = flat_name(tool["name"], inner["name"])
+                    self._namespaced[name] = tool["name"], inner["name"]
+                    yield name, inner
+
+    def _shown_name(self, name: str) -> str:
+        if any(tool["function"]["name"] == name for tool in self.chat):
+            return name
+        named = [shown for shown, (_, own) in self._namespaced.items() if own == name]
+        if len(named) != 1:
+            raise Untranslatable(f"tool_choice names {name}, which is no tool or several")
+        return named[0]
+
+    def _names(self) -> set[str]:
+        return {tool["function"]["name"] for tool in self.chat}
+
+
+def _chat_tool(name: str, function: Json) -> Json:
+    shown = {key: function[key] for key in _SHOWN if function.get(key) is not None}
+    return {"type": "function", "function": {"name": name, **shown}}
