@@ -99,11 +99,12 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         swap = watch.swap if watch is not None else None
         router = PolicyRouter(config, store, pins, watch)
         # The data path, with the side rooms that hear of its calls.
-        exact = _exact(config, upstreams, store, metrics)
+        chat_route = ChatRoute(config.policy, store, upstreams)
+        exact = _exact(config, upstreams, store, chat_route, metrics)
         listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
         gateway = Gateway(
             config, router, upstreams, recorder, metrics,
-            unnamed=UnnamedRollouts(store), exact=exact, chat_route=ChatRoute(config.policy, store), listeners=listeners,
+            unnamed=UnnamedRollouts(store), exact=exact, chat_route=chat_route, listeners=listeners,
         )  # fmt: skip
         bodies = Bodies(config.proxy)
         relay = Relay(config, keys, gateway, bodies)
@@ -118,10 +119,12 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         yield parts
 
 
-def _exact(config: Config, upstreams: Upstreams, store: Store, metrics: Metrics) -> ExactTokens | None:
+def _exact(
+    config: Config, upstreams: Upstreams, store: Store, chat_route: ChatRoute, metrics: Metrics
+) -> ExactTokens | None:
     if config.policy.token_continuity != "exact":
         return None
-    return ExactTokens(upstreams, RecentTurns(store), metrics.continued)
+    return ExactTokens(upstreams, RecentTurns(store, chat_route.chat_of), metrics.continued)
 
 
 def _vouching(config: Config) -> dict[str, dict[str, str]]:

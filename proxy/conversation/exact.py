@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from ..apis.as_chat.translators import CHAT_ENDPOINT, chat_answer, chat_request
+from ..apis.as_chat.translators import CHAT_ENDPOINT, chat_answer
 from ..config.upstreams import UpstreamConfig
 from ..errors import NotFound
 from ..json_text import encode
@@ -25,7 +25,7 @@ from ..types import CallEnd, CallStart, ModelCall
 from ..upstreams.attempts import Upstreams
 from ..upstreams.base import Answer, Request
 from .renderer import Renderer
-from .through_chat import by_response, earlier_items
+from .through_chat import by_response
 from .turns import (
     AsText,
     Outcome,
@@ -41,6 +41,8 @@ from .turns import (
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
+# A recorded call as a chat request, given the calls of its rollout by their response; None if it is not one.
+ChatOf = Callable[[ModelCall, Mapping[str, ModelCall]], Json | None]
 
 IGNORED = (
     "upstream %s does not take prompts as tokens: vLLM 0.32 or newer does; use it, or policy.token_continuity: text"
@@ -147,9 +149,15 @@ class ExactCall:
 class RecentTurns:
     """Keeps the recent turns of each rollout that has several. The store has all others."""
 
-    def __init__(self, store: Store, *, recent: int = 8, rollouts: int = 20_000, tokens: int = 2**24) -> None:
-        """At most `recent` turns of a rollout, `rollouts` rollouts and `tokens` tokens are kept in memory."""
+    def __init__(
+        self, store: Store, chat_of: ChatOf, *, recent: int = 8, rollouts: int = 20_000, tokens: int = 2**24
+    ) -> None:
+        """At most `recent` turns of a rollout, `rollouts` rollouts and `tokens` tokens are kept in memory.
+
+        `chat_of`: a recorded call's chat request.
+        """
         self._store = store
+        self._chat_of = chat_of
         self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
         self._tokens = 0
         self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
@@ -189,7 +197,7 @@ class RecentTurns:
             return []
         known = by_response(calls)
         answered = (call for call in calls if call.status == "ok" and call.policy_version is not None)
-        return [turn for call in answered for turn in _turns(call, known)]
+        return [turn for call in answered for turn in _turns(call, self._chat_of(call, known))]
 
     def _remember(self, rollout_id: str, more: Iterable[Turn]) -> None:
         known = self._turns[rollout_id]
@@ -203,13 +211,7 @@ class RecentTurns:
             self.forget(next(iter(self._turns)))
 
 
-def _turns(call: ModelCall, known: Mapping[str, ModelCall]) -> Iterator[Turn]:
-    """A recorded call's turns. `known`: the rollout's calls, by response, to which it may only refer."""
-    try:
-        earlier = earlier_items(known, call.request.get("previous_response_id"))
-        chat = chat_request(call.endpoint, call.request, earlier)
-    except NotFound:
-        chat = None
+def _turns(call: ModelCall, chat: Json | None) -> Iterator[Turn]:
     if chat is not None:
         yield from turns(chat, chat_answer(call.endpoint, call.response), call.prompt_token_ids, call.choices)
 

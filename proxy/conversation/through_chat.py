@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..apis.as_chat.dialect import ThroughChat
-from ..apis.as_chat.translation import Untranslatable
-from ..apis.as_chat.translators import TRANSLATORS
+from ..apis.as_chat.template import TemplateUnknown
+from ..apis.as_chat.translation import Translation, Untranslatable
+from ..apis.as_chat.translators import TRANSLATORS, chat_request
 from ..apis.dialects import Dialect
 from ..apis.tools import dicts
 from ..aside import aside
@@ -17,10 +18,25 @@ from ..config.policy import PolicyConfig
 from ..errors import NotFound
 from ..store.store import Store
 from ..types import ModelCall
-from ..upstreams.base import Route
+from ..upstreams.attempts import Upstreams
+from ..upstreams.base import Request, Route
+from .templates import Templates
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
+
+
+AS_IT_IS = "the chat route, which gives token ids, cannot stand for it"
+
+
+class Asked(NamedTuple):
+    """A request: the name of its API in records, how that is spoken, and its JSON."""
+
+    endpoint: str
+    dialect: Dialect
+    request: Request
+    body: Json
+    rollout_id: str
 
 
 class Way(NamedTuple):
@@ -33,31 +49,47 @@ class Way(NamedTuple):
 class ChatRoute:
     """Sends calls of the policy through the chat route, which alone gives the tokens of their answers."""
 
-    def __init__(self, config: PolicyConfig, store: Store) -> None:
+    def __init__(self, config: PolicyConfig, store: Store, upstreams: Upstreams) -> None:
         self._translators = TRANSLATORS if config.dialects_through_chat else {}
         self._calls = store.calls
+        self._templates = Templates(upstreams)
 
-    async def way(self, endpoint: str, dialect: Dialect, body: Json, size: int, rollout_id: str, route: Route) -> Way:
-        """Return how a request of `size` bytes goes. Raise NotFound if it continues an unknown response."""
-        translator = self._translators.get(endpoint)
-        if translator is None or route.version is None or route.upstream.kind != "vllm":
+    async def way(self, asked: Asked, route: Route) -> Way:
+        """Return how a request goes. Raise NotFound if it continues an unknown response."""
+        if asked.endpoint not in self._translators or route.version is None or route.upstream.kind != "vllm":
             return Way()
-        earlier = await self._earlier(rollout_id, body)
+        earlier = await self._earlier(asked)
         try:
-            translation = await aside(size, partial(translator.request, body, earlier))
+            return Way(ThroughChat(asked.dialect, await self._translation(asked, earlier, route)))
         except Untranslatable as untranslatable:
-            return Way(reason=untranslatable.reason)
+            return Way(reason=f"{AS_IT_IS}: {untranslatable.reason}")
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # vLLM says what is wrong with it
-            log.info("a request for %s goes as it is: %r", endpoint, error)
+            log.info("a request for %s goes as it is: %r", asked.endpoint, error)
             return Way()
-        return Way(ThroughChat(dialect, translation))
 
-    async def _earlier(self, rollout_id: str, body: Json) -> list[Json]:
-        previous = body.get("previous_response_id")
+    def chat_of(self, call: ModelCall, known: Mapping[str, ModelCall]) -> Json | None:
+        """Return a recorded call's chat request; None if there is none. `known`: its rollout's calls, by response."""
+        try:
+            earlier = earlier_items(known, call.request.get("previous_response_id"))
+        except NotFound:
+            return None
+        return chat_request(call.endpoint, call.request, self._templates.of(call.upstream), earlier)
+
+    async def _translation(self, asked: Asked, earlier: list[Json], route: Route) -> Translation:
+        make, size = self._translators[asked.endpoint], len(asked.request.body)
+        template = self._templates.of(route.upstream.name)
+        try:
+            return await aside(size, partial(make(template).request, asked.body, earlier))
+        except TemplateUnknown:
+            template = await self._templates.learned(route, asked.request)
+            return await aside(size, partial(make(template).request, asked.body, earlier))
+
+    async def _earlier(self, asked: Asked) -> list[Json]:
+        previous = asked.body.get("previous_response_id")
         if not isinstance(previous, str):
             return []
         try:
-            calls = await self._calls.of(rollout_id)
+            calls = await self._calls.of(asked.rollout_id)
         except NotFound:
             calls = []
         return earlier_items(by_response(calls), previous)

@@ -16,7 +16,7 @@ from ..apis.tools import tool_calls
 from ..aside import aside
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
-from ..conversation.through_chat import ChatRoute, Way
+from ..conversation.through_chat import Asked, ChatRoute, Way
 from ..conversation.unnamed import Conversation, UnnamedRollouts, answered, asked, credentials
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from ..policy.routing import PolicyRouter
@@ -115,8 +115,8 @@ class Gateway:
     async def _way(self, question: Question, rollout: RolloutName, route: Route) -> Way:
         if self.chat_route is None or not question.recorded:
             return Way()
-        body, size = question.body, len(question.request.body)
-        return await self.chat_route.way(question.endpoint, question.dialect, body, size, rollout.rollout_id, route)
+        asked = Asked(question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id)
+        return await self.chat_route.way(asked, route)
 
 
 class Call:

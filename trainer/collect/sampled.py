@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
+from ...proxy.apis.as_chat.template import Template
 from ...proxy.apis.as_chat.translators import CHAT_ENDPOINT, chat_request
 from ...proxy.apis.shaping import constraint, is_not_followed
 from ...proxy.errors import UpstreamTimeout, UpstreamUnreachable
@@ -126,7 +127,7 @@ def _as_asked(call: ModelCall) -> Known:
 def _sent(call: ModelCall) -> tuple[str, Json]:
     """The endpoint that the call was sent to, and the parameters that decided how its answer was sampled."""
     said = _said_nothing(call.request)
-    chat = None if call.endpoint == CHAT_ENDPOINT else chat_request(call.endpoint, said)
+    chat = None if call.endpoint == CHAT_ENDPOINT else chat_request(call.endpoint, said, Template())
     endpoint, request = (call.endpoint, call.request) if chat is None else (CHAT_ENDPOINT, chat)
     return endpoint, {name: request[name] for name in _ASKED if request.get(name) is not None}
 

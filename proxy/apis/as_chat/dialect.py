@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ...errors import LightningError, UpstreamUnreachable
 from ...json_text import encode
-from ..chat import ChatApi, ChatStream, message_of_error
+from ..chat import ChatApi, ChatStream
 from ..inject import Injection
 from ..tokens import Tokens
 from .translation import StreamTranslation, Translation
@@ -63,9 +63,7 @@ class ThroughChat:
 
     def refusal(self, body: Json, status: int) -> Json:
         """Return the upstream's error as the agent's API has it."""
-        error = LightningError(message_of_error(body.get("error", body)))
-        error.status = status
-        return self._own.error_body(error)
+        return self._translation.refused(body)
 
     def error_body(self, error: LightningError) -> Json:
         return self._own.error_body(error)

@@ -62,6 +62,9 @@ class ResponsesTranslation:
     def stream(self) -> StreamTranslation:
         return ResponsesStreamTranslation(Reply(self._body, self._tools))
 
+    def refused(self, error: Json) -> Json:
+        return error
+
 
 def _check(given: Json, earlier: Sequence[Json]) -> None:
     if name := next((name for name in _UNSUPPORTED if given.get(name)), None):

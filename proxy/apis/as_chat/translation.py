@@ -37,6 +37,9 @@ class Translation(Protocol):
 
     def stream(self) -> StreamTranslation: ...
 
+    def refused(self, error: Json) -> Json:
+        """Return the body of the chat route's error as the agent's API has it."""
+
 
 class Translator(Protocol):
     """Translates the requests of one API. It agrees with what vLLM's own route makes of them."""

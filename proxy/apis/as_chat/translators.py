@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from .messages import MessagesTranslator
+from .responses import ResponsesTranslator
+from .template import Template
 from .translation import Translator, Untranslatable
 
 Json = dict[str, Any]
 
 CHAT_ENDPOINT = "chat/completions"
-# By the name of their endpoint in a record.
-TRANSLATORS: Mapping[str, Translator] = MappingProxyType({})
+# By the name of their endpoint in a record: what makes a translator for a server with this template.
+TRANSLATORS: Mapping[str, Callable[[Template], Translator]] = MappingProxyType(
+    {"messages": MessagesTranslator, "responses": lambda template: ResponsesTranslator()}
+)
 
 
-def chat_request(endpoint: str, request: Json, earlier: Sequence[Json] = ()) -> Json | None:
+def chat_request(endpoint: str, request: Json, template: Template, earlier: Sequence[Json] = ()) -> Json | None:
     """Return a recorded request as the chat request that it was sent as; None if there is none."""
     if endpoint == CHAT_ENDPOINT:
         return request
-    translator = TRANSLATORS.get(endpoint)
+    make = TRANSLATORS.get(endpoint)
     try:
-        return None if translator is None else translator.request(request, earlier).chat
-    except Untranslatable:
+        return None if make is None else make(template).request(request, earlier).chat
+    except (Untranslatable, LookupError, TypeError, ValueError, AttributeError):
         return None
 
 
 def chat_answer(endpoint: str, response: Any) -> Any:
     """Return a recorded answer as the chat answer that a later request has in its history."""
-    translator = TRANSLATORS.get(endpoint)
-    if translator is None or not isinstance(response, dict):
+    make = TRANSLATORS.get(endpoint)
+    if make is None or not isinstance(response, dict):
         return response
-    return {"choices": [{"index": 0, "message": translator.said(response)}]}
+    return {"choices": [{"index": 0, "message": make(Template()).said(response)}]}

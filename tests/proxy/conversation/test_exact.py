@@ -277,7 +277,7 @@ async def test_other_apis_are_counted_as_they_are(tmp_path: Path) -> None:
 
 async def test_the_rollouts_that_were_quiet_the_longest_are_forgotten(tmp_path: Path) -> None:
     database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
-    recent = RecentTurns(Store(database), recent=2, tokens=13)
+    recent = RecentTurns(Store(database), lambda call, known: call.request, recent=2, tokens=13)
     for name, kept in (("a", 1), ("b", 1), ("b", 2), ("b", 2), ("a", 2), ("c", 1)):
         asked = {"messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
         response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}

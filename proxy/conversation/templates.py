@@ -1,0 +1,54 @@
+"""Asks each server, once, what its own route for Messages makes of its chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from ..apis.as_chat.template import PROBES, Template, learn
+from ..errors import LightningError
+from ..json_text import encode, loads
+from ..upstreams.attempts import Upstreams
+from ..upstreams.base import Request, Route
+
+log = logging.getLogger(__name__)
+Json = dict[str, Any]
+
+
+class Templates:
+    """Knows the templates of the servers that were asked. One that could not answer is asked again."""
+
+    def __init__(self, upstreams: Upstreams) -> None:
+        self._upstreams = upstreams
+        self._known: dict[str, Template] = {}
+
+    def of(self, upstream: str | None) -> Template:
+        """Return what is known of an upstream's template."""
+        return self._known.get(upstream or "", Template())
+
+    async def learned(self, route: Route, request: Request) -> Template:
+        """Return what a server's template is, asked with a request's credentials."""
+        name = route.upstream.name
+        if name not in self._known:
+            asked = (self._ask(route, request, path, body | {"model": route.model}) for path, body in PROBES.values())
+            try:
+                answers = await asyncio.gather(*asked)
+            except LightningError as error:  # the call itself will meet it, too
+                log.info("upstream %s: its chat template is not known: %s", name, error.message)
+                return Template()
+            self._known[name] = learn(dict(zip(PROBES, answers, strict=True)))
+        return self._known[name]
+
+    async def _ask(self, route: Route, request: Request, path: str, body: Json) -> tuple[int, Any]:
+        asked = request._replace(method="POST", path=path, query=b"", body=encode(body))
+        answer = await self._upstreams.open(route.upstream, asked)
+        try:
+            raw = await answer.read()
+        finally:
+            answer.release()
+        try:
+            read = loads(raw)
+        except ValueError:
+            read = None
+        return answer.status, read if isinstance(read, dict) else {}
