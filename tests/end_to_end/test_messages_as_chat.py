@@ -87,8 +87,8 @@ CASES: list[Json] = [
     # what is sampled, and when it ends
     HELLO | {"max_tokens": 1},
     HELLO | {"max_tokens": 24},
-    HELLO | {"stop_sequences": ["o"]},
-    HELLO | {"stop_sequences": ["e", "i", "u"]},
+    HELLO | {"stop_sequences": ["j"]},  # what it says most
+    HELLO | {"stop_sequences": ["hello", "jjjj", "jjj"]},
     HELLO | {"stop_sequences": []},
     HELLO | {"stop_sequences": ["never said"]},
     HELLO | {"temperature": None, "top_k": 1},
@@ -216,6 +216,15 @@ def test_tokens_are_counted_through_the_proxy(merged: System) -> None:
     direct = post(f"http://127.0.0.1:{merged.vllm_port}/v1/messages/count_tokens", body | {"model": "speller"})
     assert direct[0] == 200
     assert post(f"http://127.0.0.1:{merged.port}/v1/messages/count_tokens", body | {"model": "policy"}) == direct
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"[\[\]]", "", json.dumps(case))[:90])
+def test_the_prompt_is_that_of_the_messages_route(merged: System, template: Template, case: Json) -> None:
+    url, body = asked(merged, case, stream=False)
+    chat = MessagesTranslator(template).request(body).chat
+    prompts = [post(f"{url}/{path}/render", asks) for path, asks in (("messages", body), ("chat/completions", chat))]
+    own, ours = ((status, json.loads(answer).get("token_ids")) for status, answer in prompts)
+    assert ours == own
 
 
 def asked(system: System, case: Json, stream: bool) -> tuple[str, Json]:
