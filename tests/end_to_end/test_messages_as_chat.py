@@ -181,7 +181,7 @@ CALLS: list[tuple[Json, str]] = [
 def template(merged: System) -> Template:
     """What the server's template is known to make of a request, by the routes that say so."""
     root = f"http://127.0.0.1:{merged.vllm_port}"
-    answers = {name: post(root + path, {"model": "speller"} | body) for name, (path, body) in PROBES.items()}
+    answers = {name: post(root + path, body | {"model": "speller"}) for name, (path, body) in PROBES.items()}
     return learn({name: (status, json.loads(answer)) for name, (status, answer) in answers.items()})
 
 

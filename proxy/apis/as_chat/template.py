@@ -1,4 +1,7 @@
-"""Learns what vLLM's own route for Messages asks of the chat template before it translates a request. Pure."""
+"""Learns what vLLM's own route for Messages asks of the chat template before it translates a request. Pure.
+
+Every vLLM has the two routes that are asked: one counts a Messages request's tokens, the other tells a chat's.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,9 @@ Json = dict[str, Any]
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
-_MESSAGES, _CHAT, _COUNT = "/v1/messages/render", "/v1/chat/completions/render", "/v1/messages/count_tokens"
 _USER: Json = {"role": "user", "content": "Hi"}
 _SAID: Json = {"role": "assistant", "content": "Hello"}
 _INLINE: Json = {"role": "system", "content": "Go on."}
-_ABSENT = (403, 404, 405, 501)
 
 
 @dataclass(frozen=True)
@@ -37,39 +38,47 @@ class TemplateUnknown(Untranslatable):
     """Signals a request that can be translated once the server's template is known."""
 
 
+def _counted(**body: Any) -> tuple[str, Json]:
+    return "/v1/messages/count_tokens", body
+
+
+def _told(**body: Any) -> tuple[str, Json]:
+    return "/v1/chat/completions", body | {"max_tokens": 1, "return_token_ids": True}
+
+
 # What to post, by name: a path, and a body that lacks the model.
 PROBES: Mapping[str, tuple[str, Json]] = MappingProxyType({
-    "inline": (_MESSAGES, {"max_tokens": 1, "system": "Hm.", "messages": [_USER, _SAID, _INLINE, _USER]}),
-    "merged": (_CHAT, {"messages": [{"role": "system", "content": "Hm.Go on."}, _USER, _SAID, _USER]}),
-    "in place": (_CHAT, {"messages": [{"role": "system", "content": "Hm."}, _USER, _SAID, _INLINE, _USER]}),
-    "no tools": (_MESSAGES, {"max_tokens": 1, "messages": [_USER], "tools": []}),
-    "plain": (_CHAT, {"messages": [_USER]}),
-    "disabled": (_COUNT, {"messages": [_USER], "thinking": {"type": "disabled"}}),
-    **{effort: (_CHAT, {"messages": [_USER], "reasoning_effort": effort}) for effort in ("none", *EFFORTS)},
+    "inline": _counted(system="Hm.", messages=[_USER, _SAID, _INLINE, _USER]),
+    "merged": _told(messages=[{"role": "system", "content": "Hm.Go on."}, _USER, _SAID, _USER]),
+    "in place": _told(messages=[{"role": "system", "content": "Hm."}, _USER, _SAID, _INLINE, _USER]),
+    "no tools": _counted(messages=[_USER], tools=[]),
+    "plain": _told(messages=[_USER]),
+    "disabled": _counted(messages=[_USER], thinking={"type": "disabled"}),
+    **{effort: _told(messages=[_USER], reasoning_effort=effort) for effort in ("none", *EFFORTS)},
 })  # fmt: skip
 
 
 def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
-    """Return what the answers to the probes say; each is a status and a body."""
-    if {status for status, _ in answers.values()} & {*_ABSENT} or answers.keys() != PROBES.keys():
+    """Return what the answers to the probes say; each is a status and a body. A template may refuse some."""
+    if answers.keys() != PROBES.keys() or {status for status, _ in answers.values()} - {200, 400}:
         return Template()
     bodies = {name: body if status == 200 else {} for name, (status, body) in answers.items()}
-    ids = {name: body.get("token_ids") for name, body in bodies.items()}
-    return Template(
-        _merges(ids["inline"], ids["merged"], ids["in place"]),
-        _effort(ids, bodies["disabled"].get("input_tokens")),
-        ids["no tools"] is not None and ids["no tools"] == ids["plain"],
-    )
+    prompts = {name: body.get("prompt_token_ids") for name, body in bodies.items()}
+    counts = {name: body.get("input_tokens", len(prompts[name] or ()) or None) for name, body in bodies.items()}
+    if counts["plain"] is None:
+        return Template()
+    return Template(_merges(counts), _effort(prompts, counts), counts["no tools"] == counts["plain"])
 
 
-def _merges(inline: Any, merged: Any, in_place: Any) -> bool | None:
+def _merges(counts: Mapping[str, int | None]) -> bool | None:
+    inline, merged, in_place = (counts[name] for name in ("inline", "merged", "in place"))
     if inline is None or merged == in_place or inline not in (merged, in_place):
         return None
-    return bool(inline == merged)
+    return inline == merged
 
 
-def _effort(ids: Mapping[str, Any], counted: Any) -> str | None:
-    """The effort that the server takes by itself, unless it was told another, as its count then shows."""
-    ignored = ids["none"] in [None, *(ids[effort] for effort in EFFORTS)]
+def _effort(prompts: Mapping[str, Any], counts: Mapping[str, int | None]) -> str | None:
+    """The effort that the server takes by itself, unless it was told another, as its count may then show."""
+    ignored = prompts["none"] in [None, *(prompts[effort] for effort in EFFORTS)]
     effort = "low" if ignored else "none"
-    return effort if len(ids[effort] or ()) == counted else None
+    return effort if counts[effort] == counts["disabled"] is not None else None

@@ -179,24 +179,30 @@ def test_what_depends_on_the_template_waits_for_it() -> None:
     assert chat["messages"] == [{"role": "system", "content": "Be brief."}, HI, inline]
 
 
-def probed(**ids: Any) -> Template:
-    """What is learnt where all is rendered alike, but for what is named; None: refused."""
-    answers = {name: (200, {"token_ids": [1], "input_tokens": 1}) for name in PROBES}
-    named = {name: (200, {"token_ids": value, "input_tokens": value}) for name, value in ids.items()}
-    return learn(answers | {name: given if ids[name] is not None else (400, {}) for name, given in named.items()})
+def probed(**prompts: Any) -> Template:
+    """What is learnt where every prompt is one token, but for those that are named; None: refused."""
+    ids = {name: [1] for name in PROBES} | {name.replace("_", " "): prompt for name, prompt in prompts.items()}
+    refused = (400, {"error": {"message": "no"}})
+    counted = {name for name, (path, _) in PROBES.items() if path.endswith("count_tokens")}
+    return learn({
+        name: refused if prompt is None
+        else (200, {"input_tokens": len(prompt)} if name in counted else {"prompt_token_ids": prompt})
+        for name, prompt in ids.items()
+    })  # fmt: skip
 
 
-def test_the_template_is_learnt_from_how_it_renders() -> None:
+def test_the_template_is_learnt_from_its_prompts() -> None:
     assert probed().merges_system is None  # it shows no system messages
     assert probed(inline=[1, 2], merged=[1, 2]).merges_system is True
-    assert probed(inline=[1, 2], merged=[1, 2], **{"in place": None}).merges_system is True
-    assert probed(inline=[1, 2], **{"in place": [1, 2]}).merges_system is False
+    assert probed(inline=[1, 2], merged=[1, 2], in_place=None).merges_system is True
+    assert probed(inline=[1, 2], in_place=[1, 2]).merges_system is False
     assert probed().disabled_effort == "low"
     assert probed(none=[2]).disabled_effort == "none"
     assert probed(none=None).disabled_effort == "low"
-    assert probed(none=[2, 3], disabled=1).disabled_effort is None  # the server was told another
-    assert (probed().ignores_no_tools, probed(plain=[2]).ignores_no_tools) == (True, False)
-    assert learn({name: (404, {}) for name in PROBES}) == Template()
+    assert probed(none=[2, 3]).disabled_effort is None  # the server was told another
+    assert (probed().ignores_no_tools, probed(no_tools=[1, 2]).ignores_no_tools) == (True, False)
+    assert probed(no_tools=None).ignores_no_tools is False
+    assert learn(dict.fromkeys(PROBES, (404, {}))) == Template()
 
 
 @pytest.mark.parametrize(
