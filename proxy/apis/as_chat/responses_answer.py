@@ -14,8 +14,8 @@ Json = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
 _REASONING = ("context", "effort", "generate_summary", "mode", "summary")
 _SCHEMA = ("name", "schema", "type", "description", "strict")
-# vLLM takes any lower temperature for 0, and one between for the least that it samples with.
-_GREEDY_BELOW, _LEAST_TEMPERATURE = 1e-5, 1e-2
+# vLLM samples with no lower temperature, but for 0.
+_LEAST_TEMPERATURE = 1e-2
 
 
 class Reply:
@@ -194,7 +194,7 @@ def _repeated(body: Json, tools: Tools) -> Json:
 def _sampled(given: Json) -> tuple[float, float]:
     """The temperature and top_p that vLLM samples with; without a model's own defaults, which chat does not tell."""
     temperature = float(given.get("temperature", 1))
-    if temperature < _GREEDY_BELOW:
+    if temperature == 0:
         return temperature, 1.0
     return max(temperature, _LEAST_TEMPERATURE), float(given.get("top_p", 1))
 

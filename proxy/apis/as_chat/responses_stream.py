@@ -33,7 +33,6 @@ class ResponsesStreamTranslation:
         return self._numbered([*closed, {"type": "response.completed", "response": response}])
 
     def _numbered(self, events: list[Json]) -> list[Json]:
-        """The events in order; the items' own events say which item they are about."""
         numbered = [event | {"sequence_number": self._sent + number} for number, event in enumerate(events)]
         self._sent += len(events)
         return numbered

@@ -17,11 +17,27 @@ _CUSTOM_PARAMETERS: Json = {
     "additionalProperties": False,
 }
 _SHOWN = ("description", "parameters", "strict", "defer_loading")
-# What vLLM's answer says of a tool beside what the request said.
-_UNSAID: dict[str, tuple[str, ...]] = {
+_WEB = ("search_context_size", "user_location")
+# The tools that vLLM takes, with the fields that its answer has also where the request left them out.
+_FIELDS: dict[str, tuple[str, ...]] = {
     "function": ("parameters", "strict", "allowed_callers", "defer_loading", "description", "output_schema"),
     "custom": ("allowed_callers", "defer_loading", "description", "format"),
-}
+    "namespace": (),
+    "web_search": ("filters", *_WEB),
+    "web_search_2025_08_26": ("filters", *_WEB),
+    "web_search_preview": ("search_content_types", *_WEB),
+    "web_search_preview_2025_03_11": ("search_content_types", *_WEB),
+    "file_search": ("filters", "max_num_results", "ranking_options"),
+    "code_interpreter": ("allowed_callers",),
+    "local_shell": (),
+    "shell": ("allowed_callers", "environment"),
+    "apply_patch": ("allowed_callers",),
+    "tool_search": ("description", "execution", "parameters"),
+    "mcp": (
+        "allowed_callers", "allowed_tools", "authorization", "connector_id", "defer_loading", "headers",
+        "require_approval", "server_description", "server_url", "tunnel_id",
+    ),
+}  # fmt: skip
 
 
 class Tools:
@@ -59,9 +75,11 @@ class Tools:
 
     def repeated(self) -> list[Json]:
         """Return the tools as the response repeats them."""
-        return [dict.fromkeys(_UNSAID.get(tool["type"], ())) | tool for tool in self._tools]
+        return list(map(_filled, self._tools))
 
     def _functions(self, tool: Json) -> Iterator[tuple[str, Json]]:
+        if tool["type"] not in _FIELDS:
+            raise Untranslatable(f"a tool of type {tool['type']}")
         if tool["type"] == "function":
             yield tool["name"], tool
         elif tool["type"] == "custom":
@@ -90,3 +108,9 @@ class Tools:
 def _chat_tool(name: str, function: Json) -> Json:
     shown = {key: function[key] for key in _SHOWN if function.get(key) is not None}
     return {"type": "function", "function": {"name": name, **shown}}
+
+
+def _filled(tool: Json) -> Json:
+    """A tool as the response repeats it."""
+    inner = {"tools": list(map(_filled, tool["tools"]))} if tool["type"] == "namespace" else {}
+    return dict.fromkeys(_FIELDS[tool["type"]]) | tool | inner

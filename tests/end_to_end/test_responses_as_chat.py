@@ -1,0 +1,254 @@
+"""The same requests to a real vLLM's own /v1/responses and, translated, to its chat route: the answers must agree."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import pytest
+
+from lightning_proxy.proxy.apis.as_chat.responses import ResponsesTranslator
+from lightning_proxy.proxy.apis.as_chat.translation import Untranslatable
+from lightning_proxy.proxy.apis.inject import inject
+from support.whole_system import System
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
+
+Json = dict[str, Any]
+
+NAME = "speller"
+ZOE = "Say hello to Zoë, in French."
+SAY = [{"role": "user", "content": ZOE}]
+DIGITS = {"a": {"type": "integer", "maximum": 9}, "b": {"type": "integer", "maximum": 9}}
+SCHEMA = {"type": "object", "properties": DIGITS, "required": ["a", "b"]}
+ADD = {"type": "function", "name": "add", "description": "adds two digits", "parameters": SCHEMA, "strict": False}
+MULTIPLY = {"type": "function", "name": "multiply", "parameters": SCHEMA, "strict": None}
+PATCH = {"type": "custom", "name": "patch", "description": "changes a file"}
+MAIL = {"type": "namespace", "name": "mail", "description": "letters", "tools": [ADD | {"name": "send"}]}
+CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1, "b": 2}', "id": "fc_1"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+TREE = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+LOGPROBS = ["message.output_text.logprobs"]
+
+
+def item(text: str, **more: Any) -> Json:
+    part = {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [part]} | more
+
+
+def thought(text: str, **more: Any) -> Json:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": content} | more
+
+
+def said(text: str) -> Json:
+    """The model says this and nothing else."""
+    return {"structured_outputs": {"choice": [text]}, "max_output_tokens": 120}
+
+
+def calls(*named: str, before: str = "") -> Json:
+    return said(
+        before
+        + "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in map(_split, named))
+    )
+
+
+def _split(named: str) -> list[str]:
+    return named.split(" ", 1)
+
+
+ONE, TWO = 'add {"a": 1, "b": 2}', 'multiply {"a": 3, "b": 4}'
+HISTORY = [*SAY, CALL, RESULT, item("It is 3."), {"role": "user", "content": "again"}]
+
+TEXT: list[Json] = [
+    {"input": "Say hello."},
+    {"input": SAY},
+    {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": ZOE}]}]},
+    {"input": [{"role": "user", "content": [{"type": "input_text", "text": t} for t in ("one", "two")]}]},
+    {"input": "😀 héllo \u2028 \"quoted\" \\", "instructions": "Be brief."},
+    {"input": SAY, "instructions": ""},
+    {"input": [{"role": "developer", "content": "Be brief."}, *SAY]},
+    {"input": [{"role": "system", "content": "Be brief."}, *SAY], "instructions": "Be kind."},
+    {"input": [*SAY, item("Bonjour"), {"role": "user", "content": "😀 again"}]},
+    {"input": [*SAY, {"role": "assistant", "content": "Bonjour"}, {"role": "user", "content": "again"}]},
+    {"input": [*SAY, {"role": "assistant", "content": [{"type": "output_text", "text": "Salut"}]}, *SAY]},
+    {"input": [*SAY, item("one"), item("two", id="msg_2"), *SAY]},
+    {"input": [*SAY, thought("Zoë is French."), item("Bonjour"), *SAY]},
+    {"input": [*SAY, thought("x", content=None, summary=[{"type": "summary_text", "text": "y"}]), item("Salut"), *SAY]},
+    {"input": [*SAY, item("Bonj", status="incomplete")]},
+    {"input": SAY, "max_output_tokens": 1},
+    {"input": SAY, "max_output_tokens": 16, "stop": ["o"]},
+    {"input": SAY, "stop": "e", "include_stop_str_in_output": True},
+    {"input": SAY, "include": LOGPROBS},
+    {"input": SAY, "include": LOGPROBS, "top_logprobs": 2},
+    {"input": SAY, "include": ["reasoning.encrypted_content"], "top_logprobs": 3},
+    {"input": SAY, "presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.2, "min_p": 0.1},
+    {"input": SAY, "logit_bias": {"42": 50}, "ignore_eos": True, "seed": 3, "top_k": 5, "priority": 0},
+    {"input": SAY, "top_p": 0.5, "temperature": 0.000001, "seed": 1},
+    {"input": SAY, "reasoning": {"effort": "low", "summary": "auto"}, "include_reasoning": False},
+    {"input": SAY, "reasoning": {"effort": "none"}, "text": {"verbosity": "low"}},
+    {"input": SAY, "metadata": {"a": "b"}, "user": "me", "service_tier": "flex", "store": False, "max_tool_calls": 3},
+    {"input": SAY, "truncation": "auto", "prompt_cache_key": "x", "safety_identifier": "y", "unknown": [1]},
+    {"input": SAY, "chat_template_kwargs": {"x": 1}, "cache_salt": "salt", "parallel_tool_calls": False},
+    {"input": SAY, "text": {"format": {"type": "text"}}},
+    {"input": SAY, "text": {"format": {"type": "json_object"}}},
+    {"input": SAY, "text": {"format": {"type": "json_schema", "name": "x", "schema": TREE, "strict": True}}},
+    {"input": SAY, **said(" \n")},
+    {"input": SAY, **said("über 😀 \u2028 \"x\"")},
+    {"input": SAY, **calls(ONE)},
+]  # fmt: skip
+TOOLS: list[Json] = [
+    {"input": SAY, "tools": [ADD]},
+    {"input": SAY, "tools": [ADD], "tool_choice": "none"},
+    {"input": SAY, "tools": [ADD, MULTIPLY], "tool_choice": "required", "max_output_tokens": 40},
+    {"input": SAY, "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 40},
+    {"input": SAY, "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 10},
+    {"input": SAY, "tools": [ADD | {"strict": True}], "tool_choice": "required", "max_output_tokens": 40},
+    {"input": SAY, "tools": [ADD], **said("No.")},
+    {"input": SAY, "tools": [ADD], **calls(ONE)},
+    {"input": SAY, "tools": [ADD], **calls(ONE, before="I add. ")},
+    {"input": SAY, "tools": [ADD, MULTIPLY], **calls(ONE, TWO)},
+    {"input": SAY, "tools": [ADD, MULTIPLY], **calls(ONE, TWO), "parallel_tool_calls": False},
+    {"input": SAY, "tools": [ADD, MULTIPLY], **calls(ONE, TWO, ONE, before="All: ")},
+    {"input": SAY, "tools": [ADD], **calls(ONE), "max_output_tokens": 25},
+    {"input": SAY, "tools": [ADD], **calls("add {}"), "include": LOGPROBS, "top_logprobs": 1},
+    {"input": SAY, "tools": [ADD], **calls(ONE, before="So: "), "include": LOGPROBS},
+    {"input": SAY, "tools": [ADD], **calls('unknown {"é": ["\\n", 1.50, null]}')},
+    {"input": SAY, "tools": [ADD], **said("<tool_call>\n{broken\n</tool_call>")},
+    {"input": SAY, "tools": [PATCH]},
+    {"input": SAY, "tools": [PATCH], **calls('patch {"input": "+ 😀 \\"a\\"\\n\\u00e9\\ud83d\\ude00"}')},
+    {"input": SAY, "tools": [PATCH], **calls('patch {"wrong": "a"}')},
+    {"input": SAY, "tools": [PATCH, ADD], "tool_choice": {"type": "custom", "name": "patch"}, "max_output_tokens": 24},
+    {"input": SAY, "tools": [MAIL], **calls('mail__send {"a": 1}')},
+    {"input": SAY, "tools": [MAIL], "tool_choice": {"type": "function", "name": "send"}, "max_output_tokens": 24},
+    {"input": SAY, "tools": [{"type": "web_search"}, ADD], **calls(ONE)},
+    {"input": [*SAY, CALL, RESULT], "tools": [ADD]},
+    {"input": HISTORY, "tools": [ADD], "instructions": "Be brief."},
+    {"input": [*SAY, thought("I add."), item("So:"), CALL, RESULT], "tools": [ADD]},
+    {"input": [*SAY, CALL, CALL | {"call_id": "c2"}, RESULT, RESULT | {"call_id": "c2"}], "tools": [ADD]},
+    {"input": [*SAY, CALL, RESULT | {"output": [{"type": "input_text", "text": t} for t in ("3", "4")]}]},
+    {"input": [*SAY, {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+ a"},
+               {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}], "tools": [PATCH]},
+    {"input": [*SAY, CALL | {"namespace": "mail", "name": "send"}, RESULT], "tools": [MAIL]},
+]  # fmt: skip
+REFUSED: list[Json] = [
+    {"input": 5},
+    {},
+    {"input": SAY, "temperature": 3},
+    {"input": SAY, "temperature": "hot"},
+    {"input": SAY, "top_p": 2},
+    {"input": SAY, "max_output_tokens": 100_000},
+    {"input": SAY, "max_output_tokens": 0},
+    {"input": "word " * 3000},
+    {"input": SAY, "model": "nobody"},
+    {"input": SAY, "tools": [{"type": "function"}]},
+    {"input": SAY, "tools": [ADD], "tool_choice": {"type": "function", "name": "subtract"}},
+    {"input": SAY, "tool_choice": "required"},
+    {"input": SAY, "previous_response_id": "resp_unknown"},
+    {"input": [{"type": "item_reference", "id": "msg_1"}]},
+    {"input": [*SAY, thought("", content=None, encrypted_content="xyz")]},
+    {"input": SAY, "prompt": {"id": "p"}},
+    {"input": SAY, "include": ["everything"]},
+    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,xyz"}]}]},
+    {"input": SAY, "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},
+]  # fmt: skip
+
+
+class Answer(NamedTuple):
+    status: int
+    events: list[Json]
+
+    @property
+    def last(self) -> Json:
+        return self.events[-1]
+
+
+@pytest.fixture(scope="module")
+def vllm(merged: System) -> str:
+    return f"http://127.0.0.1:{merged.vllm_port}/v1"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("body", TEXT + TOOLS, ids=lambda body: json.dumps(body)[:60])
+def test_answers_agree(vllm: str, body: Json, stream: bool) -> None:
+    body = {"model": NAME, "temperature": 0, "max_output_tokens": 12} | body | {"stream": stream}
+    own, ours = native(vllm, body), through_chat(vllm, body)
+    assert own.status == ours.status == 200
+    if stream:
+        assert same(told(ours.events)) == same(told(own.events))
+    else:
+        assert same(ours.last) == same(own.last)
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: json.dumps(body)[:60])
+def test_what_vllm_refuses_is_refused(vllm: str, body: Json) -> None:
+    body = {"model": NAME, "temperature": 0, "max_output_tokens": 12} | body
+    assert through_chat(vllm, body).status == native(vllm, body).status >= 400
+
+
+def native(vllm: str, body: Json) -> Answer:
+    status, text = post(f"{vllm}/responses", body)
+    return Answer(status, events(text) if text.startswith("event:") else [json.loads(text)])
+
+
+def through_chat(vllm: str, body: Json) -> Answer:
+    """What the agent gets when the proxy asks the chat route, for tokens too."""
+    try:
+        translation = ResponsesTranslator().request(body)
+    except (Untranslatable, LookupError, TypeError, ValueError, AttributeError):  # it goes as it is
+        return native(vllm, body)
+    status, text = post(f"{vllm}/chat/completions", inject(translation.chat, "chat")[0])
+    if not body.get("stream") or status != 200:
+        chat = json.loads(text)
+        return Answer(status, [translation.answer(chat) if status == 200 else chat])
+    stream = translation.stream()
+    chunks = [chunk for chunk in events(text) if chunk]
+    return Answer(status, [event for chunk in chunks for event in stream.feed(chunk)] + list(stream.end()))
+
+
+def events(text: str) -> list[Json]:
+    data = (line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: "))
+    return [json.loads(line) for line in data if line != "[DONE]"]
+
+
+def told(events: list[Json]) -> list[Json]:
+    """The events without their numbers; pieces that vLLM joins where it falls behind are joined."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    bare = [event | {"sequence_number": 0} for event in events]
+    return [event for _, group in groupby(bare, _kind) for event in _joined(list(group))]
+
+
+def _kind(event: Json) -> tuple[str, Any]:
+    return event["type"], event.get("item_id")
+
+
+def _joined(group: list[Json]) -> Iterator[Json]:
+    if "delta" not in group[0]:
+        yield from group
+        return
+    logprobs = [token for event in group for token in event.get("logprobs") or []]
+    yield {**group[0], "delta": "".join(event["delta"] for event in group), "logprobs": logprobs}
+
+
+def same(value: Any) -> Any:
+    """The value with ids named in order of appearance, without times, and without what chat does not tell of caches."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    names: dict[str, str] = {}
+    number = lambda found: names.setdefault(found[0], f"{found[1]}-{len(names)}")  # noqa: E731
+    text = re.sub(r"\b(resp|msg|rs|fc|ctc|chatcmpl-tool)[_-][0-9a-f]{16}\b", number, text)
+    text = re.sub(r'"(created_at|cached_tokens|cache_write_tokens)": \d+', r'"\1": 0', text)
+    return json.loads(text)
+
+
+def post(url: str, body: Json) -> tuple[int, str]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
