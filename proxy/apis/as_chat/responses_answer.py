@@ -31,18 +31,24 @@ class Reply:
 
     def response(self, chat: Json, output: list[Json], finish: str | None = None) -> Json:
         """Return the response object. `chat`: the answer, or its chunks' fields; without `finish` it is in progress."""
-        return _repeated(self._body, self.tools) | {
-            "id": self.id,
-            "created_at": chat["created"],
-            "model": chat["model"],
-            "output": output,
-            "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
-            "status": _status(finish),
-            "usage": _usage(chat.get("usage")) if finish else None,
-            "kv_transfer_params": chat.get("kv_transfer_params"),
-            "ec_transfer_params": chat.get("ec_transfer_params"),
-            **({"metrics": metrics} if (metrics := chat.get("metrics")) else {}),
-        }
+        usage = _usage(chat.get("usage")) if finish else None
+        limit = {"max_output_tokens": usage["output_tokens"]} if usage and finish == "length" else {}
+        return (
+            _repeated(self._body, self.tools)
+            | limit
+            | {
+                "id": self.id,
+                "created_at": chat["created"],
+                "model": chat["model"],
+                "output": output,
+                "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
+                "status": _status(finish),
+                "usage": usage,
+                "kv_transfer_params": chat.get("kv_transfer_params"),
+                "ec_transfer_params": chat.get("ec_transfer_params"),
+                **({"metrics": metrics} if (metrics := chat.get("metrics")) else {}),
+            }
+        )
 
     def answer(self, chat: Json) -> Json:
         """Return a whole chat answer as a response."""

@@ -129,7 +129,7 @@ class OpenCall(OpenItem):
 
 
 def _begun_input(arguments: str) -> str:
-    begun = _BEGUN_INPUT.match(arguments)
+    begun = _BEGUN_INPUT.match(arguments.rstrip())  # as vLLM: blanks wait for what follows
     try:
         text: str = json.loads(begun[1] + '"') if begun else ""
     except ValueError:
