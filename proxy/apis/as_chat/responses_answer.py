@@ -108,7 +108,7 @@ def reasoning_item(item_id: str, text: str | None, status: str | None) -> Json:
 def logprobs(choice: Json) -> list[Json]:
     """Return the log-probabilities of a choice or chunk in this API's shape."""
     return [
-        _token(token) | {"top_logprobs": [_token(top) for top in token["top_logprobs"]]}
+        _token(token) | {"top_logprobs": [_token(top) for top in token.get("top_logprobs") or ()]}
         for token in (choice.get("logprobs") or {}).get("content") or ()
     ]
 
@@ -124,7 +124,7 @@ def custom_input(arguments: str) -> str:
 
 def _token(token: Json) -> Json:
     text = token["token"]
-    return {"token": text, "bytes": list(text.encode(errors="replace")), "logprob": token["logprob"]}
+    return {"token": text, "bytes": list(text.encode(errors="replace")), "logprob": token.get("logprob", -9999.0)}
 
 
 def _status(finish: str | None) -> str:

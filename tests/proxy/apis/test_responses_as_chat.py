@@ -91,6 +91,30 @@ def test_earlier_instructions_are_gone_and_earlier_system_messages_are_not() -> 
     ]  # fmt: skip
 
 
+def test_all_of_a_message_stays_in_the_history() -> None:
+    """vLLM keeps the first part, and fails on a refusal."""
+    parts = [{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}]
+    refusal = [{"type": "refusal", "refusal": "No."}]
+    items = [{"type": "message", "role": "assistant", "content": content} for content in (parts, refusal)]
+    assert [m["content"] for m in translated(input=[*items, SAY]).chat["messages"]] == ["ab", "No.", "add"]
+
+
+def test_text_after_a_call_belongs_to_the_same_message() -> None:
+    """A chat message has all of its text before its calls."""
+    text = {"type": "message", "role": "assistant", "content": "b"}
+    call = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'}
+    (_, said) = translated(input=[SAY, text | {"content": "a"}, call, text]).chat["messages"]
+    assert said == {"role": "assistant", "content": "ab", "tool_calls": [CALL]}
+
+
+def test_all_allowed_tools_are_a_choice_of_chat() -> None:
+    """vLLM finds no calls in an answer to this choice. It has none for fewer tools than it shows."""
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
+    assert translated(tools=[ADD], tool_choice=allowed).chat["tool_choice"] == "required"
+    with pytest.raises(Untranslatable, match="allowed_tools"):
+        translated(tools=[ADD, ADD | {"name": "multiply"}], tool_choice=allowed)
+
+
 def test_an_item_may_be_referred_to() -> None:
     earlier = [SAY | {"id": "msg_1"}, {"role": "assistant", "content": "hi", "id": "msg_2"}]
     later = translated(earlier, previous_response_id="r", input=[{"type": "item_reference", "id": "msg_1"}])
