@@ -37,6 +37,8 @@ class Templates:
             except LightningError as error:  # the call itself will meet it, too
                 log.info("upstream %s: its chat template is not known: %s", name, error.message)
                 return Template()
+            if any(status == 429 or status >= 500 for status, _ in answers):
+                return Template()
             self._known[name] = learn(dict(zip(PROBES, answers, strict=True)))
         return self._known[name]
 
