@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -243,12 +243,15 @@ def demo(
     model: Annotated[Path | None, typer.Option(help="the model's directory; it is made on first use")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="answers per held-out task in each evaluation")] = 8,
     ahead: Annotated[float, typer.Option(min=0, help=AHEAD)] = 0.0,
+    api: Annotated[
+        Literal["chat", "messages", "responses"], typer.Option(help="the API that the demo's agent speaks")
+    ] = "chat",
 ) -> None:
     """Show the whole loop on a small real model on this machine."""
     from .commands.demo.config import DemoOptions
     from .commands.demo.demo import demo as run
 
-    run(DemoOptions(steps, seed, directory, model, repeat, ahead))
+    run(DemoOptions(steps, seed, directory, model, repeat, ahead, api))
 
 
 @app.command()

@@ -6,7 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -16,6 +16,8 @@ from ..system.processes import free_port, make_directory
 EXAMPLE = Path(__file__).parents[2] / "examples" / "addition"
 CONFIG = "config.yaml"
 GROUP_SIZE = 8
+Api = Literal["chat", "messages", "responses"]
+AGENTS: dict[Api, str] = {"chat": "agent.py", "messages": "messages_agent.py", "responses": "responses_agent.py"}
 TASKS_PER_STEP = 8
 
 
@@ -24,6 +26,7 @@ class DemoOptions:
     """`repeat` is the number of answers per held-out task and evaluation. `ahead` is that of `run`.
 
     With `ahead` above 0 the agent goes on during a step. Its answers are then one version old and teach less.
+    The agent speaks `api`.
     """
 
     steps: int = 90
@@ -32,6 +35,7 @@ class DemoOptions:
     model: Path | None = None
     repeat: int = 8
     ahead: float = 0.0
+    api: Api = "chat"
 
 
 def empty_directory(directory: Path) -> Path:

@@ -25,7 +25,7 @@ from ..run.summary import Totals, totals
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from ..system.system import Launch, System
-from .config import EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, dump, empty_directory, write_config
+from .config import AGENTS, EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, dump, empty_directory, write_config
 from .model import cache_directory, require_packages
 from .report import DemoResult, curve, save_png, show
 
@@ -72,7 +72,7 @@ class Demo:
 
     async def run(self) -> DemoResult:
         config = load_config(self._config_path)
-        runner = PreloadRunner([sys.executable, str(EXAMPLE / "agent.py")], PRELOADED)
+        runner = PreloadRunner([sys.executable, str(EXAMPLE / AGENTS[self._options.api])], PRELOADED)
         system = System(config, Launch(self._config_path), self._directory / "logs", self._view.say)
         with self._view:
             async with system, ApiClient.of(config, patience_s=60) as api:
