@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from lightning_proxy.proxy.apis.as_chat.responses import ResponsesTranslator
-from lightning_proxy.proxy.apis.as_chat.translation import Untranslatable
-from lightning_proxy.proxy.apis.inject import inject
+from support.responses_twice import assert_same, native, same, through_chat, unnumbered
 from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
@@ -160,14 +154,6 @@ REFUSED: list[Json] = [
 ]  # fmt: skip
 
 
-class Answer(NamedTuple):
-    status: int
-    events: list[Json]
-    """The one answer, or those of a stream."""
-    tokens: list[list[int]]
-    """The prompt's and the answer's."""
-
-
 @pytest.fixture(scope="module")
 def vllm(merged: System) -> str:
     return f"http://127.0.0.1:{merged.vllm_port}/v1"
@@ -177,10 +163,7 @@ def vllm(merged: System) -> str:
 @pytest.mark.parametrize("body", TEXT + TOOLS, ids=lambda body: json.dumps(body)[:60])
 def test_answers_agree(vllm: str, body: Json, stream: bool) -> None:
     body = {"model": NAME, "temperature": 0, "max_output_tokens": 12} | body | {"stream": stream}
-    own, ours = native(vllm, body), through_chat(vllm, body)
-    assert own.status == ours.status == 200
-    assert ours.tokens == own.tokens
-    assert same(told(ours.events)) == same(told(own.events))
+    assert_same(vllm, body)
 
 
 def test_a_limit_that_nobody_named_is_not_told_before_it_is_met(vllm: str) -> None:
@@ -213,77 +196,3 @@ def test_any_stream_becomes_the_events_that_vllm_makes_of_it() -> None:
         chunks = [{"created": 1, "model": "m", "choices": [{"delta": delta}]} for delta in deltas]
         ours = [event for chunk in chunks for event in stream.feed(chunk)] + list(stream.end())
         assert same(unnumbered(ours[2:-1])) == same(unnumbered(vllms_events(tools, deltas))), seed
-
-
-def native(vllm: str, body: Json) -> Answer:
-    status, text = post(f"{vllm}/responses", body | {"enable_response_messages": True})
-    own = events(text) if text.startswith("event:") else [json.loads(text)]
-    response = own[-1].get("response", own[-1])
-    seen = [response.get(name) or [] for name in ("input_messages", "output_messages")]
-    response |= dict.fromkeys(("input_messages", "output_messages"))
-    return Answer(status, own, [[token for message in messages for token in message["tokens"]] for messages in seen])
-
-
-def through_chat(vllm: str, body: Json) -> Answer:
-    """What the agent gets when the proxy asks the chat route, for tokens too."""
-    try:
-        translation = ResponsesTranslator().request(body)
-    except (Untranslatable, LookupError, TypeError, ValueError, AttributeError):  # it goes as it is
-        return native(vllm, body)
-    status, text = post(f"{vllm}/chat/completions", inject(translation.chat, "chat")[0])
-    if status != 200:
-        return Answer(status, [json.loads(text)], [])
-    chunks = events(text) if body.get("stream") else [json.loads(text)]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    tokens = [chunks[0]["prompt_token_ids"], [token for choice in choices for token in choice.get("token_ids") or []]]
-    if not body.get("stream"):
-        return Answer(status, [translation.answer(chunks[0])], tokens)
-    stream = translation.stream()
-    return Answer(status, [event for chunk in chunks for event in stream.feed(chunk)] + list(stream.end()), tokens)
-
-
-def events(text: str) -> list[Json]:
-    data = (line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: "))
-    return [json.loads(line) for line in data if line != "[DONE]"]
-
-
-def told(events: list[Json]) -> list[Json]:
-    """The events without their numbers; pieces that vLLM joins where it falls behind are joined."""
-    numbers = [event["sequence_number"] for event in events if "sequence_number" in event]
-    assert numbers in ([], list(range(len(events))))
-    return [event for _, group in groupby(unnumbered(events), _kind) for event in _joined(list(group))]
-
-
-def unnumbered(events: list[Json]) -> list[Json]:
-    return [event | {"sequence_number": 0} for event in events]
-
-
-def _kind(event: Json) -> tuple[Any, Any]:
-    return event.get("type"), event.get("item_id")
-
-
-def _joined(group: list[Json]) -> Iterator[Json]:
-    if "delta" not in group[0]:
-        yield from group
-        return
-    logprobs = [token for event in group for token in event.get("logprobs") or []]
-    yield {**group[0], "delta": "".join(event["delta"] for event in group), "logprobs": logprobs}
-
-
-def same(value: Any) -> Any:
-    """The value with ids named in order of appearance, without times, and without what chat does not tell of caches."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    names: dict[str, str] = {}
-    number = lambda found: names.setdefault(found[0], f"{found[1]}-{len(names)}")  # noqa: E731
-    text = re.sub(r"\b(resp|msg|rs|fc|ctc|chatcmpl-tool)[_-][0-9a-f]{16}\b", number, text)
-    text = re.sub(r'"(created_at|cached_tokens|cache_write_tokens)": \d+', r'"\1": 0', text)
-    return json.loads(text)
-
-
-def post(url: str, body: Json) -> tuple[int, str]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()

@@ -147,6 +147,7 @@ def test_a_limit_is_told_also_where_chat_only_tells_of_calls() -> None:
         {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
         {"previous_response_id": "resp_1"},
         {"tools": [ADD], "tool_choice": {"type": "web_search_preview"}},
+        {"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "structured_outputs": {"choice": ["a"]}},
         {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
     ],
 )
