@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import yaml
@@ -188,6 +189,60 @@ def test_tool_calls_and_their_results_stay_in_the_row(served: Served, stream: bo
         assert say(client, messages, SENTENCE, stream=stream, tools=[WEATHER]).message.content == SENTENCE
     assert served.rows("exact", name) == 1
     assert served.rows("text", name) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_over_messages_is_one_row_only_as_exact_tokens(served: Served, stream: bool) -> None:
+    shape = {"format": {"type": "json_schema", "schema": {"enum": [SENTENCE]}}}
+    for way in served.url:
+        client = anthropic.Anthropic(base_url=f"{served.url[way]}/rollouts/messages-{stream}", api_key="unused")
+        messages: list[Any] = []
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"Say it again, {turn} times."})
+            asked: Json = {"model": "policy", "max_tokens": 200, "messages": messages, "system": "You are brief."}
+            asked["extra_body"] = {"output_config": shape}
+            if stream:
+                with client.messages.stream(**asked) as events:
+                    message = events.get_final_message()
+            else:
+                message = client.messages.create(**asked)
+            assert (json.loads(message.content[0].text), message.stop_reason) == (SENTENCE, "end_turn")
+            messages.append({"role": "assistant", "content": message.content})
+    assert served.rows("exact", f"messages-{stream}") == 1
+    assert served.rows("text", f"messages-{stream}") > 1
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_over_responses_is_one_row_only_as_exact_tokens(
+    served: Served, stream: bool, by_id: bool
+) -> None:
+    name = f"responses-{stream}-{by_id}"
+    for way in served.url:
+        client, items, previous = served.client(way, name), [], None
+        for turn in range(3):
+            said: list[Any] = [{"role": "user", "content": f"Say it again, {turn} times."}]
+            items += said
+            asked: Json = {"model": "policy", "max_output_tokens": 200, "instructions": "You are brief."}
+            asked |= {"input": said, "previous_response_id": previous} if by_id and previous else {"input": items}
+            asked["extra_body"] = {"structured_outputs": {"choice": [SENTENCE]}}
+            if stream:
+                *_, last = client.responses.create(**asked, stream=True)
+                response = last.response
+            else:
+                response = client.responses.create(**asked)
+            assert (response.output_text, response.status) == (SENTENCE, "completed")
+            items += [item.model_dump(exclude_none=True) for item in response.output]
+            previous = response.id
+    assert served.rows("exact", name) == 1
+    assert served.rows("text", name) > 1
+
+
+def test_a_response_that_nobody_gave_is_not_found(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="resp_unknown"):
+        served.client("exact", "nobody").responses.create(
+            model="policy", input="Hello.", previous_response_id="resp_unknown"
+        )
 
 
 def test_a_conversation_with_an_adapter_is_one_row_too(served: Served, speller: Path, tmp_path: Path) -> None:
