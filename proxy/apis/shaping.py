@@ -45,10 +45,11 @@ def not_followed(request: Json) -> str | None:
 
 def constraint(request: Json) -> str | None:
     """Return the parameter for which vLLM may allow only what fits a grammar, or None if there is none."""
-    text = request.get("text")
+    text, output = request.get("text"), request.get("output_config")
     for name, shape in (
         ("response_format", request.get("response_format")),
         ("text.format", text.get("format") if isinstance(text, dict) else None),
+        ("output_config.format", output.get("format") if isinstance(output, dict) else None),
         ("output_format", request.get("output_format")),
         ("structured_outputs", request.get("structured_outputs")),
     ):
@@ -62,7 +63,7 @@ def _tool_constraint(request: Json) -> str | None:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if not tools or kind == "none":
         return None
-    if kind not in (None, "auto"):
+    if kind not in (None, "auto") or (isinstance(choice, dict) and choice.get("disable_parallel_tool_use")):
         return "tool_choice"
     if any(tool.get("strict") or any(f.get("strict") for f in dicts([tool.get("function")])) for tool in tools):
         return "tools' strict"
