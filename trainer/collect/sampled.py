@@ -27,6 +27,8 @@ _ASKED = (
     "response_format", "text", "output_format", "tools", "tool_choice", "parallel_tool_calls", "chat_template",
     "chat_template_kwargs", "reasoning_effort", "reasoning", "include_reasoning",
 )  # fmt: skip
+# What a template makes of a conversation decides nothing here, and must not keep a request from being asked for.
+_TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no_tools=True)
 # Sets of parameters, far more than a step has.
 _KEPT = 10_000
 _SAID: Json = {"messages": [{"role": "user", "content": "0"}]}
@@ -127,7 +129,7 @@ def _as_asked(call: ModelCall) -> Known:
 def _sent(call: ModelCall) -> tuple[str, Json]:
     """The endpoint that the call was sent to, and the parameters that decided how its answer was sampled."""
     said = _said_nothing(call.request)
-    chat = None if call.endpoint == CHAT_ENDPOINT else chat_request(call.endpoint, said, Template())
+    chat = None if call.endpoint == CHAT_ENDPOINT else chat_request(call.endpoint, said, _TEMPLATE)
     endpoint, request = (call.endpoint, call.request) if chat is None else (CHAT_ENDPOINT, chat)
     return endpoint, {name: request[name] for name in _ASKED if request.get(name) is not None}
 

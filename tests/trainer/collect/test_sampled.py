@@ -26,12 +26,14 @@ class RenderingServer:
 
     def __init__(self, defaults: dict[str, Any], **more: Any) -> None:
         self.defaults, self.more, self.asked = defaults, more, 0
+        self.path = ""
 
     async def handle(self, request: web.Request) -> web.Response:
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "base", "parent": None}]})
         body = await request.json()
         self.asked += 1
+        self.path = request.path
         if body.get("tools") == [{}]:
             return web.json_response({"error": "no"}, status=400)
         shown = {"structured_outputs"} & body.keys() | {"temperature", "top_p", "tools"} & body.keys()
@@ -70,6 +72,15 @@ async def test_it_is_asked_once_for_each_set_of_parameters(endpoint: str) -> Non
         await sampled.look([*calls, asking(endpoint, top_p=0.5)])
         assert server.asked == 2
         assert sampled.of(calls[4]) == Sampling()
+
+
+async def test_a_call_for_messages_is_asked_for_as_the_chat_that_it_was_sent_as() -> None:
+    server = RenderingServer({})
+    said = [{"role": "user", "content": "hi"}, {"role": "system", "content": "Be brief."}]
+    asked = {"model": "m", "max_tokens": 5, "messages": said, "tools": [], "thinking": {"type": "disabled"}}
+    async with asked_of(server) as sampled:
+        await sampled.look([asking("messages", **asked)])
+    assert server.path == "/v1/chat/completions/render"
 
 
 async def test_a_grammar_is_vllms_own_and_is_not_guessed_without_it() -> None:
