@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -18,14 +19,18 @@ import yaml
 from traffic.server import config_of
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
-from support.agent_runs import plan, stored, told
+from lightning_proxy.proxy.config.root import Config
+from support.agent_runs import Json, plan, stored, told
 from support.dictated import dictating
 from support.environments import command_for
 from support.in_process import proxy_of
 from support.tool_template import TEMPLATE
 
 HERE = Path(__file__).parent
-PROGRAMS = ["js/with_openai.mjs", "with_langchain.py", "with_openai_agents_chat.py", "with_pydantic_ai.py"]
+PROGRAMS = [
+    "js/with_openai.mjs", "with_langchain.py", "with_openai_agents_chat.py", "with_pydantic_ai.py",
+    "with_openai_agents.py", "with_openai_responses.py", "with_agent_framework.py",
+]  # fmt: skip
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -62,7 +67,7 @@ async def test_an_agent_of_this_framework_can_be_trained_on(program: str, vllm: 
     command = command_for(HERE / program)
     async with (
         dictating(vllm) as (dictated, upstream),
-        proxy_of(config_of(upstream, tmp_path)) as proxy,
+        proxy_of(exact(config_of(upstream, tmp_path))) as proxy,
         aiohttp.ClientSession(proxy) as session,
     ):
         runs = await plan(proxy, session)
@@ -73,7 +78,19 @@ async def test_an_agent_of_this_framework_can_be_trained_on(program: str, vllm: 
         calls = rollouts[str(run.rollout)]["calls"]
         assert len(calls) == len(dictated.asked[run.shown]) == 4
         assert [call["untrainable_reason"] for call in calls] == [None] * 4
+        assert all(later["prompt_token_ids"][: len(seen)] == seen for seen, later in seen_and_later(calls))
         assert told(rollouts[str(run.rollout)]) == run.products
+
+
+def exact(config: Config) -> Config:
+    """The same, with later turns sent as the very tokens of the earlier ones."""
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"token_continuity": "exact"})})
+
+
+def seen_and_later(calls: list[Json]) -> Iterator[tuple[list[int], Json]]:
+    """The tokens of each call, and the call that goes on with them."""
+    for call, later in pairwise(calls):
+        yield [*call["prompt_token_ids"], *call["response_token_ids"]], later
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
