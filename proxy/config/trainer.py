@@ -157,6 +157,7 @@ class TrainerConfig(Section):
     max_tokens_per_batch: Annotated[int, Field(ge=1)] = 8192
     max_sample_tokens: Annotated[int, Field(ge=1)] = 4096
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
     keep_checkpoints: Annotated[int, Field(ge=2)] = 3
     report_to: list[str] = ["tensorboard"]

@@ -110,7 +110,8 @@ def main(what: str, directory: Path) -> None:
     out.mkdir(exist_ok=True)
     adapters = OWN if what.startswith("adapters") else ()
     ranks = Ranks()
-    learner = trainer(directory, adapters, ranks, seed=rank)  # what differs at first must not stay so
+    # The seed differs at first, and must not stay so. A sharded base is computed as on GPUs: with checkpointing.
+    learner = trainer(directory, adapters, ranks, seed=rank, gradient_checkpointing=what == "fsdp")
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     if rank:
         ranks.follow(learner)

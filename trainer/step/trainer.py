@@ -32,8 +32,9 @@ from .processes import Processes, on_every_process, on_every_shard
 from .scoring import Scores, attention_cost, check_tree_support, score
 from .shaping import Shaper
 from .skipped import fault_of_loss, some_rollouts
+from .state import restore, state_of
 from .step_metrics import StepMetrics
-from .trl_config import ENDLESS, grpo_config, lora_config
+from .trl_config import ENDLESS, checkpoint_layers, grpo_config, lora_config
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class LightningTrainer(GRPOTrainer):
     def _prepare(self, policy: PolicyConfig, processes: Processes) -> None:
         config = self.settings
         self.adapters = Adapters(self.peft_model, policy.adapters)
+        checkpoint_layers(self.policy_model, config)
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or ENDLESS)
         self._saved_config = saved_config.saved_config(config, policy, saved_config.fingerprint(self.model))
         self.processes = processes
@@ -84,7 +86,7 @@ class LightningTrainer(GRPOTrainer):
         self.importance_sampling_level = config.importance_level
         self.skipped_because: str | None = None
         self._scores: Scores | None = None
-        self._entropy = EntropyBonus(config.entropy)
+        self.entropy = EntropyBonus(config.entropy)
         self._shaper = Shaper(self.processing_class, self.policy_model)
         check_tree_support(self.policy_model.config, config.max_sample_tokens)
         self._cost = TreeCost(
@@ -126,7 +128,7 @@ class LightningTrainer(GRPOTrainer):
         If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
         `skipped_because` then says what is not finite, in which rollouts; metrics that are not finite are left out.
         """
-        metrics = StepMetrics(time.perf_counter(), self.settings, entropy_coef=self._entropy.weight)
+        metrics = StepMetrics(time.perf_counter(), self.settings, entropy_coef=self.entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
         self.optimizer.zero_grad()
         metrics = self._add_gradients(batch, samples, metrics)
@@ -142,7 +144,7 @@ class LightningTrainer(GRPOTrainer):
         if not metrics.skipped:
             self.optimizer.step()
             self.lr_scheduler.step()
-            self._entropy.update(metrics.entropy)
+            self.entropy.update(metrics.entropy)
         self.optimizer.zero_grad()
         metrics.optimizer_s = metrics.elapsed - metrics.forward_backward_s
         self.state.global_step = batch.step
@@ -188,8 +190,8 @@ class LightningTrainer(GRPOTrainer):
         if config.kl_coef and reference is not None:
             penalty = kl_penalty(self._scores.logprobs, reference, inputs, config.importance_cap)
             loss = loss + config.kl_coef * penalty
-        if self._entropy.weight:
-            loss = loss - self._entropy.weight * entropy_term(self._scores.entropies, inputs["completion_mask"], tokens)
+        if self.entropy.weight:
+            loss = loss - self.entropy.weight * entropy_term(self._scores.entropies, inputs["completion_mask"], tokens)
         if metrics is None:
             return loss * 0.0
         metrics.add(micro_batch, loss.detach(), inputs, self._scores, reference)
@@ -253,14 +255,17 @@ class LightningTrainer(GRPOTrainer):
     def _score(self, micro_batch: MicroBatch) -> Scores:
         self.adapters.activate(micro_batch.adapter)
         with self.accelerator.autocast():
-            bonus, tree, samples = self._entropy.weight > 0, micro_batch.tree, micro_batch.samples
+            bonus, tree, samples = self.entropy.weight > 0, micro_batch.tree, micro_batch.samples
             return score(self.policy_model, tree, samples, self._shaper, entropy_gradient=bonus)
 
     @torch.no_grad()
     def _reference(self, micro_batch: MicroBatch) -> Tensor:
         """(B, T) log-probabilities under the base model: the same pass with the adapter off."""
+        self.model.eval()
         with self.peft_model.disable_adapter():
-            return self._score(micro_batch).logprobs
+            logprobs = self._score(micro_batch).logprobs
+        self.model.train()
+        return logprobs
 
     # Weights and checkpoints ---------------------------------------------------------------------------------------
 
@@ -276,16 +281,7 @@ class LightningTrainer(GRPOTrainer):
     def save(self, directory: Path) -> None:
         """Write adapters, optimizer, scheduler, random state and step; `directory` appears whole or not at all."""
         with whole_directory(directory) as temporary:
-            state = {
-                "step": self.state.global_step,
-                "adapters": self.adapters.all_weights(),
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.lr_scheduler.state_dict(),
-                "entropy": self._entropy.state(),
-                "rng": torch.get_rng_state(),
-                "cuda_rng": torch.cuda.get_rng_state_all(),
-            }
-            torch.save(state, temporary / STATE_FILE)
+            torch.save(state_of(self), temporary / STATE_FILE)
             saved_config.write(temporary, self._saved_config)
 
     def load(self, directory: Path) -> int:
@@ -305,28 +301,7 @@ class LightningTrainer(GRPOTrainer):
 
     @on_every_process
     def _restore(self, state: dict[str, Any]) -> None:
-        self.adapters.set(state["adapters"])
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.lr_scheduler.load_state_dict(state["scheduler"])
-        else:
-            self.optimizer.state.clear()
-            self.lr_scheduler.last_epoch = 0
-        self._set_learning_rate()
-        self._entropy.load(state.get("entropy", {}))
-        torch.set_rng_state(state["rng"])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        self.state.global_step = state["step"]
-
-    def _set_learning_rate(self) -> None:
-        """Take the configured rate, not the one that a checkpoint was written with."""
-        rates = [self.args.learning_rate] * len(self.optimizer.param_groups)
-        self.lr_scheduler.base_lrs = rates
-        for group, rate, factor in zip(self.optimizer.param_groups, rates, self.lr_scheduler.lr_lambdas, strict=True):
-            group["initial_lr"] = rate
-            group["lr"] = rate * factor(self.lr_scheduler.last_epoch)
-        self.lr_scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        restore(self, state)
 
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from transformers import PreTrainedModel
 from trl import GRPOConfig
 
 from ...proxy.config.trainer import TrainerConfig
@@ -30,10 +31,11 @@ def grpo_config(config: TrainerConfig, output_dir: Path, run_name: str) -> GRPOC
     dtype = {"auto": "bfloat16" if cuda else "float32"}.get(config.dtype, config.dtype)
     return GRPOConfig(
         output_dir=str(output_dir),
-        model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa"},
+        # TRL's own device map spreads the model over all GPUs, or over the CPU if their memory is short.
+        model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa", "device_map": None},
         use_cpu=not cuda,
         bf16=cuda and dtype == "bfloat16",
-        gradient_checkpointing=cuda,
+        gradient_checkpointing=False,  # `train()` would switch it on; `checkpoint_layers` does
         **loss_arguments(config),
         disable_dropout=True,
         learning_rate=config.learning_rate,
@@ -51,3 +53,14 @@ def grpo_config(config: TrainerConfig, output_dir: Path, run_name: str) -> GRPOC
         save_strategy="no",
         disable_tqdm=True,
     )
+
+
+def checkpoint_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
+    """Make the layers of `model` compute their activations again in the backward pass, where this is configured.
+
+    It acts in training mode only: scoring without gradients keeps nothing anyway.
+    """
+    wanted = config.gradient_checkpointing
+    if wanted is True or (wanted == "auto" and torch.cuda.is_available()):
+        # Without dropout a layer draws no random numbers, so there is no state to keep.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})

@@ -119,6 +119,21 @@ def test_without_optimizer_state_its_moments_and_the_schedule_begin_anew_and_tha
     assert not saved.optimizer.state and saved.optimizer.param_groups[0]["lr"] == rate
 
 
+@pytest.mark.parametrize("there", [0, 1, 3])
+def test_training_goes_on_with_fewer_or_more_gpus(
+    base: Path, tmp_path: Path, there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(base, tmp_path).save(tmp_path / "1")
+    state = torch.load(tmp_path / "1" / STATE_FILE)
+    torch.save({**state, "cuda_rng": [torch.get_rng_state()] * 2}, tmp_path / "1" / STATE_FILE)
+    again, seeded = trainer(base, tmp_path), list[int]()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda rng, device: seeded.append(device))
+    again.load(tmp_path / "1")
+    assert seeded == list(range(min(there, 2)))
+
+
 def test_no_secret_is_in_a_checkpoint(base: Path, tmp_path: Path) -> None:
     judge = JudgeConfig(model="openai/gpt").model_dump()
     trainer(base, tmp_path, judge=judge).save(tmp_path / "1")

@@ -1,0 +1,77 @@
+"""With gradient checkpointing a step computes layers twice and gets the same gradients. Scoring stays as it was."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import LlamaForCausalLM  # noqa: E402
+
+from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
+from support.ranks import batch, make_model, trainer  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpointing")
+    make_model(directory / "model")
+    return directory
+
+
+def counted(learner: LightningTrainer) -> Counter[str]:
+    """How often the first layer was computed with and without gradients kept."""
+    calls: Counter[str] = Counter()
+    layer = learner.policy_model.base_model.layers[0]
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.update(["forward"]))
+    return calls
+
+
+def gradients(learner: LightningTrainer) -> list[Any]:
+    found: list[Any] = []
+    learner.optimizer.optimizer.register_step_pre_hook(
+        lambda *_: found.extend(p.grad.clone() for p in learner.adapters.parameters())
+    )
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1}])
+def test_a_step_computes_its_layers_twice_and_gets_the_same_gradients(directory: Path, settings: Any) -> None:
+    plain = trainer(directory, **settings)
+    saving = trainer(directory, gradient_checkpointing=True, **settings)
+    passes, expected, found = counted(saving), gradients(plain), gradients(saving)
+    for step in (1, 2):
+        plain.step(batch(step))
+        passes.clear()
+        metrics = saving.step(batch(step))
+        of_the_base = metrics["micro_batches"] if settings else 0
+        assert passes["forward"] == 2 * metrics["micro_batches"] + of_the_base
+    assert len(expected) == len(found) > 0
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_scoring_computes_its_layers_once(directory: Path) -> None:
+    learner = trainer(directory, gradient_checkpointing=True)
+    learner.step(batch(1))
+    passes = counted(learner)
+    learner.logprobs([[1, 2, 3], [1, 2, 4]])
+    assert passes["forward"] == 1
+
+
+def test_the_model_is_not_spread_over_devices(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TRL sees a GPU it would put layers wherever there is memory, the CPU included."""
+    asked: list[Any] = []
+    load = LlamaForCausalLM.from_pretrained
+
+    def loaded(*args: Any, device_map: Any = None, **kwargs: Any) -> Any:
+        asked.append(device_map)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr("trl.trainer.utils.PartialState", lambda: SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", loaded)
+    trainer(directory)
+    assert asked == [None]

@@ -1,0 +1,58 @@
+"""What a checkpoint holds of a trainer besides the configuration: adapters, optimizer, schedule, random state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .trainer import LightningTrainer
+
+State = dict[str, Any]
+
+
+def state_of(trainer: LightningTrainer) -> State:
+    """Return what a trainer needs to go on exactly from here."""
+    return {
+        "step": trainer.state.global_step,
+        "adapters": trainer.adapters.all_weights(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "entropy": trainer.entropy.state(),
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all(),
+    }
+
+
+def restore(trainer: LightningTrainer, state: State) -> None:
+    """Give a trainer the state; without the optimizer's, its moments and the schedule begin anew."""
+    trainer.adapters.set(state["adapters"])
+    if "optimizer" in state:
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        trainer.lr_scheduler.load_state_dict(state["scheduler"])
+    else:
+        trainer.optimizer.state.clear()
+        trainer.lr_scheduler.last_epoch = 0
+    _set_learning_rate(trainer)
+    trainer.entropy.load(state.get("entropy", {}))
+    _set_random_state(state)
+    trainer.state.global_step = state["step"]
+
+
+def _set_random_state(state: State) -> None:
+    """Devices that were not there when the state was written keep the random state that they have."""
+    torch.set_rng_state(state["rng"])
+    for device, rng in zip(range(torch.cuda.device_count()), state.get("cuda_rng", ()), strict=False):
+        torch.cuda.set_rng_state(rng, device)
+
+
+def _set_learning_rate(trainer: LightningTrainer) -> None:
+    """Take the configured rate, not the one that a checkpoint was written with."""
+    optimizer, schedule = trainer.optimizer, trainer.lr_scheduler
+    rates = [trainer.args.learning_rate] * len(optimizer.param_groups)
+    schedule.base_lrs = rates
+    for group, rate, factor in zip(optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
+        group["initial_lr"] = rate
+        group["lr"] = rate * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
