@@ -15,8 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...proxy.errors import ConfigError
 from ..rows.prefix_tree import Ints, PrefixTree, padded_tree
 from ..types import Sample, Sampling
+from .flex import FLEX_BLOCK
 from .shaping import Place, Shaper, truncate
-from .tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention
+from .tree_attention import TreeMask, use_tree_attention
 
 # So many logits are computed at a time (64 MiB in float32). Larger pieces miss a CPU's caches and are slower.
 _LOGITS_PER_CHUNK = 2**24
@@ -98,6 +99,13 @@ def score(
     logprobs, entropies = _TokenScores.apply(hidden[chosen], model, tokens, temperatures, shaped, entropy_gradient)
     shape = (len(samples), max(len(s.token_ids) for s in samples))
     return Scores(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
+
+
+def fully_scored(name: str, token_ids: tuple[int, ...], adapter: str) -> Sample:
+    """Return a sample in which every token but the first is scored, at temperature 1."""
+    n = len(token_ids)
+    mask, zeros, ones = (0,) + (1,) * (n - 1), (0.0,) * n, (1.0,) * n
+    return Sample(name, name, token_ids, mask, zeros, zeros, ones, adapter=adapter)
 
 
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:

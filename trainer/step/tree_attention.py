@@ -8,27 +8,23 @@ SDPA.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ...proxy.errors import ConfigError
 from ..rows.prefix_tree import PrefixTree
 from .attention_plan import Block, attention_plan
+from .flex import block_mask, flex
 
 NAME = "prefix_tree"
-
-# FlexAttention works in blocks of so many nodes. Trees are padded to whole blocks, so it is compiled for few sizes.
-FLEX_BLOCK = 128
 
 # Arguments that some models give to their attention, and that are not supported over a tree.
 _UNSUPPORTED = ("s_aux", "position_bias")
@@ -58,8 +54,7 @@ class TreeMask:
     @cached_property
     def block_mask(self) -> BlockMask:
         """Return the mask for FlexAttention."""
-        ends, n = self._ends, len(self.tree)
-        return create_block_mask(ancestor_or_self(ends), B=None, H=None, Q_LEN=n, KV_LEN=n, device=ends.device)
+        return block_mask(self._ends)
 
     @cached_property
     def _ends(self) -> Tensor:
@@ -68,15 +63,6 @@ class TreeMask:
     def _among(self, start: int, stop: int) -> Tensor:
         nodes = torch.arange(start, stop, device=self.device)
         return (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < self._ends[None, start:stop])
-
-
-def ancestor_or_self(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return true if the query is in the key's subtree, [key, ends[key]): FlexAttention's mask_mod in preorder."""
-
-    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends[key])
-
-    return mask_mod
 
 
 def use_tree_attention(model: PreTrainedModel) -> None:
@@ -110,9 +96,7 @@ def tree_attention_forward(
         raise ConfigError(f"policy.model: its attention needs {', '.join(wanted)}, which is not supported")
     query, key, value = _of_one_dtype(query, key, value)
     if tree_mask is not None and _has_flex_attention(query.device):
-        return flex_attention_forward(
-            module, query, key, value, tree_mask.block_mask, scaling=scaling, softcap=softcap, **kwargs
-        )
+        return flex(query, key, value, tree_mask.block_mask, scaling, softcap).transpose(1, 2), None
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     if tree_mask is None or softcap is not None or value.shape[-1] != query.shape[-1]:

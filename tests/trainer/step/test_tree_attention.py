@@ -2,22 +2,29 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
-from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree
+from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree, padded_tree
 from lightning_proxy.trainer.step.attention_plan import RUN, attention_plan
 from lightning_proxy.trainer.types import Sample
 
 torch = pytest.importorskip("torch")
 
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from torch._dynamo.testing import CompileCounter  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM  # noqa: E402
 
+from lightning_proxy.trainer.step import flex as flex_module  # noqa: E402
 from lightning_proxy.trainer.step import tree_attention  # noqa: E402
+from lightning_proxy.trainer.step.flex import FLEX_BLOCK, block_mask, flex  # noqa: E402
 from lightning_proxy.trainer.step.scoring import score  # noqa: E402
 from lightning_proxy.trainer.step.tree_attention import NAME, TreeMask, tree_attention_forward, use_tree_attention  # noqa: E402
 
@@ -224,3 +231,49 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_what_a_gpu_runs_gives_the_scores_and_gradients_of_the_rows_one_by_one(kind: str, shape: str) -> None:
     assert_a_tree_equals_its_rows(lora_model(kind, 0), random_samples(0, shape))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", ["long", "wide"])
+def test_the_mask_by_blocks_is_the_one_that_pytorch_finds_pair_by_pair(shape: str, seed: int) -> None:
+    shapes = {"long": {"count": 5, "first": 600, "most": 300}, "wide": {"count": 60, "first": 40, "most": 60}}
+    ends = torch.from_numpy(padded_tree(build_tree(random_rows(seed, **shapes[shape])), FLEX_BLOCK).ends)
+    found = block_mask(ends)
+    expected = create_block_mask(found.mask_mod, B=None, H=None, Q_LEN=len(ends), KV_LEN=len(ends), device="cpu")
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert shape == "wide" or found.full_kv_num_blocks.sum() > 0
+
+
+def test_the_mask_takes_no_memory_for_pairs_of_nodes() -> None:
+    ends = torch.full((32 * 1024,), 32 * 1024)
+    with LargestTensor() as largest:
+        block_mask(ends)
+    assert largest.bytes < 2**20  # a byte for every pair is a GiB
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the size of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return out
+
+
+def test_trees_of_fifteen_sizes_take_few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo decides when to compile anew; the backend that it calls is counted, and computes as it is."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda query, key, value: None)
+    counter = CompileCounter()
+    monkeypatch.setattr(flex_module, "_compiled", cache(lambda: torch.compile(flex_attention, backend=counter)))
+    for size in range(1, 16):
+        for _layer in range(2):
+            mask = TreeMask(padded_tree(build_tree([list(range(size * FLEX_BLOCK))]), FLEX_BLOCK), CPU)
+            query = torch.randn(1, 4, size * FLEX_BLOCK, 8, requires_grad=True)
+            flex(query, query[:, :2], query[:, :2], mask.block_mask, None, None)
+    assert 0 < counter.frame_count <= 3
