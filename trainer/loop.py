@@ -159,9 +159,10 @@ class TrainingLoop:
         metrics: dict[str, Any] = {**await asyncio.to_thread(self._trainer.step, batch), "reward_by_task": batch.tasks}
         if metrics["skipped"]:
             metrics["skipped_because"] = self._trainer.skipped_because
-        if batch.left_out:
-            metrics["left_out_because"] = batch.left_out
-            log.warning("step %d: %s", batch.step, batch.left_out)
+        left_out = "; ".join(filter(None, (batch.left_out, self._trainer.left_out_because)))
+        if left_out:
+            metrics["left_out_because"] = left_out
+            log.warning("step %d: %s", batch.step, left_out)
         if self._publisher is not None:
             metrics |= await self._monitor.of_step(self.version, metrics)
         return metrics

@@ -77,6 +77,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("calls_ambiguous", "count", "calls left out: several answers (n > 1), so the reward belongs to none"),
         ("calls_of_others", "count", "calls left out: their agents are not trained (`trainer.agents`)"),
         ("rows_too_long", "count", "rows left out: longer than `trainer.max_sample_tokens` or the model's context"),
+        ("rows_out_of_memory", "count", "rows left out: memory ran out, even in a pass of their own"),
     ),
     **_group(
         "policy",
@@ -107,6 +108,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("trained_tokens_per_s", "tokens/s", "`trained_tokens` / `step_s`"),
         ("computed_tokens_per_s", "tokens/s", "`computed_tokens` / `step_s`"),
         ("micro_batches", "count", "forward passes"),
+        ("passes_halved", "count", "passes made again as two halves, because memory ran out"),
     ),
     **_group(
         "seconds",

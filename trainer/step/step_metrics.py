@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ _MAX_LOG_RATIO = 20.0
 # The numbers that are sums over micro-batches, and so over processes.
 SUMS = (
     "loss", "entropy_sum", "kl_sum", "kl_base_sum", "ratio_sum", "clipped", "trained_tokens", "outside_tokens",
-    "computed_tokens", "padded_tokens", "micro_batches",
+    "computed_tokens", "padded_tokens", "micro_batches", "passes_halved", "rows_out_of_memory",
 )  # fmt: skip
 
 
@@ -52,6 +53,10 @@ class StepMetrics:
     computed_tokens: int = 0
     padded_tokens: int = 0
     micro_batches: int = 0
+    passes_halved: int = 0
+    rows_out_of_memory: int = 0
+    too_large: tuple[str, ...] = ()  # the rollouts of these rows
+    fitting: int = sys.maxsize  # so many nodes may be in a pass, after one that did not fit
     entropy_coef: float = 0.0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
@@ -104,6 +109,8 @@ class StepMetrics:
             setattr(whole, name, sum(getattr(part, name) for part in parts))
         whole.fault = next((part.fault for part in parts if part.fault), None)
         whole.ratio_max = max(part.ratio_max for part in parts)
+        whole.too_large = tuple(rollout_id for part in parts for rollout_id in part.too_large)
+        whole.fitting = min(part.fitting for part in parts)
         return whole
 
     @property
@@ -132,6 +139,8 @@ class StepMetrics:
             "computed_tokens": float(self.computed_tokens),
             "padded_tokens": float(self.padded_tokens),
             "micro_batches": float(self.micro_batches),
+            "passes_halved": float(self.passes_halved),
+            "rows_out_of_memory": float(self.rows_out_of_memory),
             "trained_tokens_per_s": self.trained_tokens / seconds,
             "computed_tokens_per_s": self.computed_tokens / seconds,
             "step_s": seconds,

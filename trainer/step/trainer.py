@@ -6,6 +6,8 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,14 @@ from ..types import Batch, Sample
 from .adapters import Adapters, Weights
 from .entropy import EntropyBonus, entropy_term, tokens_by_adapter
 from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, token_weights
-from .processes import Processes, on_every_process, on_every_shard
-from .scoring import Scores, attention_cost, check_tree_support, score
+from .processes import Pass, Processes, on_every_process, on_every_shard
+from .scoring import Scores, attention_cost, check_tree_support, fully_scored, score
 from .shaping import Shaper
+from .shortage import fits, smaller, too_large
 from .skipped import fault_of_loss, some_rollouts
 from .state import restore, state_of
 from .step_metrics import StepMetrics
-from .trl_config import ENDLESS, checkpoint_layers, grpo_config, lora_config
+from .trl_config import ENDLESS, checkpoint_layers, grpo_config, lora_config, rewards_come_from_the_store
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ class LightningTrainer(GRPOTrainer):
             model=policy.model,
             args=grpo_config(config, policy.directory / "trainer", self.trackers.run_name),
             # TRL wants both and would use them in `train()`, which is never called.
-            reward_funcs=_rewards_come_from_the_store,
+            reward_funcs=rewards_come_from_the_store,
             train_dataset=Dataset.from_dict({"prompt": [""]}),
             processing_class=AutoTokenizer.from_pretrained(policy.model),
             peft_config=lora_config(config),
@@ -85,6 +88,7 @@ class LightningTrainer(GRPOTrainer):
         # After TRL's constructor, which would warn of a normalisation that is not used here.
         self.importance_sampling_level = config.importance_level
         self.skipped_because: str | None = None
+        self.left_out_because: str | None = None
         self._scores: Scores | None = None
         self.entropy = EntropyBonus(config.entropy)
         self._shaper = Shaper(self.processing_class, self.policy_model)
@@ -127,20 +131,22 @@ class LightningTrainer(GRPOTrainer):
         Each adapter gets the update that its own samples alone would give it; without any, it stays as it is.
         If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
         `skipped_because` then says what is not finite, in which rollouts; metrics that are not finite are left out.
+        A pass that memory runs out in is made in halves; `left_out_because` names rollouts with a row too large alone.
         """
         metrics = StepMetrics(time.perf_counter(), self.settings, entropy_coef=self.entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
         self.optimizer.zero_grad()
         metrics = self._add_gradients(batch, samples, metrics)
-        if samples and metrics.finite:
+        if metrics.micro_batches and metrics.finite:
             self.processes.sum_gradients(self.adapters.parameters())
             metrics.grad_norm = self._clip_gradients()  # on a GPU this waits for the backward passes
             if not metrics.finite:
                 metrics.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
         metrics.forward_backward_s = metrics.elapsed
         metrics.learning_rate = self._get_learning_rate()
-        metrics.skipped = not samples or not metrics.finite
-        self.skipped_because = metrics.fault
+        metrics.skipped = not metrics.micro_batches or not metrics.finite
+        self.left_out_because = too_large(metrics)
+        self.skipped_because = metrics.fault or self.left_out_because
         if not metrics.skipped:
             self.optimizer.step()
             self.lr_scheduler.step()
@@ -157,13 +163,37 @@ class LightningTrainer(GRPOTrainer):
         metrics.fault = None if samples else "it has no trainable tokens"
         weights = {adapter: self._token_weights(batch, adapter) for adapter in self.adapters.names}
         tokens = tokens_by_adapter(samples)
-        for micro_batch, counts in self.processes.passes(micro_batches(samples, self._cost), self._cost):
-            adapter = micro_batch.adapter
-            loss = self._loss(micro_batch, weights[adapter], tokens[adapter], metrics if counts else None)
+        todo = self.processes.passes(micro_batches(samples, self._cost), self._cost)[::-1]
+        while todo:
+            one, tried = todo.pop(), replace(metrics)
+            adapter = one.micro_batch.adapter
+            work = partial(self._pass, one, weights[adapter], tokens[adapter], tried)
+            if self.processes.sharded:
+                work()  # a process that halved its pass would leave the others waiting
+            elif not fits(work, self.adapters.parameters(adapter)):
+                todo += [Pass(half, one.counts) for half in smaller(one.micro_batch, metrics)]
+                continue
+            metrics = tried
             if not metrics.finite and not self.processes.sharded:
                 break
-            self.accelerator.backward(loss)
-        return metrics.sum(self.processes.gathered(metrics))
+        metrics = metrics.sum(self.processes.gathered(metrics))
+        self._allow_tokens(metrics.fitting)
+        return metrics
+
+    def _pass(self, one: Pass, weights: dict[str, float], tokens: int, metrics: StepMetrics) -> None:
+        """Add the gradients of one pass, unless its loss is not finite."""
+        try:
+            loss = self._loss(one.micro_batch, weights, tokens, metrics if one.counts else None)
+            if metrics.finite or self.processes.sharded:
+                self.accelerator.backward(loss)
+        finally:
+            self._scores = None  # with it go the activations, if there was no backward pass
+
+    def _allow_tokens(self, fitting: int) -> None:
+        """Make later passes no larger than those that fit."""
+        if fitting < self._cost.max_nodes:
+            log.warning("passes have at most %d tokens from now on; see trainer.max_tokens_per_batch", fitting)
+            self._cost = replace(self._cost, max_nodes=fitting)
 
     def _token_weights(self, batch: Batch, adapter: str) -> dict[str, float]:
         """The weight of a token in each rollout, as if the adapter's samples were all there are."""
@@ -245,7 +275,7 @@ class LightningTrainer(GRPOTrainer):
             finally:
                 self.adapters.set({adapter: current})
         self.model.eval()
-        rows = [_fully_scored(str(i), tuple(ids), adapter) for i, ids in enumerate(token_ids) if len(ids) > 1]
+        rows = [fully_scored(str(i), tuple(ids), adapter) for i, ids in enumerate(token_ids) if len(ids) > 1]
         found: dict[str, list[float]] = {}
         for micro_batch in micro_batches(rows, self._cost):
             for sample, values in zip(micro_batch.samples, self._score(micro_batch).logprobs.tolist(), strict=True):
@@ -311,13 +341,3 @@ class LightningTrainer(GRPOTrainer):
             save_merged(self.peft_model, self.processing_class, directory, whole=whole, writes=leads)
         elif leads:
             save_adapter(self.peft_model, directory)
-
-
-def _fully_scored(name: str, token_ids: tuple[int, ...], adapter: str) -> Sample:
-    n = len(token_ids)
-    mask, zeros, ones = (0,) + (1,) * (n - 1), (0.0,) * n, (1.0,) * n
-    return Sample(name, name, token_ids, mask, zeros, zeros, ones, adapter=adapter)
-
-
-def _rewards_come_from_the_store(**_: Any) -> list[float]:
-    raise NotImplementedError("rewards are posted to the proxy; call step(), not train()")

@@ -1,0 +1,113 @@
+"""When memory runs out in a pass, the step is what it would have been in smaller passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_proxy.trainer.step.trainer import LightningTrainer
+from support.ranks import batch, make_model, trainer
+from support.training import bench
+
+ROOMY = 10_000
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("shortage")
+    make_model(directory / "model")
+    return directory
+
+
+def run_out(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
+
+
+def forward(model: Any, most: int) -> None:
+    """Memory for `most` tokens in the forward pass."""
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].numel() > most:
+            run_out()
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def backward(model: Any, most: int) -> None:
+    """Memory for `most` tokens in the backward pass, when the upper layer has its gradients already."""
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        if states.requires_grad and states.shape[1] > most:
+            states.register_hook(run_out)
+
+    model.layers[0].register_forward_hook(look)
+
+
+def with_memory_for(learner: LightningTrainer, most: int, where: Callable[[Any, int], None]) -> LightningTrainer:
+    where(learner.policy_model.base_model, most)
+    return learner
+
+
+@pytest.mark.parametrize("where", [forward, backward])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_pass_is_halved_and_the_step_is_the_same(directory: Path, where: Any, checkpointing: bool) -> None:
+    settings: Any = {"max_tokens_per_batch": ROOMY, "gradient_checkpointing": checkpointing}
+    plain = trainer(directory, ("writer",), **settings)
+    short = with_memory_for(trainer(directory, ("writer",), **settings), 40, where)
+    given = batch(1)
+    samples = (replace(s, adapter=("default", "writer")[i % 2]) for i, s in enumerate(given.samples))
+    given = replace(given, samples=tuple(samples))
+    expected, found = plain.step(given), short.step(given)
+    assert found["passes_halved"] >= 2 and found["rows_out_of_memory"] == 0 and short.left_out_because is None
+    for name in ("loss", "grad_norm", "entropy", "kl", "trained_tokens", "ratio_max", "skipped"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    for name, weights in plain.adapters.all_weights().items():
+        for key, weight in weights.items():
+            torch.testing.assert_close(short.adapter(name)[key], weight, atol=1e-4, rtol=1e-3)
+
+
+def test_the_next_step_begins_with_passes_that_fit(directory: Path) -> None:
+    learner = with_memory_for(trainer(directory, max_tokens_per_batch=ROOMY), 40, forward)
+    assert learner.step(batch(1))["passes_halved"] > 0
+    assert learner.step(batch(2))["passes_halved"] == 0
+
+
+def test_a_sample_that_does_not_fit_alone_is_left_out_and_named(directory: Path) -> None:
+    given = batch(1)
+    largest = max(given.samples, key=lambda s: len(s.token_ids))
+    repeated = ("token_ids", "logprobs", "advantages", "temperatures")
+    fields: dict[str, Any] = {name: getattr(largest, name) * 4 for name in repeated}
+    long = replace(largest, **fields, mask=largest.mask + (0,) * 3 * len(largest.mask))
+    others = tuple(s for s in given.samples if s is not largest)
+    learner = with_memory_for(trainer(directory), 40, forward)
+    metrics = learner.step(replace(given, samples=(*others, long)))
+    assert metrics["rows_out_of_memory"] == 1 and not metrics["skipped"]
+    assert metrics["trained_tokens"] == sum(s.trained_tokens for s in others)
+    assert learner.left_out_because is not None and f"1 row of rollout {long.rollout_id}: " in learner.left_out_because
+
+
+def test_a_step_without_memory_for_any_sample_changes_nothing(directory: Path) -> None:
+    learner = with_memory_for(trainer(directory), 1, forward)
+    before = learner.adapter()
+    assert learner.step(batch(1))["skipped"] == 1
+    assert learner.skipped_because is not None and "too large for the memory" in learner.skipped_because
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.adapter().items())
+
+
+async def test_rollouts_that_do_not_fit_are_not_offered_again(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        rollouts = await b.groups("t1", "t2")
+        loop = b.loop()
+        with_memory_for(b.trainer, 1, forward)
+        await loop.resume()
+        assert await loop.train_once()
+        assert not await loop.train_once()
+        assert await b.steps_of(rollouts) == {1}
+        last = await b.store.steps.last()
+        assert last is not None and "too large for the memory" in last.metrics["left_out_because"]

@@ -1,0 +1,59 @@
+"""Goes on when memory runs out: a pass is undone and halved. A sample that does not fit alone is left out."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from ..rows.microbatches import MicroBatch, halves
+from .skipped import some_rollouts
+from .step_metrics import StepMetrics
+
+log = logging.getLogger(__name__)
+
+
+def fits(work: Callable[[], None], parameters: Sequence[nn.Parameter]) -> bool:
+    """Do `work`, which adds to the gradients of `parameters`. If memory runs out, return False and add nothing."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        work()
+        done = True
+    except torch.OutOfMemoryError as error:
+        done = False
+        log.warning("memory ran out in a pass: %s", str(error).splitlines()[0])
+    for parameter, gradient in zip(parameters, before, strict=True):
+        if not done or parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.grad += gradient
+    if not done:
+        gc.collect()
+        torch.cuda.empty_cache()  # what the allocator keeps is in pieces of the wrong sizes
+    return done
+
+
+def smaller(batch: MicroBatch, metrics: StepMetrics) -> list[MicroBatch]:
+    """Return the halves of a pass that did not fit, and count it; of a single sample nothing is left."""
+    if len(batch.samples) > 1:
+        found = list(halves(batch))
+        metrics.passes_halved += 1
+        metrics.fitting = min(metrics.fitting, max(len(half.tree) for half in found))
+        return found
+    (sample,) = batch.samples
+    metrics.rows_out_of_memory += 1
+    metrics.too_large = (*metrics.too_large, sample.rollout_id)
+    return []
+
+
+def too_large(metrics: StepMetrics) -> str | None:
+    """Return in words which rollouts have rows that did not fit."""
+    if not metrics.too_large:
+        return None
+    rows = f"{metrics.rows_out_of_memory} row{'s' if metrics.rows_out_of_memory != 1 else ''}"
+    return f"{rows} of {some_rollouts(metrics.too_large)}: too large for the memory; lower trainer.max_sample_tokens"
