@@ -153,7 +153,7 @@ class TrainerConfig(Section):
     collapse: CollapseConfig = CollapseConfig()
     lora_rank: Annotated[int, Field(ge=1)] = 16
     lora_alpha: Annotated[int, Field(ge=1)] = 32
-    lora_targets: list[str] | Literal["all-linear"] = "all-linear"
+    lora_targets: list[str] | Literal["language", "all-linear"] = "language"
     max_tokens_per_batch: Annotated[int, Field(ge=1)] = 8192
     max_sample_tokens: Annotated[int, Field(ge=1)] = 4096
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

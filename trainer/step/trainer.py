@@ -37,7 +37,9 @@ from .shortage import fits, smaller, too_large
 from .skipped import fault_of_loss, some_rollouts
 from .state import restore, state_of
 from .step_metrics import StepMetrics
-from .trl_config import ENDLESS, checkpoint_layers, grpo_config, lora_config, rewards_come_from_the_store
+from .targets import lora_config
+from .tree_attention import use_tree_attention
+from .trl_config import ENDLESS, checkpoint_layers, grpo_config, load_model, rewards_come_from_the_store
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +63,17 @@ class LightningTrainer(GRPOTrainer):
         if config.threads:
             torch.set_num_threads(config.threads)
         self.trackers = Trackers(config.report_to, policy.directory / "trainer")
+        arguments = grpo_config(config, policy.directory / "trainer", self.trackers.run_name)
+        model = load_model(policy.model, config)
+        use_tree_attention(model)
         super().__init__(
-            model=policy.model,
-            args=grpo_config(config, policy.directory / "trainer", self.trackers.run_name),
+            model=model,
+            args=arguments,
             # TRL wants both and would use them in `train()`, which is never called.
             reward_funcs=rewards_come_from_the_store,
             train_dataset=Dataset.from_dict({"prompt": [""]}),
             processing_class=AutoTokenizer.from_pretrained(policy.model),
-            peft_config=lora_config(config),
+            peft_config=lora_config(config, model),
         )
         self.settings = config
         for callback in (PrinterCallback, ProgressCallback):

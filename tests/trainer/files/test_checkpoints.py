@@ -50,7 +50,7 @@ def test_nothing_is_said_when_nothing_changed(base: Path, tmp_path: Path, caplog
     [
         ({"lora_rank": 8}, "trainer.lora_rank 4 → 8"),
         ({"lora_alpha": 64}, "trainer.lora_alpha 32 → 64"),
-        ({"lora_targets": ["q_proj"]}, 'trainer.lora_targets "all-linear" → ["q_proj"]'),
+        ({"lora_targets": ["q_proj"]}, 'trainer.lora_targets "language" → ["q_proj"]'),
     ],
 )
 def test_another_adapter_is_refused(base: Path, tmp_path: Path, settings: dict[str, Any], what: str) -> None:
