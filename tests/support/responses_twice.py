@@ -27,7 +27,10 @@ class Answer(NamedTuple):
 
 def assert_same(vllm: str, body: Json) -> Json:
     """The whole answers, or the events and what they amount to, and the tokens of prompt and answer. Return ours."""
-    own, ours = native(vllm, body), through_chat(vllm, body)
+    for _ in range(10):  # where it falls behind, vLLM joins tokens in one piece: then both are asked anew
+        own, ours = native(vllm, body), through_chat(vllm, body)
+        if same(told(ours.events)) == same(told(own.events)):
+            break
     assert own.status == ours.status == 200
     assert ours.tokens == own.tokens
     assert same(told(ours.events)) == same(told(own.events))
@@ -52,7 +55,7 @@ def through_chat(vllm: str, body: Json) -> Answer:
         return native(vllm, body)
     status, text = post(f"{vllm}/chat/completions", inject(translation.chat, "chat")[0])
     if status != 200:
-        return Answer(status, [json.loads(text)], [])
+        return Answer(status, [translation.refused(json.loads(text))], [])
     chunks = events(text) if body.get("stream") else [json.loads(text)]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     tokens = [chunks[0]["prompt_token_ids"], [token for choice in choices for token in choice.get("token_ids") or []]]

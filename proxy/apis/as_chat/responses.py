@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..tools import dicts
@@ -63,7 +63,12 @@ class ResponsesTranslation:
         return ResponsesStreamTranslation(Reply(self._body, self._tools))
 
     def refused(self, error: Json) -> Json:
-        return error
+        """Return the chat route's error with the field called as the agent called it."""
+        told = dict(error["error"])
+        for name in ("message", "param"):
+            if isinstance(text := told.get(name), str):
+                told[name] = text.replace("max_completion_tokens", "max_output_tokens")
+        return error | {"error": told}
 
 
 def _check(given: Json, earlier: Sequence[Json]) -> None:
@@ -77,8 +82,8 @@ def _check(given: Json, earlier: Sequence[Json]) -> None:
 
 def _conversation(given: Json, earlier: Sequence[Json]) -> Json:
     asked = given["input"]
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else _resolved(asked, earlier)
-    messages = messages_of([*earlier, *items])
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    messages = messages_of(_resolved([*earlier, *items]))
     if instructions := given.get("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     if not messages:
@@ -89,17 +94,17 @@ def _conversation(given: Json, earlier: Sequence[Json]) -> Json:
     return chat
 
 
-def _resolved(items: Sequence[Json], earlier: Sequence[Json]) -> list[Json]:
-    """The items, with those that are only referred to put in."""
-    known = {item["id"]: item for item in earlier if item.get("id")}
-    return [_referred(item, known) if item.get("type") == "item_reference" else item for item in items]
-
-
-def _referred(reference: Json, known: dict[str, Json]) -> Json:
-    item = known.get(reference["id"])
-    if item is None:
-        raise Untranslatable("a reference to an unknown item")
-    return item
+def _resolved(items: Sequence[Json]) -> Iterator[Json]:
+    """The items, with those before them that they only refer to put in."""
+    known: dict[Any, Json] = {}
+    for item in items:
+        if item.get("type") != "item_reference":
+            known[item.get("id")] = item
+            yield item
+        elif item["id"] in known:
+            yield known[item["id"]]
+        else:
+            raise Untranslatable("a reference to an unknown item")
 
 
 def _is_unfinished(last: Sequence[Json]) -> bool:
