@@ -179,6 +179,24 @@ def test_a_limit_that_nobody_named_is_not_told_before_it_is_met(vllm: str) -> No
     assert ours["status"] == "incomplete"
 
 
+def test_a_text_field_that_vllm_forgets_is_told(vllm: str) -> None:
+    """It does where a grammar for tools has been made of it."""
+    text = {"format": None, "verbosity": "low"}
+    body = {"model": NAME, "temperature": 0, "max_output_tokens": 12, "input": SAY, "tools": [ADD], "text": text}
+    (own,), (ours,) = (ask(vllm, body | {"tool_choice": "required"}).events for ask in (native, through_chat))
+    assert (own["text"], ours["text"]) == (None, text)
+    assert same(ours | {"text": None}) == same(own)
+
+
+def test_allowed_tools_are_called(vllm: str) -> None:
+    """vLLM leaves the call in the text."""
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+    body = {"model": NAME, "temperature": 0, "input": SAY, "tools": [ADD], "tool_choice": allowed, **calls(ONE)}
+    (own,), (ours,) = (ask(vllm, body).events for ask in (native, through_chat))
+    assert [[item["type"] for item in answer["output"]] for answer in (own, ours)] == [["message"], ["function_call"]]
+    assert same(ours | {"output": []}) == same(own | {"output": []})
+
+
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: json.dumps(body)[:60])
 def test_what_vllm_refuses_is_refused(vllm: str, body: Json) -> None:
     body = {"model": NAME, "temperature": 0, "max_output_tokens": 12} | body

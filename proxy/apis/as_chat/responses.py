@@ -113,13 +113,14 @@ def _is_unfinished(last: Sequence[Json]) -> bool:
 
 def _tools(given: Json, tools: Tools) -> Json:
     choice = given.get("tool_choice", "auto")
-    if isinstance(choice, dict) and "structured_outputs" in given:
+    if not tools.chat:
+        if choice in ("auto", "none"):
+            return {}
+        raise Untranslatable("tool_choice without tools")
+    chosen = tools.choice(choice)
+    if isinstance(chosen, dict) and "structured_outputs" in given:
         raise Untranslatable("structured_outputs beside a named tool")
-    if tools.chat:
-        return {"tools": tools.chat, "tool_choice": tools.choice(choice)}
-    if choice in ("auto", "none"):
-        return {}
-    raise Untranslatable("tool_choice without tools")
+    return {"tools": tools.chat, "tool_choice": chosen}
 
 
 def _limits(given: Json) -> Json:
