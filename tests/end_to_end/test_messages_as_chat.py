@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.apis.as_chat.messages import MessagesTranslator
-from lightning_proxy.proxy.apis.as_chat.template import PROBES, Template, learn
-from lightning_proxy.proxy.apis.chat import ChatApi
-from lightning_proxy.proxy.apis.inject import Injection
-from lightning_proxy.proxy.apis.messages import MessagesApi
+from lightning_proxy.proxy.apis.as_chat.template import Template
+from support.messages_twice import native, prompts, template_of, through_chat
+from support.responses_twice import post
 from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
@@ -179,10 +174,7 @@ CALLS: list[tuple[Json, str]] = [
 
 @pytest.fixture(scope="module")
 def template(merged: System) -> Template:
-    """What the server's template is known to make of a request, by the routes that say so."""
-    root = f"http://127.0.0.1:{merged.vllm_port}"
-    answers = {name: post(root + path, body | {"model": "speller"}) for name, (path, body) in PROBES.items()}
-    return learn({name: (status, json.loads(answer)) for name, (status, answer) in answers.items()})
+    return template_of(f"http://127.0.0.1:{merged.vllm_port}/v1", "speller")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -221,68 +213,10 @@ def test_tokens_are_counted_through_the_proxy(merged: System) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"[\[\]]", "", json.dumps(case))[:90])
 def test_the_prompt_is_that_of_the_messages_route(merged: System, template: Template, case: Json) -> None:
     url, body = asked(merged, case, stream=False)
-    chat = MessagesTranslator(template).request(body).chat
-    prompts = [post(f"{url}/{path}/render", asks) for path, asks in (("messages", body), ("chat/completions", chat))]
-    own, ours = ((status, json.loads(answer).get("token_ids")) for status, answer in prompts)
+    own, ours = prompts(url, body, template)
     assert ours == own
 
 
 def asked(system: System, case: Json, stream: bool) -> tuple[str, Json]:
     body = {"model": "speller", "max_tokens": 8, "temperature": 0, "stream": stream} | case
     return f"http://127.0.0.1:{system.vllm_port}/v1", body
-
-
-def native(url: str, body: Json) -> tuple[int, Any]:
-    status, answer = post(f"{url}/messages", body)
-    return status, comparable(events_of(answer) if status == 200 and body["stream"] else json.loads(answer))
-
-
-def through_chat(url: str, body: Json, template: Template) -> tuple[int, Any]:
-    """As the proxy does it: with what it asks for on top."""
-    translation = MessagesTranslator(template).request(body)
-    chat, _ = ChatApi("chat").inject(translation.chat)
-    status, answer = post(f"{url}/chat/completions", chat)
-    if status != 200:
-        return status, comparable(translation.refused(json.loads(answer)))
-    if not body["stream"]:
-        return status, comparable(translation.answer(json.loads(answer)))
-    stream = translation.stream()
-    events = [event for chunk in events_of(answer) for event in stream.feed(chunk)]
-    return status, comparable([*events, *stream.end()])
-
-
-def events_of(answer: str) -> list[Json]:
-    return [json.loads(data) for data in re.findall(r"^data: (.*)$", answer, re.MULTILINE) if data != "[DONE]"]
-
-
-def comparable(answer: Any) -> Any:
-    """Without ids; a stream as the order of its events, and what they say together."""
-    if isinstance(answer, dict):
-        text = json.dumps(answer)
-    else:
-        assembled = MessagesApi().stream(Injection())
-        for event in answer:
-            assembled.feed(b"", event)
-        text = json.dumps([list(kinds(answer)), answer[:1], answer[-2:], assembled.response()])
-    text = re.sub(r"\b(chatcmpl|chatcmpl-tool)-[0-9a-f-]{8,}", "ID", text)
-    return json.loads(re.sub(r'"signature": "[0-9a-f]{32}"', '"signature": "S"', text))
-
-
-def kinds(events: list[Json]) -> Iterator[tuple[Any, ...]]:
-    """The types of the events in order. One delta stands for several of a kind: vLLM joins tokens as they come."""
-    before = None
-    for event in events:
-        kind = (event["type"], event.get("index"), event.get("delta", event.get("content_block", {})).get("type"))
-        if kind != before or kind[0] != "content_block_delta":
-            yield kind
-        before = kind
-
-
-def post(url: str, body: Json) -> tuple[int, str]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()

@@ -10,8 +10,7 @@ import pytest
 from lightning_proxy.proxy.apis.as_chat.messages import MessagesTranslator
 from lightning_proxy.proxy.apis.as_chat.template import PROBES, Template, TemplateUnknown, learn
 from lightning_proxy.proxy.apis.as_chat.translation import Untranslatable
-from lightning_proxy.proxy.apis.inject import Injection
-from lightning_proxy.proxy.apis.messages import MessagesApi
+from support.messages_twice import assembled
 
 Json = dict[str, Any]
 
@@ -48,13 +47,6 @@ def streamed(*deltas: Json, finish: Json | None = None, usage: bool = True) -> l
         for event in stream.feed({"id": "chatcmpl-1", "model": "policy", **part})
     ]
     return [*events, *stream.end()]
-
-
-def assembled(events: list[Json]) -> Any:
-    stream = MessagesApi().stream(Injection())
-    for event in events:
-        stream.feed(b"", event)
-    return stream.response()
 
 
 def test_usage_tells_apart_what_the_cache_held() -> None:
