@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from support.responses_twice import assert_same, get
+from support.own_vllm import own_vllm
+from support.responses_twice import assert_same
 from support.tool_template import TEMPLATE
-from support.whole_system import CLI, free_port, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -58,28 +54,11 @@ CASES: list[tuple[list[str], Json]] = [
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from support.thinking_model import save_thinking_model  # imports torch
 
-    directory, port = tmp_path_factory.mktemp("thinking"), free_port()
-    template, config = directory / "template.jinja", directory / "config.yaml"
-    template.write_text(TEMPLATE.strip())
-    model = save_thinking_model(directory / NAME)
-    config.write_text(yaml.safe_dump(_settings(model, port, template)))
-    with (directory / "vllm.log").open("wb") as log:
-        server = subprocess.Popen([*CLI, "--config", str(config), "vllm"], stdout=log, stderr=log, cwd=directory)
-    wait_until(lambda: server.poll() is not None or get(f"http://127.0.0.1:{port}/v1/models"), 480, "vLLM is there")
-    yield f"http://127.0.0.1:{port}/v1"
-    server.send_signal(signal.SIGINT)
-    server.wait(60)
-
-
-def _settings(model: Path, port: int, template: Path) -> Json:
-    options = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
-    options += ["--reasoning-parser", "deepseek_r1", "--enable-prompt-tokens-details"]
+    directory = tmp_path_factory.mktemp("thinking")
+    options = ["--reasoning-parser", "deepseek_r1", "--enable-prompt-tokens-details"]
     options += ["--structured-outputs-config", json.dumps({"enable_in_reasoning": True})]
-    return {
-        "upstreams": [{"name": "policy", "kind": "vllm", "base_url": f"http://127.0.0.1:{port}/v1"}],
-        "policy": {"model": str(model), "publish": "merged"},
-        "vllm": {"port": port, "max_model_len": 1024, "kv_cache_gib": 1, "extra_args": options},
-    }
+    with own_vllm(directory, save_thinking_model(directory / NAME), TEMPLATE, *options) as url:
+        yield url
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
