@@ -285,6 +285,21 @@ def export(
 
 
 @app.command()
+def plan(
+    context: typer.Context,
+    model: Model = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="cards x GiB of each, as in 1x24 or 8x80", show_default="those of this machine")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how the memory of GPUs is shared out between vLLM and the trainer. Nothing is started."""
+    from .commands.plan import plan_command
+
+    plan_command(_load(context, {"policy.model": model}), gpus, as_json=as_json)
+
+
+@app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
     """Check the whole chain and say what to fix. The exit code is 1 if a check failed."""
     from .commands.doctor.doctor import doctor as run

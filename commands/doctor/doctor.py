@@ -14,8 +14,10 @@ from ...proxy.config.root import Config
 from ...proxy.config.upstreams import UpstreamConfig, below
 from ...proxy.errors import ConfigError
 from ...proxy.policy.mode import publish_mode
+from ...trainer.plan.settle import settle
 from ..api_client import ApiClient
 from ..formats import print_json
+from ..plan import plan_line
 from ..signals import run_until_signal
 from .checks import Check, checks_table, failed, ok
 from .proxy import check_alias, check_proxy, check_rewards, check_store
@@ -42,10 +44,19 @@ async def run_checks(path: Path | None) -> list[Check]:
         config = load_config(path)
     except ConfigError as error:
         return [failed("configuration", error.message, "correct it and run doctor again")]
-    checks = [ok("configuration", where), await check_store(config.store)]
+    checks = [ok("configuration", where), *check_memory(config), await check_store(config.store)]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S)
     async with aiohttp.ClientSession(timeout=timeout) as session, ApiClient.of(config) as api:
         return checks + [check async for check in _live_checks(config, session, api)]
+
+
+def check_memory(config: Config) -> list[Check]:
+    """Return what the memory plan says, on a machine with GPUs."""
+    try:
+        plan = settle(config).plan
+    except ConfigError as error:
+        return [failed("memory", error.message, "lightning-proxy plan --gpus … shows what other cards would do")]
+    return [] if plan is None else [ok("memory", plan_line(plan))]
 
 
 async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> AsyncIterator[Check]:

@@ -69,7 +69,7 @@ class VllmChecks:
         name, longest = "context length", self._config.trainer.max_sample_tokens
         if length is None:
             return warning(name, "the policy server does not say", "use vLLM")
-        if length > longest:
+        if longest is not None and length > longest:
             fix = f"raise trainer.max_sample_tokens to {length}, or set vllm.max_model_len"
             return warning(name, f"{self._model} serves {length} tokens; samples over {longest} are dropped", fix)
         return ok(name, f"{self._model} serves {length} tokens")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from .section import Port, Seconds, Section
+from .section import Gpu, Port, Seconds, Section
 
 # The adapter of agents that have none of their own. PEFT calls it so.
 DEFAULT_ADAPTER = "default"
@@ -69,7 +69,8 @@ class VllmConfig(Section):
     dtype: str = "auto"
     max_model_len: int | None = None
     kv_cache_gib: Annotated[float, Field(gt=0)] = 2.0
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    devices: list[Gpu] = []
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     max_loras: Annotated[int, Field(ge=1)] = 4
     start_timeout_s: Seconds = 600.0
     extra_args: list[str] = []

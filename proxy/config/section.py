@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
+Gpu = Annotated[int, Field(ge=0)]
+
+
 Seconds = Annotated[float, Field(gt=0)]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from . import cron
-from .section import Number, Positive, Seconds, Section
+from .section import Gpu, Number, Positive, Seconds, Section
 
 # The fewest earlier rollouts from which a usual reward can be told.
 MIN_EARLIER = 4
@@ -154,8 +154,9 @@ class TrainerConfig(Section):
     lora_rank: Annotated[int, Field(ge=1)] = 16
     lora_alpha: Annotated[int, Field(ge=1)] = 32
     lora_targets: list[str] | Literal["language", "all-linear"] = "language"
-    max_tokens_per_batch: Annotated[int, Field(ge=1)] = 8192
-    max_sample_tokens: Annotated[int, Field(ge=1)] = 4096
+    devices: Annotated[list[Gpu], Field(max_length=1)] = []
+    max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
+    max_sample_tokens: Annotated[int, Field(ge=1)] | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -9,10 +11,19 @@ from ..config.root import Config
 from ..errors import ConfigError
 from ..types import PublishMode
 
+DEVICES = Path("/dev")
+
 
 def has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU. It looks at device files only, so torch is not needed."""
-    return Path("/dev/nvidia0").exists() or (Path("/dev/dxg").exists() and shutil.which("nvidia-smi") is not None)
+    """Return whether there is an NVIDIA GPU that we may use. Device files are looked at, so torch is not needed.
+
+    A container may have any of them: /dev/nvidia3 alone, say.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    if any(re.fullmatch(r"nvidia\d+", file.name) for file in DEVICES.glob("nvidia*")):
+        return True
+    return (DEVICES / "dxg").exists() and shutil.which("nvidia-smi") is not None
 
 
 def publish_mode(config: Config) -> PublishMode:

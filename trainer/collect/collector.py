@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -265,7 +266,7 @@ class Collector:
 
     def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
         """The rows of a rollout, those of each adapter apart: another adapter's answers are context in its prompts."""
-        task_id, limit = rollout.task_id or rollout.rollout_id, self._config.max_sample_tokens
+        task_id, limit = rollout.task_id or rollout.rollout_id, self._config.max_sample_tokens or sys.maxsize
         samples: list[Sample] = []
         counts: Counter[str] = Counter()
         for adapter in sorted({self._adapter_of(call.agent) for call in calls}):

@@ -89,7 +89,7 @@ def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: in
         tokens[sample.rollout_id] += sample.trained_tokens
     tokens = +tokens  # drops rollouts without any
     mean = tokens.total() / max(len(tokens), 1)
-    divisors = {"mean": mean, "limit": float(config.max_sample_tokens), "one": 1.0}
+    divisors = {"mean": mean, "limit": float(config.max_sample_tokens or 1), "one": 1.0}
     divisor, rollouts = LOSSES[config.loss_type].divisor, compared or len(tokens)
     return {rollout_id: 1 / (rollouts * divisors.get(divisor, own)) for rollout_id, own in tokens.items()}
 

@@ -21,6 +21,8 @@ from .tree_attention import TreeMask, use_tree_attention
 
 # So many logits are computed at a time (64 MiB in float32). Larger pieces miss a CPU's caches and are slower.
 _LOGITS_PER_CHUNK = 2**24
+# Tokens, if the model does not say how many it can take.
+DEFAULT_SAMPLE = 4096
 # In place of a log-probability of -inf in an entropy, where it is multiplied by 0.
 _LEAST = -1e4
 
@@ -110,13 +112,26 @@ def fully_scored(name: str, token_ids: tuple[int, ...], adapter: str) -> Sample:
 
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
     """Raise ConfigError for models that need separate rows: recurrent layers, or a window shorter than a sample."""
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     if kinds - {"full_attention", "sliding_attention"}:
         raise ConfigError(f"policy.model: layers of type {sorted(kinds)} are not supported; attention only")
-    window = getattr(text, "sliding_window", None) if "sliding_attention" in kinds else None
-    if window and window < max_tokens:
+    if (window := _window(config)) and window < max_tokens:
         raise ConfigError(f"trainer.max_sample_tokens: {max_tokens} is over the model's attention window of {window}")
+
+
+def longest_sample(config: PreTrainedConfig, wanted: int | None) -> int:
+    """Return the longest sample by the model's context; without a `wanted` length, by its attention window too."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limits = [wanted, context] if wanted else [context, _window(config)]
+    return min((limit for limit in limits if limit), default=DEFAULT_SAMPLE)
+
+
+def _window(config: PreTrainedConfig) -> int | None:
+    """The tokens that a sliding window of some layers has."""
+    text = config.get_text_config()
+    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    window: int | None = getattr(text, "sliding_window", None) if slides else None
+    return window
 
 
 def attention_cost(config: PreTrainedConfig, linear_parameters: int) -> float:

@@ -24,6 +24,7 @@ from ...proxy.errors import ConfigError
 from ..files import saved_config
 from ..files.checkpoint import whole_directory
 from ..files.weights import save_adapter, save_merged
+from ..plan.settle import TOKENS_PER_PASS
 from ..report.trackers import Trackers
 from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
@@ -31,7 +32,7 @@ from .adapters import Adapters, Weights
 from .entropy import EntropyBonus, entropy_term, tokens_by_adapter
 from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, token_weights
 from .processes import Pass, Processes, on_every_process, on_every_shard
-from .scoring import Scores, attention_cost, check_tree_support, fully_scored, score
+from .scoring import Scores, attention_cost, check_tree_support, fully_scored, longest_sample, score
 from .shaping import Shaper
 from .shortage import fits, smaller, too_large
 from .skipped import fault_of_loss, some_rollouts
@@ -75,7 +76,8 @@ class LightningTrainer(GRPOTrainer):
             processing_class=AutoTokenizer.from_pretrained(policy.model),
             peft_config=lora_config(config, model),
         )
-        self.settings = config
+        longest = longest_sample(model.config, config.max_sample_tokens)
+        self.settings = config.model_copy(update={"max_sample_tokens": longest})
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.trackers.attach(self)
@@ -97,10 +99,10 @@ class LightningTrainer(GRPOTrainer):
         self._scores: Scores | None = None
         self.entropy = EntropyBonus(config.entropy)
         self._shaper = Shaper(self.processing_class, self.policy_model)
-        check_tree_support(self.policy_model.config, config.max_sample_tokens)
+        check_tree_support(self.policy_model.config, self.max_tokens)
         self._cost = TreeCost(
             attention_cost(self.policy_model.config, self.policy_model.num_parameters(exclude_embeddings=True)),
-            config.max_tokens_per_batch,
+            config.max_tokens_per_batch or TOKENS_PER_PASS,
         )
 
     @property
@@ -119,8 +121,8 @@ class LightningTrainer(GRPOTrainer):
     @property
     def max_tokens(self) -> int:
         """Return the longest sample that the model and the configuration allow."""
-        context = getattr(self.policy_model.config.get_text_config(), "max_position_embeddings", None)
-        return min(self.settings.max_sample_tokens, context or self.settings.max_sample_tokens)
+        assert self.settings.max_sample_tokens is not None
+        return self.settings.max_sample_tokens
 
     @property
     def vocabulary(self) -> int:

@@ -1,0 +1,118 @@
+"""`plan` for machines that one does not have; `up`, `vllm` and `train` on a played machine with GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.commands import train as train_module
+from lightning_proxy.commands.doctor.doctor import check_memory
+from lightning_proxy.commands.system.system import Launch, System
+from lightning_proxy.commands.vllm import vllm_program
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.policy import mode
+from lightning_proxy.trainer.plan import settle as settle_module
+from lightning_proxy.trainer.plan.settle import settle
+from support.command_line import lightning
+from support.model_sizes import SIZES
+
+Machine = Callable[[str, list[float]], Config]
+
+
+@pytest.fixture
+def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A configuration for a model, on a machine with these GPUs: their files and what nvidia-smi would say."""
+
+    def make(name: str, gibs: list[float], **sections: Any) -> Config:
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES[name]))
+        (tmp_path / "nvidia0").touch()
+        monkeypatch.setattr(mode, "DEVICES", tmp_path)
+        monkeypatch.setattr(settle_module, "cards", lambda: dict(enumerate(gibs)))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        policy = {"model": str(tmp_path / "model"), "directory": tmp_path / "policy"}
+        return Config.model_validate({"policy": policy, **sections})
+
+    return make
+
+
+def argument(argv: Any, name: str) -> str:
+    return str(argv[argv.index(name) + 1])
+
+
+def test_plan_shows_settings_and_memory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES["Qwen3-4B"]))
+    code, out, _ = lightning("plan", "--model", str(tmp_path), "--gpus", "1x24", "--json")
+    found = json.loads(out)
+    assert code == 0 and sum(found["vllm_gib"].values()) + sum(found["trainer_gib"].values()) < 24
+    assert found["settings"]["vllm.max_model_len"] == found["settings"]["trainer.max_sample_tokens"]
+    code, out, _ = lightning("plan", "--model", str(tmp_path), "--gpus", "1x24")
+    assert code == 0 and "KV cache" in out and "vllm.gpu_memory_utilization" in out
+    code, _, err = lightning("plan", "--model", str(tmp_path), "--gpus", "1x12")
+    assert code == 2 and err.count("\n") == 1 and "does not fit" in err
+
+
+def test_vllm_gets_its_gpus_and_its_share(on: Any) -> None:
+    program = vllm_program(on("Qwen3-4B", [24.0]))
+    assert program.env["CUDA_VISIBLE_DEVICES"] == "0"
+    assert "--tensor-parallel-size" not in program.argv
+    assert 0.4 < float(argument(program.argv, "--gpu-memory-utilization")) < 0.6
+    assert int(argument(program.argv, "--max-model-len")) >= 4096
+    program = vllm_program(on("Qwen3-32B", [80.0] * 8))
+    assert program.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert argument(program.argv, "--tensor-parallel-size") == "4"
+    given = {"vllm": {"extra_args": ["--tensor-parallel-size", "2"], "devices": [0, 1]}}
+    assert vllm_program(on("Qwen3-32B", [80.0] * 8, **given)).argv.count("--tensor-parallel-size") == 1
+
+
+def test_the_trainer_sees_one_gpu_unless_a_launcher_shares_them_out(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    config = on("Qwen3-8B", [24.0, 24.0])
+
+    async def look(*_: object) -> None:
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    monkeypatch.setattr(train_module, "_train", look)
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    train_module.train(config)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    train_module.train(config)
+    assert seen == [None, "1"]
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+async def test_up_refuses_what_cannot_fit_before_it_starts_anything(on: Any, tmp_path: Path) -> None:
+    config = on("Qwen2.5-7B", [24.0], proxy={"port": 0})
+    config = config.model_copy(update={"vllm": config.vllm.model_copy(update={"port": 8100})})
+    logs = tmp_path / "logs"
+    with pytest.raises(ConfigError, match="does not fit"):
+        async with System(config, Launch(None), logs, lambda _: None):
+            pass
+    assert not list(logs.glob("*"))
+
+
+def test_a_trainer_without_a_vllm_beside_it_has_the_card_to_itself(on: Any) -> None:
+    with pytest.raises(ConfigError, match="does not fit"):
+        settle(on("Qwen2.5-7B", [24.0]))
+    alone = settle(on("Qwen2.5-7B", [24.0]), offline=True)
+    elsewhere = {"upstreams": [{"name": "policy", "base_url": "http://10.0.0.2:8100/v1"}]}
+    away = settle(on("Qwen2.5-7B", [24.0], **elsewhere))
+    for found in (alone, away):
+        assert found.plan is not None and not found.plan.vllm and found.plan.max_sample_tokens > 4096
+    assert alone.trainer_devices == (0,)
+
+
+def test_doctor_says_what_the_plan_says(on: Any) -> None:
+    (fits,) = check_memory(on("Qwen3-4B", [24.0]))
+    assert fits.outcome == "ok" and "on one card" in fits.found
+    (short,) = check_memory(on("Qwen2.5-7B", [24.0]))
+    assert short.outcome == "failed" and "does not fit" in short.found

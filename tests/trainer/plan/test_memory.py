@@ -1,0 +1,48 @@
+"""The plan's arithmetic against training passes on tensors that have sizes and no values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lightning_proxy.proxy.config.trainer import TrainerConfig  # noqa: E402
+from lightning_proxy.trainer.plan import memory  # noqa: E402
+from lightning_proxy.trainer.plan.shape import shape_of  # noqa: E402
+from support.fake_memory import peak_of_a_pass  # noqa: E402
+from support.model_sizes import SIZES  # noqa: E402
+
+TOKENS = 8192
+SLOW = pytest.mark.long
+SOME = [("Qwen2.5-1.5B", True), ("Qwen3-4B", True)]
+# Each takes half a minute, so the others are for test-all.
+OTHERS = [(name, on) for name in SIZES for on in (True, False) if (name, on) not in SOME]
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), [*SOME, *(pytest.param(*other, marks=SLOW) for other in OTHERS)])
+def test_a_pass_takes_what_the_plan_says(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = shape_of(SIZES[name])
+    assert shape is not None
+    config = TrainerConfig(gradient_checkpointing=checkpointing)
+    found = peak_of_a_pass(SIZES[name], TOKENS, config, monkeypatch)
+    assert memory.training_pass(shape, TOKENS, checkpointing=checkpointing) == pytest.approx(found, rel=0.15)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_weights_and_adapters_are_as_large_as_those_of_the_model(name: str) -> None:
+    from peft import get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lightning_proxy.trainer.step.targets import lora_config
+
+    config: dict[str, Any] = {**SIZES[name], "num_hidden_layers": 2}
+    shape = shape_of(config)
+    assert shape is not None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        weights = model.num_parameters()
+        adapter = get_peft_model(model, lora_config(TrainerConfig(), model)).get_nb_trainable_parameters()[0]
+    assert shape.parameters == pytest.approx(weights, rel=0.001)
+    assert shape.lora_parameters(16) == adapter

@@ -1,0 +1,80 @@
+"""How much memory a server and a trainer need on a GPU, in bytes, by a model's sizes. Arithmetic only.
+
+The trainer's pass is checked against runs on tensors without values (tests/trainer/plan). What vLLM and CUDA take for
+themselves is an estimate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .shape import Shape
+
+GIB = 2**30
+BF16, FLOAT32 = 2, 4
+# CUDA's own memory in a process, with its libraries.
+CONTEXT = 0.7 * GIB
+# vLLM's activations, CUDA graphs and buffers.
+SERVING = 1.6 * GIB
+# Of all that the trainer asks for, the allocator loses about so much in pieces that nothing fits into.
+LOSS = 0.04
+# The logits of a piece of a pass: 2**24 in float32, and what is made of them.
+LOGITS = 6 * 2**24 * FLOAT32
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The LoRA adapters: their rank, how many the trainer has, and for how many vLLM keeps room."""
+
+    rank: int = 16
+    trained: int = 1
+    served: int = 4
+
+
+def weights(shape: Shape) -> float:
+    """Return the bytes of the base model in bfloat16."""
+    return BF16 * shape.parameters
+
+
+def kv_cache(shape: Shape, tokens: int) -> float:
+    """Return the bytes of the keys and values of so many tokens."""
+    return 2 * BF16 * shape.layers * shape.keys * tokens
+
+
+def served_adapters(shape: Shape, adapter: Adapter) -> float:
+    return BF16 * adapter.served * shape.lora_parameters(adapter.rank)
+
+
+def trained_adapters(shape: Shape, adapter: Adapter) -> float:
+    """Return the bytes of weights, gradients (twice: a pass adds its own when it is done) and AdamW's two moments."""
+    return 5 * FLOAT32 * adapter.trained * shape.lora_parameters(adapter.rank)
+
+
+def training_pass(shape: Shape, tokens: int, *, checkpointing: bool = True) -> float:
+    """Return the bytes that a forward and backward pass over so many tokens takes at its peak, besides the weights.
+
+    With checkpointing, each layer's input is kept, and one layer at a time is computed again.
+    """
+    ends = BF16 * 4 * shape.hidden  # the embeddings, the last layer's output, and the gradients of both
+    if checkpointing:
+        a_token = shape.layers * BF16 * shape.hidden + ends + _layer(shape) + _mlp_gradients(shape)
+    else:
+        a_token = shape.layers * _layer(shape) + ends
+    return max(a_token * tokens, (shape.layers * BF16 * shape.hidden + ends) * tokens + LOGITS)
+
+
+def _layer(shape: Shape) -> float:
+    """The bytes that a layer keeps for its backward pass, of one token.
+
+    Norms keep their input in float32; each adapted module keeps its input; the MLP keeps four times its width.
+    """
+    norms = 2 * FLOAT32 * shape.hidden
+    inputs = BF16 * (5 * shape.hidden + shape.attention)
+    attention = BF16 * (2 * shape.attention + 2 * shape.keys)
+    heads = FLOAT32 * (shape.attention + shape.keys) if shape.normed_heads else 0
+    return norms + inputs + attention + heads + 4 * BF16 * shape.intermediate * shape.active
+
+
+def _mlp_gradients(shape: Shape) -> float:
+    """The bytes of the gradients in the middle of the MLP's backward pass, of one token: twice in float32."""
+    return 2 * FLOAT32 * shape.intermediate * shape.active

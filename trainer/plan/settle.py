@@ -1,0 +1,105 @@
+"""Settles what the configuration leaves to the memory plan: lengths, sizes of passes, shares of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from ...proxy.config.root import Config
+from ...proxy.policy.mode import publish_mode
+from .machine import Cards, cards, model_config
+from .memory import Adapter
+from .plan import Plan, Wanted, plan
+from .shape import check_model, shape_of
+
+# Where there is no plan: on a CPU, or if the model's sizes are not known.
+TOKENS_PER_PASS = 8192
+UTILIZATION = 0.5
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A configuration in which no such key is null, and the plan that it is from (None: there is none, or no GPU).
+
+    `vllm_devices` and `trainer_devices` are the numbers of the GPUs that each may see; empty: all.
+    """
+
+    config: Config
+    plan: Plan | None = None
+    vllm_devices: tuple[int, ...] = ()
+    trainer_devices: tuple[int, ...] = ()
+
+
+def settle(config: Config, gpus: Cards | None = None, *, offline: bool = False) -> Settled:
+    """Return the configuration with every null decided for `gpus`, by default those of this machine.
+
+    An `offline` trainer has no vLLM beside it, and neither has one whose vLLM is on another machine.
+    ConfigError if the model cannot be trained, or does not fit.
+    """
+    gpus = cards() if gpus is None else gpus
+    about = model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None
+    if about is not None:
+        check_model(about)
+    shape = shape_of(about) if about is not None else None
+    if shape is None or not gpus:
+        return Settled(_without_plan(config), None, tuple(config.vllm.devices), tuple(config.trainer.devices))
+    numbers = list(gpus)
+    found = plan(shape, list(gpus.values()), _wanted(config, numbers, offline))
+    return Settled(
+        _filled(config, found),
+        found,
+        tuple(numbers[i] for i in found.vllm_devices),
+        tuple(numbers[i] for i in found.trainer_devices),
+    )
+
+
+def _wanted(config: Config, numbers: list[int], offline: bool) -> Wanted:
+    vllm, trainer, adapters = config.vllm, config.trainer, 1 + len(config.policy.adapters)
+    lora = publish_mode(config) == "lora"
+    places = {number: place for place, number in enumerate(numbers)}
+    return Wanted(
+        max_model_len=vllm.max_model_len,
+        utilization=vllm.gpu_memory_utilization,
+        tokens_per_pass=trainer.max_tokens_per_batch,
+        max_sample_tokens=trainer.max_sample_tokens,
+        vllm_devices=tuple(places.get(number, len(numbers)) for number in vllm.devices) or None,
+        trainer_devices=tuple(places.get(number, len(numbers)) for number in trainer.devices) or None,
+        checkpointing=trainer.gradient_checkpointing is not False,
+        served=not offline and _is_here(config),
+        adapter=Adapter(trainer.lora_rank, adapters, vllm.max_loras * adapters if lora else 0),
+    )
+
+
+def _is_here(config: Config) -> bool:
+    upstream = config.policy_upstream
+    return upstream is None or urlsplit(upstream.urls[0]).hostname in LOOPBACK
+
+
+def _filled(config: Config, found: Plan) -> Config:
+    return _with(
+        config,
+        {"max_model_len": found.max_model_len, "gpu_memory_utilization": found.utilization},
+        {"max_tokens_per_batch": found.tokens_per_pass, "max_sample_tokens": found.max_sample_tokens},
+    )
+
+
+def _without_plan(config: Config) -> Config:
+    vllm, trainer = config.vllm, config.trainer
+    return _with(
+        config,
+        {"gpu_memory_utilization": vllm.gpu_memory_utilization or UTILIZATION},
+        {
+            "max_tokens_per_batch": trainer.max_tokens_per_batch or TOKENS_PER_PASS,
+            "max_sample_tokens": trainer.max_sample_tokens or vllm.max_model_len,
+        },
+    )
+
+
+def _with(config: Config, vllm: dict[str, object], trainer: dict[str, object]) -> Config:
+    return config.model_copy(
+        update={
+            "vllm": config.vllm.model_copy(update=vllm),
+            "trainer": config.trainer.model_copy(update=trainer),
+        }
+    )
