@@ -166,9 +166,16 @@ class System:
         return self.play("held_out", "--mode", "eval", "--repeat", "2")
 
     def waiting(self) -> list[Any]:
-        """Rollouts that have ended and that the trainer has not come to yet."""
+        """Rollouts that have ended and whose step has not ended yet.
+
+        What a step publishes is verified beside the live version, and vLLM on a CPU mixes an adapter with the base
+        model in one batch.
+        """
+        last = self.get("/policy")["last_step"] or {"step": 0, "metrics": {"publish_s": 0.0}}
+        done = last["step"] if "publish_s" in last["metrics"] else last["step"] - 1
         found = self.get("/rollouts?limit=1000&mode=train")["data"]
-        return [r for r in found if r["status"] != "running" and r["step"] is None and r["dropped"] is None]
+        ended = [r for r in found if r["status"] != "running" and r["dropped"] is None]
+        return [r for r in ended if r["step"] is None or r["step"] > done]
 
     def live(self) -> dict[str, Any]:
         """The version that answers new rollouts."""
