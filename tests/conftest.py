@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 import yaml
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from hypothesis import settings
 
 from lightning_proxy.commands.serve import UVICORN
@@ -116,7 +117,8 @@ class PolicyServer:
         self.restart()
         self.guarded = False  # as our own vLLM is, by OperatorGuard
         self.plain = False  # without development mode
-        self.app = web.Application()
+        self.odd: bytes | None = None  # every answer's body
+        self.app = web.Application(middlewares=[self.oddly])
         self.app.router.add_get("/v1/models", self.models)
         self.app.router.add_get("/weight_info", self.weight_info)
         self.app.router.add_get("/is_paused", self.is_paused)
@@ -127,6 +129,12 @@ class PolicyServer:
         for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
             self.app.router.add_post(f"/{path}", self.operate)
         self.app.router.add_post("/v1/load_lora_adapter", self.load)
+
+    @web.middleware
+    async def oddly(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self.odd is None:
+            return await handler(request)
+        return web.Response(body=self.odd, content_type="application/json")
 
     def restart(self) -> None:
         """Forget everything, as vLLM does when it is started again."""

@@ -30,6 +30,10 @@ class Refused(Exception):
     """The server answered with an error, or not at all."""
 
 
+# What reading an answer raises that has another shape than vLLM's.
+OTHER_SHAPE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+
+
 class VllmChecks:
     """Runs the checks of one vLLM server. `all()` yields each after those that it needs."""
 
@@ -47,11 +51,14 @@ class VllmChecks:
         try:
             served = (await self._request("GET", "/v1/models"))["data"]
             base = next(model for model in served if model.get("parent") is None)
-        except (Refused, StopIteration, KeyError, TypeError) as error:
+            self._model, length = base["id"], base.get("max_model_len")
+        except Refused as error:
             yield failed("policy server", f"lists no base model: {error}", RESTART)
             return
-        self._model = base["id"]
-        yield self._context(base.get("max_model_len"))
+        except (StopIteration, *OTHER_SHAPE):
+            yield failed("policy server", "lists no base model: /v1/models does not answer as vLLM does", RESTART)
+            return
+        yield self._context(length if isinstance(length, int) else None)
         checks = (
             ("tokens", self._tokens), ("logprobs", self._logprobs), ("sampling", self._sampling),
             ("template", self._template),
@@ -62,8 +69,10 @@ class VllmChecks:
         for name, check in (*checks, *continuity, *publishing):
             try:
                 yield await check(name)
-            except (Refused, KeyError, IndexError, TypeError) as error:
+            except Refused as error:
                 yield failed(name, f"the policy server does not answer as expected: {error}", RESTART)
+            except OTHER_SHAPE:
+                yield failed(name, "the policy server's answers have another shape than vLLM's", RESTART)
 
     def _context(self, length: int | None) -> Check:
         name, longest = "context length", self._config.trainer.max_sample_tokens

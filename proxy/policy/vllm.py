@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -51,12 +52,16 @@ class VllmServer:
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the served models: the base model, whose `parent` is None, and the adapters."""
-        answer = await self._request("GET", "/v1/models")
-        return list(answer["data"])
+        return await self._request("GET", "/v1/models", read=lambda answer: [_model(model) for model in answer["data"]])
 
     async def base_model(self) -> str:
-        """Return the name under which the base model is served."""
-        names = [model["id"] for model in await self.models() if model.get("parent") is None]
+        """Return the name under which the base model is served: the configured one, if the server does not say."""
+        try:
+            names = [model["id"] for model in await self.models() if model.get("parent") is None]
+        except VllmError as error:
+            if self._model is None or isinstance(error, VllmFault):
+                raise
+            return self._model
         if not names:
             raise VllmError(f"{self._root}/v1/models lists no base model")
         return str(self._model if self._model in names else names[0])
@@ -73,10 +78,10 @@ class VllmServer:
 
     async def weight_version(self) -> str:
         """Return the label of the weights being served; `default` after a start."""
-        return str((await self._request("GET", "/weight_info"))["weight_version"])
+        return await self._request("GET", "/weight_info", read=lambda answer: str(answer["weight_version"]))
 
     async def is_paused(self) -> bool:
-        return bool((await self._request("GET", "/is_paused"))["is_paused"])
+        return await self._request("GET", "/is_paused", read=lambda answer: bool(answer["is_paused"]))
 
     async def resume(self) -> None:
         await self._request("POST", "/resume")
@@ -100,9 +105,7 @@ class VllmServer:
     async def sample(self, model: str, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Sample up to `tokens` tokens at temperature 1; return their ids and their log-probabilities."""
         body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "logprobs": 0, "return_token_ids": True}
-        answer = await self._request("POST", "/v1/completions", body | _PLAIN)
-        choice = answer["choices"][0]
-        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        return await self._request("POST", "/v1/completions", body | _PLAIN, _sampled)
 
     async def probe(self, model: str) -> list[tuple[str, dict[str, float]]]:
         """Sample with a fixed seed from a fixed prompt: by position, the token and the most likely ones.
@@ -111,37 +114,63 @@ class VllmServer:
         """
         body: dict[str, Any] = {"model": model, "prompt": PROBE_PROMPT, "max_tokens": 16, "ignore_eos": True, "seed": 0}
         body |= {"logprobs": 5, "return_tokens_as_token_ids": True} | _PLAIN
-        logprobs = (await self._request("POST", "/v1/completions", body))["choices"][0]["logprobs"]
-        return list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
+        return await self._request("POST", "/v1/completions", body, _most_likely)
 
     async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return what vLLM makes of a request to `endpoint` before it samples: tokens and sampling parameters.
 
         VllmError where vLLM refuses it, or has no such route: it needs --enable-scale-out.
         """
-        answer = await self._request("POST", f"/v1/{endpoint}/render", dict(body))
+        answer = await self._request("POST", f"/v1/{endpoint}/render", dict(body), _anything)
         # A completion's route renders a list of prompts.
         answer = answer[0] if isinstance(answer, list) and answer else answer
         if not isinstance(answer, dict) or not isinstance(answer.get("sampling_params"), dict):
             raise VllmError(f"vLLM does not say how it samples: /v1/{endpoint}/render")
         return answer
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, read: Callable[[Any], T] | None = None
+    ) -> T:
+        """Return what `read` makes of the answer; VllmError where it makes nothing of it. None without `read`."""
         url = self.base_url + path.removeprefix("/v1") if path.startswith("/v1/") else self._root + path
         try:
             asked = self._session.request(method, url, json=body, headers=self._headers, timeout=self._timeout)
             async with asked as answer:
-                text = await answer.text()
-                if answer.status >= 400:
-                    kind = VllmFault if answer.status >= 500 else VllmError
-                    raise kind(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")
-                return await answer.json() if "json" in answer.content_type else text
+                text = (await answer.read()).decode(errors="replace")
         except TimeoutError as error:
             raise UpstreamTimeout(f"vLLM at {self._root} did not answer {method} {path} in time") from error
         except aiohttp.ClientConnectorError as error:
             raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {why_not_connected(error)}") from error
         except aiohttp.ClientError as error:
             raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {error}") from error
+        if answer.status >= 400:
+            kind = VllmFault if answer.status >= 500 else VllmError
+            raise kind(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")
+        try:
+            return read(json.loads(text)) if read else None  # type: ignore[return-value]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise VllmError(f"the answer to {method} {path} is not vLLM's: {text[:200]}") from None
+
+
+def _model(model: Any) -> dict[str, Any]:
+    if not isinstance(model["id"], str):
+        raise TypeError
+    return dict(model)
+
+
+def _sampled(answer: Any) -> tuple[list[int], list[float]]:
+    choice = answer["choices"][0]
+    return list(map(int, choice["token_ids"])), list(map(float, choice["logprobs"]["token_logprobs"]))
+
+
+def _most_likely(answer: Any) -> list[tuple[str, dict[str, float]]]:
+    logprobs = answer["choices"][0]["logprobs"]
+    top = [{str(token): float(value) for token, value in found.items()} for found in logprobs["top_logprobs"]]
+    return list(zip(map(str, logprobs["tokens"]), top, strict=True))
+
+
+def _anything(answer: Any) -> Any:
+    return answer
 
 
 class VllmFleet:

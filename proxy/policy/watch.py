@@ -10,6 +10,7 @@ from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
 from ..upstreams.health import Health
 from .pins import Pins
 from .swap import NotServed, Swap
+from .vllm import VllmError, VllmFault
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,13 @@ class Watch:
             await asyncio.sleep(WATCH_S)
 
     async def reachable(self) -> bool:
-        """Return whether any of the servers answers."""
+        """Return whether any of the servers answers, whatever it says."""
         try:
             await self.swap.vllm.models()
+        except VllmFault:
+            return False
+        except VllmError:
+            return True
         except LightningError:
             return False
         return True
@@ -81,7 +86,9 @@ class Watch:
             self._fall_out_of_line(error, f"the policy is not served yet: {error}")
         except NotServed as error:
             self._fall_out_of_line(error, str(error))
-        except Exception as error:  # whatever vLLM answered; the next look may find it mended
+        except LightningError as error:
+            self._fall_out_of_line(NotServed(f"{error}: `lightning-proxy doctor` says what to do"), str(error))
+        except Exception as error:  # the next look may find it mended
             unknown = NotServed(f"vLLM does not serve the live policy version: {error}")
             self._fall_out_of_line(unknown, "the live policy version cannot be served", exc_info=error)
         for url in self.upstream.urls:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from aiohttp.test_utils import TestServer
+
+from lightning_proxy.proxy.policy.vllm import VllmError, VllmServer, operator_session
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
+from tests.conftest import PolicyServer
 
 
 async def test_a_vllm_without_operator_routes_answers_and_is_recorded(running: Any, tmp_path: Path) -> None:
@@ -34,3 +40,55 @@ async def test_once_something_was_published_the_error_says_who_tells_what_is_mis
                 await asyncio.sleep(0.05)
         status, answer = await system.chat("r")
         assert status == 503 and "doctor" in answer["error"]["message"]
+
+
+async def test_a_server_that_does_not_list_its_models_serves_the_one_that_is_configured(tmp_path: Path) -> None:
+    played = PolicyServer(tmp_path)
+    played.odd = b'{"models": []}'
+    async with TestServer(played.app) as server, operator_session() as session:
+        url = str(server.make_url("/v1"))
+        assert await VllmServer(session, url, {}, "named").base_model() == "named"
+        with pytest.raises(VllmError, match=r"GET /v1/models is not vLLM's"):
+            await VllmServer(session, url, {}).base_model()
+
+
+ODD = [
+    b"", b"null", b"[]", b"[1]", b"{}", b'"x"', b"{broken", b"\xff", b'{"data": 3}', b'{"data": [1]}', b'{"data": [{}]}',
+    b'{"data": [{"id": 3, "parent": {}}], "weight_version": [], "is_paused": "x", "choices": [{"logprobs": []}]}',
+    b'{"data": [{"id": "m"}], "choices": [], "sampling_params": 1, "token_ids": "x", "tokens": 5}',
+    b'{"data": [{"id": "m", "max_model_len": "many"}], "choices": [{"token_ids": 1, "logprobs": {"content": {}}}]}',
+    b'{"data": [{"id": "m"}], "choices": [{"token_ids": [1], "logprobs": {"content": [7]}}], "usage": [], '
+    b'"prompt_token_ids": [1], "sampling_params": {"top_p": "x", "stop": 4}, "tokens": ["x"], "token_ids": [null]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_whatever_a_server_answers_nobody_sees_a_traceback(
+    running: Any, tmp_path: Path, publish: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, publish=publish, continuity="exact") as system:
+        for odd in ODD:
+            system.vllm.odd = odd
+            for path in ("/readyz", "/v1/models"):
+                assert (await raw(system, "GET", path))[0] in (200, 502, 503), (odd, path)
+            for path, body in REQUESTS.items():
+                status, text = await raw(system, "POST", path, body)
+                assert status in (200, 502, 503), (odd, path, text)
+            code, out, err = await system.lightning("doctor", "--json")
+            assert code in (0, 1) and json.loads(out) and not err, (odd, err)
+        (await system.lightning("status"))
+    assert not [record.getMessage() for record in caplog.records if record.exc_info]
+
+
+ASK = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+REQUESTS = {
+    "/v1/chat/completions": ASK,
+    "/v1/messages": ASK,
+    "/v1/responses": {"model": "policy", "input": "hi"},
+    "/v1/completions": {"model": "policy", "prompt": "hi"},
+}
+
+
+async def raw(system: Any, method: str, path: str, body: Any = None) -> tuple[int, str]:
+    async with system.session.request(method, system.url + path, json=body) as answer:
+        return answer.status, (await answer.read()).decode(errors="replace")
