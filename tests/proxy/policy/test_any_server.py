@@ -53,7 +53,8 @@ async def test_a_server_that_does_not_list_its_models_serves_the_one_that_is_con
 
 
 ODD = [
-    b"", b"null", b"[]", b"[1]", b"{}", b'"x"', b"{broken", b"\xff", b'{"data": 3}', b'{"data": [1]}', b'{"data": [{}]}',
+    b"", b"null", b"[]", b"[1]", b"{}", b'"x"', b"{broken", b"\xff", b'{"data": 3}', b'{"data": [1]}',
+    b'{"data": [{}]}',
     b'{"data": [{"id": 3, "parent": {}}], "weight_version": [], "is_paused": "x", "choices": [{"logprobs": []}]}',
     b'{"data": [{"id": "m"}], "choices": [], "sampling_params": 1, "token_ids": "x", "tokens": 5}',
     b'{"data": [{"id": "m", "max_model_len": "many"}], "choices": [{"token_ids": 1, "logprobs": {"content": {}}}]}',
