@@ -117,7 +117,7 @@ class PolicyServer:
         self.restart()
         self.guarded = False  # as our own vLLM is, by OperatorGuard
         self.plain = False  # without development mode
-        self.odd: bytes | None = None  # every answer's body
+        self.odd: bytes | Handler | None = None  # every answer's body, or how models answer
         self.app = web.Application(middlewares=[self.oddly])
         self.app.router.add_get("/v1/models", self.models)
         self.app.router.add_get("/weight_info", self.weight_info)
@@ -132,7 +132,9 @@ class PolicyServer:
 
     @web.middleware
     async def oddly(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self.odd is None:
+        if callable(self.odd) and request.path in ("/v1/completions", "/v1/chat/completions"):
+            return await self.odd(request)
+        if not isinstance(self.odd, bytes):
             return await handler(request)
         return web.Response(body=self.odd, content_type="application/json")
 

@@ -84,6 +84,8 @@ def target_of(request: Request, body: dict[str, Any], dialect: Dialect | None, r
         sent = body | {"model": route.model}
     if dialect is not None and not plain and route.upstream.kind == "vllm":
         sent, injection = dialect.inject(sent)
+        if route.adds_usage:
+            injection = injection._replace(usage=False)  # the chunk is not ours to take out
     return Target(route, _with_body(request, body, sent), sent, injection)
 
 

@@ -40,7 +40,7 @@ class Prober:
         self._swap = watch.swap
         self._health = health
         self._store = watch.swap.store
-        self._asked: dict[str, tuple[PolicyVersion, float]] = {}  # by URL
+        self._asked: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the last question
 
     async def run(self) -> None:
         """Ask every server that needs it until cancelled."""
@@ -57,6 +57,9 @@ class Prober:
         if self._health.problems.get((self._watch.upstream.name, url), "not seen yet") is not None:
             self._asked.pop(url, None)
             return
+        if url not in self._asked:
+            self._asked[url] = live, -math.inf
+            self._watch.adds_usage[url] = await server.adds_usage()
         version, at = self._asked.get(url, (None, -math.inf))
         if version == live and monotonic() < at + PROBE_S:
             return

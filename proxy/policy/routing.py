@@ -61,7 +61,8 @@ class PolicyRouter:
                 raise
             log.warning("upstream %s: %s; %s gets the call", upstream.name, error, fallbacks[0].upstream.name)
             return fallbacks[0]._replace(fallbacks=fallbacks[1:])
-        return route._replace(fallbacks=fallbacks) if fallbacks else route
+        adds_usage = any(self._watch.adds_usage.values())
+        return route._replace(fallbacks=fallbacks, adds_usage=adds_usage) if fallbacks or adds_usage else route
 
     async def _route_to_policy(self, watch: Watch, rollout: RolloutName, model: str | None) -> Route:
         await watch.require()

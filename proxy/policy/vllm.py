@@ -116,6 +116,11 @@ class VllmServer:
         body |= {"logprobs": 5, "return_tokens_as_token_ids": True} | _PLAIN
         return await self._request("POST", "/v1/completions", body, _most_likely)
 
+    async def adds_usage(self) -> bool:
+        """Return whether streams end with a usage chunk unasked, as those of vLLM's --enable-force-include-usage do."""
+        body = {"model": await self.base_model(), "prompt": PROBE_PROMPT, "max_tokens": 1, "stream": True}
+        return await self._request("POST", "/v1/completions", body, _has_usage, _events)
+
     async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return what vLLM makes of a request to `endpoint` before it samples: tokens and sampling parameters.
 
@@ -129,7 +134,12 @@ class VllmServer:
         return answer
 
     async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, read: Callable[[Any], T] | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        read: Callable[[Any], T] | None = None,
+        parse: Callable[[str], Any] = json.loads,
     ) -> T:
         """Return what `read` makes of the answer; VllmError where it makes nothing of it. None without `read`."""
         url = self.base_url + path.removeprefix("/v1") if path.startswith("/v1/") else self._root + path
@@ -147,7 +157,7 @@ class VllmServer:
             kind = VllmFault if answer.status >= 500 else VllmError
             raise kind(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")
         try:
-            return read(json.loads(text)) if read else None  # type: ignore[return-value]
+            return read(parse(text)) if read else None  # type: ignore[return-value]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise VllmError(f"the answer to {method} {path} is not vLLM's: {text[:200]}") from None
 
@@ -167,6 +177,14 @@ def _most_likely(answer: Any) -> list[tuple[str, dict[str, float]]]:
     logprobs = answer["choices"][0]["logprobs"]
     top = [{str(token): float(value) for token, value in found.items()} for found in logprobs["top_logprobs"]]
     return list(zip(map(str, logprobs["tokens"]), top, strict=True))
+
+
+def _events(text: str) -> list[Any]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def _has_usage(events: list[Any]) -> bool:
+    return any(event.get("choices") == [] and event.get("usage") for event in events)
 
 
 def _anything(answer: Any) -> Any:

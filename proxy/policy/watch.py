@@ -24,6 +24,7 @@ class Watch:
         self.swap = swap
         self.upstream = upstream
         self.base: str | None = None  # the name under which vLLM serves the base model
+        self.adds_usage: dict[str, bool] = {}  # by URL, whether streams have a usage chunk that nobody asked for
         self._pins = pins
         self._health = health
         self._look: asyncio.Task[None] | None = None

@@ -18,6 +18,7 @@ class Route(NamedTuple):
 
     `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
     `pins`: the rollout keeps this version; False where the agent asked for the version by its own name.
+    `adds_usage`: the upstream's streams have a usage chunk whether or not one asks for it.
     """
 
     upstream: UpstreamConfig
@@ -25,6 +26,7 @@ class Route(NamedTuple):
     version: int | None
     fallbacks: tuple[Route, ...] = ()
     pins: bool = True
+    adds_usage: bool = False
 
 
 class Request(NamedTuple):

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from lightning_proxy.proxy.policy.probe import LOOK_S
 from lightning_proxy.proxy.policy.vllm import VllmError, VllmServer, operator_session
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
@@ -50,6 +52,26 @@ async def test_a_server_that_does_not_list_its_models_serves_the_one_that_is_con
         assert await VllmServer(session, url, {}, "named").base_model() == "named"
         with pytest.raises(VllmError, match=r"GET /v1/models is not vLLM's"):
             await VllmServer(session, url, {}).base_model()
+
+
+@pytest.mark.parametrize("unasked", [True, False])
+async def test_a_usage_chunk_that_a_server_sends_unasked_stays(running: Any, tmp_path: Path, unasked: bool) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        asked = (await request.json()).get("stream_options", {}).get("include_usage")
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}]}]
+        chunks += [{"choices": [], "usage": usage}] * bool(unasked or asked)
+        frames = [*map(json.dumps, chunks), "[DONE]"]
+        return web.Response(text="".join(f"data: {frame}\n\n" for frame in frames), content_type="text/event-stream")
+
+    async with running(tmp_path) as system:
+        system.vllm.odd = answer
+        ask = ASK | {"stream": True}
+        async with asyncio.timeout(20):
+            while (has := (await raw(system, "POST", "/v1/chat/completions", ask))[1].count('"usage"')) != unasked:
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(2 * LOOK_S)
+        assert (await raw(system, "POST", "/v1/chat/completions", ask))[1].count('"usage"') == has
 
 
 ODD = [
