@@ -87,7 +87,7 @@ class VllmChecks:
         answer = await self._chat(max_tokens=4)
         choice = answer["choices"][0]
         ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
-        if not ids or not answer.get("prompt_token_ids"):
+        if not ids or not (answer.get("prompt_token_ids") or choice.get("prompt_token_ids")):  # SGLang's choice has them
             return failed(name, "no token ids come back", "use vLLM 0.10 or newer: return_token_ids is not understood")
         if not logprobs or len(logprobs) != len(ids):
             return failed(name, f"{len(ids)} token ids, {len(logprobs or [])} log-probabilities", RESTART)

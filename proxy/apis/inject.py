@@ -83,9 +83,12 @@ def _take_out(body: Json, fields: tuple[str, ...]) -> bool:
     choices = body.get("choices")
     for part in (body, *choices) if isinstance(choices, list) else (body,):
         if isinstance(part, dict):
+            is_sglangs = "message" in part and "prompt_token_ids" in part  # which has no null in their place
             for name in fields:
                 if part.get(name) is not None:
                     part[name], changed = None, True
+                    if is_sglangs and name != "logprobs":
+                        del part[name]
     return changed
 
 
