@@ -86,8 +86,9 @@ class VllmChecks:
     async def _tokens(self, name: str) -> Check:
         answer = await self._chat(max_tokens=4)
         choice = answer["choices"][0]
+        # SGLang gives a prompt's ids in each choice.
         ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
-        if not ids or not (answer.get("prompt_token_ids") or choice.get("prompt_token_ids")):  # SGLang's choice has them
+        if not ids or not (answer.get("prompt_token_ids") or choice.get("prompt_token_ids")):
             return failed(name, "no token ids come back", "use vLLM 0.10 or newer: return_token_ids is not understood")
         if not logprobs or len(logprobs) != len(ids):
             return failed(name, f"{len(ids)} token ids, {len(logprobs or [])} log-probabilities", RESTART)
