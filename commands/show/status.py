@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...proxy.apis.tokens import NO_TOKEN_IDS
 from ...proxy.config.cron import next_time
 from ...proxy.config.root import Config
 from ...proxy.config.trainer import TrainerConfig
@@ -19,7 +20,7 @@ from ..formats import count, duration, number, plain, print_json, sparkline
 from .steps import steps_table
 
 NEWEST_STEPS = 40
-NEWEST_ROLLOUTS = 200
+NEWEST = 200  # rollouts, and calls
 SHOWN_STEPS = 10
 PHASES = (
     ("waiting", "wait_s"), ("collecting", "collect_s"), ("training", "step_s"), ("checkpoint", "checkpoint_s"),
@@ -48,7 +49,7 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
     if ready["store"] != "ok":
         return {
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
-            "standstill": None,
+            "untrainable": {}, "standstill": None,
         }  # fmt: skip
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
     rewards = [step["metrics"]["reward_mean"] for step in steps if "reward_mean" in step["metrics"]]
@@ -96,7 +97,12 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         table.add_row("next step", status["next_step"])
     if dropped := status["dropped"]:
         reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in dropped.items())
-        table.add_row("dropped", plain(f"of the newest {count(NEWEST_ROLLOUTS)} rollouts: {reasons}"))
+        table.add_row("dropped", plain(f"of the newest {count(NEWEST)} rollouts: {reasons}"))
+    if untrainable := status["untrainable"]:
+        reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in untrainable.items())
+        hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""
+        told = f"of the newest {count(NEWEST)} calls: {reasons}{hint}"
+        table.add_row("not trained on", plain(told, "yellow"))
     if standstill := status["standstill"]:
         table.add_row("standstill", plain(standstill["story"], "yellow"))
     for name, value in step_facts(policy["last_step"], now):

@@ -20,7 +20,7 @@ NEWEST = 200
 
 @router.get("/status", response_model=None, responses=answers(Status))
 async def get_status(request: Request) -> dict[str, Any]:
-    """Count rollouts by mode and status, those that wait for the trainer, and the newest dropped ones by reason.
+    """Count rollouts by mode and status, those that wait, and the newest rollouts and calls that are not trained on.
 
     `standstill` says that nothing was learned lately, and what to try.
     """
@@ -35,6 +35,7 @@ async def get_status(request: Request) -> dict[str, Any]:
         "rollouts": rollouts,
         "waiting": await waiting(p),
         "dropped": dict(dropped.most_common()),
+        "untrainable": await p.store.calls.untrainable(NEWEST),
         "standstill": None if found is None else asdict(found) | {"story": found.story},
     }
 

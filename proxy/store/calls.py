@@ -74,6 +74,12 @@ SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FR
 """
 # The newest by order of insertion: every call would have to keep up an index on the time.
 CALL_NEWEST = "SELECT started_at, latency_ms FROM calls WHERE rowid = (SELECT MAX(rowid) FROM calls)"
+# Likewise; a call of another model is none that anybody wants to train on.
+UNTRAINABLE = """
+SELECT untrainable_reason, COUNT(*) AS n FROM (
+    SELECT untrainable_reason, policy_version FROM calls ORDER BY rowid DESC LIMIT :newest
+) WHERE untrainable_reason IS NOT NULL AND policy_version IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1
+"""
 RESPONSES_WITH = "SELECT response, upstream FROM calls WHERE rollout_id = :rollout_id AND response LIKE :pattern"
 POLICY_LOG_DURING = """
 SELECT version, at FROM policy_log
@@ -129,6 +135,10 @@ class Calls:
             if isinstance(answer, dict) and answer.get("id") == response_id:
                 return rollout_id, row["upstream"]
         return None
+
+    async def untrainable(self, newest: int) -> dict[str, int]:
+        """Count those of the `newest` calls that the policy answered and that cannot be trained on, by reason."""
+        return {row["untrainable_reason"]: row["n"] for row in await self._db.all(UNTRAINABLE, {"newest": newest})}
 
     async def newest(self) -> float | None:
         """Return when the newest call ended, or began if it has not ended (Unix time)."""

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import RolloutName
 
-NOTHING: dict[str, Any] = {"dropped": {}, "standstill": None}
+NOTHING: dict[str, Any] = {"dropped": {}, "untrainable": {}, "standstill": None}
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
@@ -32,6 +32,18 @@ async def test_status_counts_rollouts_and_those_that_wait(running: Running, tmp_
         await store.steps.drop({"too long": ["r1"]})
         _, status = await system.call("GET", "/status")
         assert (status["waiting"], status["dropped"]) == (0, {"too long": 1})
+
+
+async def test_status_says_which_calls_cannot_be_trained_on(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        system.vllm.returns_token_ids = False
+        await system.chat("r2")
+        _, status = await system.call("GET", "/status")
+        assert status["untrainable"] == {"no token ids from the upstream": 1}
+        _, out, _ = await system.lightning("status")
+        shown = " ".join(out.split())
+        assert "of the newest 200 calls: no token ids from the upstream (1) `lightning-proxy doctor` says" in shown
 
 
 async def test_status_says_that_nothing_was_learned_for_three_batches(running: Running, tmp_path: Path) -> None:
@@ -62,4 +74,4 @@ async def test_the_document_describes_status(running: Running, tmp_path: Path) -
         _, document = await system.call("GET", "/openapi.json")
         answer = document["paths"]["/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
         properties = document["components"]["schemas"][answer["$ref"].rsplit("/", 1)[1]]["properties"]
-        assert set(properties) == {"rollouts", "waiting", "dropped", "standstill"}
+        assert set(properties) == {"rollouts", "waiting", "dropped", "untrainable", "standstill"}
