@@ -18,7 +18,9 @@ def test_files_pipes_and_processes_are_named_with_the_test_that_left_them(tmp_pa
     left = LeftOpen()
     with (tmp_path / "kept").open("w") as file:
         left.after("the first")
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        command = [sys.executable, "-c", "print(flush=True); input()"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline()  # it runs
             left.after("the second")
             found = left.at_last(0)
         assert f"the first left {file.name}" in found[0]
