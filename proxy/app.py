@@ -31,7 +31,7 @@ from .gateway.reading import Bodies
 from .gateway.relay import Relay, is_data_path
 from .otel.export import listening, require_sdk
 from .otel.receive import router as otlp_router
-from .policy.mode import publish_mode
+from .policy.mode import ModeInUse
 from .policy.model_check import ModelCheck
 from .policy.operator import KEY_HEADER, operator_headers
 from .policy.pins import Pins
@@ -78,13 +78,13 @@ def create_app(config: Config) -> ASGIApp:
 @asynccontextmanager
 async def open_parts(config: Config) -> AsyncIterator[Parts]:
     """Open the proxy's parts for the duration of the block, and close them in reverse order."""
-    mode, metrics = publish_mode(config), Metrics()
-    vouching = _vouching(config)
+    metrics, vouching = Metrics(), _vouching(config)
     redactor = Redactor(config.recording.redact, [*config.keys(), *(own[KEY_HEADER] for own in vouching.values())])
     async with AsyncExitStack() as stack:
         # The store, and the connections to upstreams.
         database = await stack.enter_async_context(opened(config.store))
         store = Store(database)
+        mode = await ModeInUse.of(config, store)
         session = await stack.enter_async_context(make_session())
         upstreams = Upstreams(session, makers={"litellm": LitellmUpstream}, vouching=vouching)
         stack.push_async_callback(upstreams.close)
@@ -92,10 +92,10 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         # Who may call, what is kept of a call, and which weights answer it.
         keys = Keys(config.proxy, store)
         await keys.refresh()
-        recorder = Recorder(store, merged=mode == "merged", redactor=redactor, on_redacted=metrics.redacted.inc)
+        recorder = Recorder(store, merged=mode.is_merged, redactor=redactor, on_redacted=metrics.redacted.inc)
         await stack.enter_async_context(recorder)
         pins = Pins(store, config.policy.pin_timeout_s)
-        watch = _watch(config, store, operator, pins, upstreams.health)
+        watch = _watch(config, store, operator, pins, upstreams.health, mode)
         swap = watch.swap if watch is not None else None
         router = PolicyRouter(config, store, pins, watch)
         # The data path, with the side rooms that hear of its calls.
@@ -110,7 +110,7 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         relay = Relay(config, keys, gateway, bodies)
         # The control API's view of them, and what runs beside the calls.
         parts = Parts(
-            config=config, publish=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
+            config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, relay=relay, bodies=bodies, exact=exact,
             model_check=ModelCheck(config, store, swap), health=upstreams.health,
         )  # fmt: skip
@@ -133,14 +133,16 @@ def _vouching(config: Config) -> dict[str, dict[str, str]]:
     return {} if upstream is None else {upstream.name: operator_headers(config.policy.directory)}
 
 
-def _watch(config: Config, store: Store, session: ClientSession, pins: Pins, health: Health) -> Watch | None:
+def _watch(
+    config: Config, store: Store, session: ClientSession, pins: Pins, health: Health, mode: ModeInUse
+) -> Watch | None:
     """The watch over the policy's vLLM; None without an upstream of kind vllm."""
     upstream = config.policy_upstream
     if upstream is None:
         return None
     headers = upstream.credentials | operator_headers(config.policy.directory)
     vllm = VllmFleet(session, upstream.urls, headers, config.policy.model)
-    return Watch(Swap(store, vllm, publish_mode(config), config.policy.directory), upstream, pins, health)
+    return Watch(Swap(store, vllm, mode.mode, config.policy.directory), upstream, pins, health, mode)
 
 
 def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:

@@ -278,6 +278,8 @@ class TrainingLoop:
 
     async def follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""
+        if self._publisher is not None:
+            await self._publisher.look_at_others()
         live = await self._store.versions.live()
         if live.version == self.version:
             await self._warn_of_other_weights()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError
-from ..proxy.policy.mode import publish_mode
+from ..proxy.policy.mode import decide
 from ..proxy.policy.operator import operator_headers
 from ..proxy.policy.swap import Swap
 from ..proxy.policy.vllm import VllmFleet, operator_session
@@ -38,11 +38,11 @@ async def train(
     upstream = config.policy_upstream
     if upstream is None:
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
-    mode = publish_mode(config)
     data.check_store(config)
     with only_trainer(config.policy.directory, config.store.path):
         async with _trainer(config) as trainer, opened(config.store) as database, operator_session() as session:
             store = Store(database)
+            mode = await decide(config, store, "trainer")
             headers = upstream.credentials | operator_headers(config.policy.directory)
             vllm = VllmFleet(session, upstream.urls, headers, config.policy.model)
             publisher = Publisher(config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer)

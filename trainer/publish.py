@@ -9,8 +9,10 @@ from typing import Any
 
 from ..proxy.config.policy import PolicyConfig
 from ..proxy.errors import LightningError, NotSaved, PublishError, UpstreamTimeout, UpstreamUnreachable
+from ..proxy.policy.mode import otherwise
 from ..proxy.policy.swap import Superseded, Swap
 from ..proxy.policy.vllm import VllmFault
+from ..proxy.store.publishing import Decided
 from ..proxy.store.store import Store
 from ..proxy.store.training import Step
 from ..proxy.types import PolicyVersion
@@ -36,6 +38,7 @@ class Publisher:
         self._verifier = Verifier(config, swap, trainer)
         self.files = VersionFiles(config, store, swap)
         self.vllm = swap.vllm
+        self._decided: Decided | None = None
 
     async def publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
@@ -108,6 +111,15 @@ class Publisher:
     def is_of_another_mode(self, live: PolicyVersion) -> bool:
         """Return whether `policy.publish` was changed since the live version was published."""
         return live.publish not in (None, self._swap.mode)
+
+    async def look_at_others(self) -> None:
+        """Say once that another process was told since to publish in another way."""
+        decided, mode = await self._store.publishing.decided(), self._swap.mode
+        if decided is None or decided == self._decided:
+            return
+        self._decided = decided
+        if decided.mode != mode:
+            log.error("%s", otherwise("trainer", mode, decided))
 
     async def take_back(self, version: int, base: int) -> None:
         """Make `base` live again in place of `version`. If vLLM cannot load it now, the proxy goes on trying."""

@@ -20,7 +20,7 @@ from ..formats import print_json
 from ..plan import plan_line
 from ..signals import run_until_signal
 from .checks import Check, checks_table, failed, ok
-from .proxy import check_alias, check_proxy, check_rewards, check_store
+from .proxy import check_alias, check_proxy, check_publish, check_rewards, check_store
 from .vllm import VllmChecks
 
 TIMEOUT_S = 120.0  # the first answer of a fresh vLLM is slow
@@ -78,6 +78,8 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
         async for check in VllmChecks(config, session, policy, publish_mode(config)).all():
             yield check
         if proxy.outcome != "failed":
+            for check in await check_publish(config, api):
+                yield check
             yield await check_alias(config, session, api)
     if proxy.outcome != "failed":
         yield await check_rewards(api)

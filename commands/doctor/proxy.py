@@ -11,7 +11,9 @@ import aiohttp
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
+from ...proxy.policy.mode import publish_mode
 from ...proxy.store.database import Database
+from ...proxy.store.publishing import kept_mode
 from ..api_client import ApiClient, ApiError, ProxyNotThere
 from .checks import Check, failed, ok, warning
 
@@ -46,6 +48,16 @@ async def check_proxy(api: ApiClient) -> Check:
     except ApiError as error:
         return failed("proxy", error.message, "use the configuration that the proxy was started with")
     return ok("proxy", f"{api.url}, policy version {policy['live_version']} live")
+
+
+async def check_publish(config: Config, api: ApiClient) -> list[Check]:
+    """Return what is wrong if proxy, store and this configuration do not publish in one way."""
+    mode, kept, policy = publish_mode(config), kept_mode(config.store), await api.policy()
+    others = {"the running proxy": policy["publish"], "the store": kept}
+    if wrong := [f"{name} has {other}" for name, other in others.items() if other not in (None, mode)]:
+        fix = "give proxy, trainer and vLLM the same policy.publish, and start all of them again"
+        return [failed("publish mode", f"{mode} by this configuration, but {' and '.join(wrong)}", fix)]
+    return []
 
 
 async def check_alias(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> Check:

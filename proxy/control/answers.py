@@ -167,12 +167,16 @@ class Status(BaseModel):
 
 
 class Ready(BaseModel):
-    """`down`: watched servers that do not answer. `retention`: why the store is larger than it is to be."""
+    """`down`: watched servers that do not answer. `retention`: why the store is larger than it is to be.
+
+    `publish`: the trainer publishes in another way than this proxy serves.
+    """
 
     status: Literal["ready", "degraded", "not ready"]
     store: str
     upstream: str
     policy: str | None = None
+    publish: str | None = None
     retention: str | None = None
     down: list[str] = []
 

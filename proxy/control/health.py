@@ -44,6 +44,8 @@ async def readyz(request: Request) -> Response:
     status = "not ready" if checks["store"] != "ok" or not answered else "ready"
     if status == "ready" and (other := await _other_weights(p)) is not None:
         checks["policy"] = other
+    if status == "ready" and p.mode.problem is not None:
+        checks["publish"] = p.mode.problem
     if status == "ready" and over is not None:
         checks["retention"] = over
     if status == "ready" and any(check != "ok" for check in checks.values()):

@@ -9,6 +9,7 @@ from ..config.root import Config
 from ..conversation.exact import ExactTokens
 from ..gateway.reading import Bodies
 from ..gateway.relay import Relay
+from ..policy.mode import ModeInUse
 from ..policy.model_check import ModelCheck
 from ..policy.pins import Pins
 from ..policy.routing import PolicyRouter
@@ -18,7 +19,6 @@ from ..recording.metrics import Metrics
 from ..recording.recorder import Recorder
 from ..recording.redact import Redactor
 from ..store.store import Store
-from ..types import PublishMode
 from ..upstreams.health import Health
 
 
@@ -27,7 +27,7 @@ class Parts:
     """The parts of the proxy that the routes use."""
 
     config: Config
-    publish: PublishMode
+    mode: ModeInUse
     store: Store
     recorder: Recorder
     swap: Swap | None

@@ -31,7 +31,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "live_version": live.version,
         "served_model": live.served_model,
         "adapters": live.adapters,
-        "publish": p.publish,
+        "publish": p.mode.mode,
         "live_at": live.live_at,
         "steps": last.step if last else 0,
         "last_step": asdict(last) if last else None,

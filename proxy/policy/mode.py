@@ -1,15 +1,21 @@
-"""Decides how new weights reach vLLM on this machine when `policy.publish` is `auto`."""
+"""Decides how new weights reach vLLM: once for all processes that work on a store."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+from datetime import datetime
 from pathlib import Path
 
 from ..config.root import Config
 from ..errors import ConfigError
+from ..store.publishing import Decided, kept_mode
+from ..store.store import Store
 from ..types import PublishMode
+
+log = logging.getLogger(__name__)
 
 DEVICES = Path("/dev")
 
@@ -27,18 +33,72 @@ def has_gpu() -> bool:
 
 
 def publish_mode(config: Config) -> PublishMode:
-    """Return the configured publish mode; for `auto`, `lora` on a GPU and `merged` on a CPU.
+    """Return how new weights reach vLLM: as configured; for `auto`, as decided in the store, if it is.
 
-    On a CPU, a LoRA adapter makes vLLM ten times slower. ConfigError if it is `merged` where agents have adapters of
-    their own.
+    Else `lora` on a GPU and `merged` on a CPU, where a LoRA adapter makes vLLM ten times slower. ConfigError if it is
+    `merged` where agents have adapters of their own.
     """
     if config.policy.publish != "auto":
         return config.policy.publish
-    if has_gpu():
-        return "lora"
-    if config.policy.adapters:
+    mode = kept_mode(config.store) or ("lora" if has_gpu() else "merged")
+    if mode == "merged" and config.policy.adapters:
         raise ConfigError(
             "policy.adapters needs policy.publish: lora; without a GPU, policy.publish: auto means merged, and merged "
             "weights are those of one adapter"
         )
-    return "merged"
+    return mode
+
+
+async def decide(config: Config, store: Store, who: str) -> PublishMode:
+    """Keep in the store how `who` publishes, and return it. Say so where the store had it otherwise until now."""
+    mode, before = publish_mode(config), await store.publishing.decided()
+    await store.publishing.decide(mode, who, asked=config.policy.publish != "auto")
+    if before is not None and before.mode != mode:
+        log.warning("%s", otherwise(who, mode, before))
+    return mode
+
+
+def otherwise(who: str, mode: PublishMode, decided: Decided) -> str:
+    """Say that `who` publishes, or serves, in another way than the store has it."""
+    since = datetime.fromtimestamp(decided.at).strftime("%Y-%m-%d %H:%M")
+    return (
+        f"policy.publish is {mode} for this {who}, and {decided.mode} for the {decided.decided_by} since {since}: give "
+        "proxy, trainer and vLLM one setting and start all of them again; versions published in one way are not "
+        "served in the other"
+    )
+
+
+class ModeInUse:
+    """The way in which a running proxy serves versions. With `auto` it is that of the live version."""
+
+    def __init__(self, config: Config, store: Store) -> None:
+        self.mode: PublishMode = publish_mode(config)
+        self.problem: str | None = None  # another process publishes otherwise
+        self._asked = config.policy.publish != "auto"
+        self._store = store
+
+    @classmethod
+    async def of(cls, config: Config, store: Store) -> ModeInUse:
+        """Return that of a proxy that starts. Where it is `auto` the trainer decides: our cards say nothing."""
+        if config.policy.publish != "auto":
+            await decide(config, store, "proxy")
+        return cls(config, store)
+
+    def is_merged(self) -> bool:
+        """Return whether servers have one version each, merged into their weights."""
+        return self.mode == "merged"
+
+    async def look(self) -> PublishMode:
+        """Return the mode as it is now, after a look at what the trainer has decided."""
+        decided = await self._store.publishing.decided()
+        if not self._asked:
+            live = (await self._store.versions.live()).publish
+            self.mode = live or (self.mode if decided is None else decided.mode)
+        elif decided is not None:
+            self._tell(None if decided.mode == self.mode else otherwise("proxy", self.mode, decided))
+        return self.mode
+
+    def _tell(self, problem: str | None) -> None:
+        if problem is not None and self.problem is None:
+            log.warning("%s", problem)
+        self.problem = problem

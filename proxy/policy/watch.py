@@ -8,6 +8,7 @@ import logging
 from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
 from ..upstreams.health import Health
+from .mode import ModeInUse
 from .pins import Pins
 from .swap import NotServed, Swap
 from .vllm import VllmError, VllmFault
@@ -20,13 +21,14 @@ WATCH_S = 1.0
 class Watch:
     """Knows whether vLLM serves the live version. Servers that do not are reported and get no calls."""
 
-    def __init__(self, swap: Swap, upstream: UpstreamConfig, pins: Pins, health: Health) -> None:
+    def __init__(self, swap: Swap, upstream: UpstreamConfig, pins: Pins, health: Health, mode: ModeInUse) -> None:
         self.swap = swap
         self.upstream = upstream
         self.base: str | None = None  # the name under which vLLM serves the base model
         self.adds_usage: dict[str, bool] = {}  # by URL, whether streams have a usage chunk that nobody asked for
         self._pins = pins
         self._health = health
+        self._mode = mode
         self._look: asyncio.Task[None] | None = None
         self._in_line = False
         self._in_line_for = 0  # the version that was live when vLLM was looked at last
@@ -80,6 +82,7 @@ class Watch:
         live = self.swap.store.versions.live_now().version
         problems: dict[str, LightningError | None] = {}
         try:
+            self.swap.mode = await self._mode.look()
             self.base = await self.swap.vllm.base_model()
             problems = await self.swap.restore(await self._pins.in_use())
             self._in_line, self._in_line_for, self._problem = True, live, None

@@ -49,7 +49,7 @@ class Recorder:
         self,
         store: Store,
         *,
-        merged: bool,
+        merged: bool | Callable[[], bool],
         redactor: Redactor | None = None,
         on_redacted: Callable[[], None] = lambda: None,
         starts: int = 4096,
@@ -57,7 +57,7 @@ class Recorder:
         recent: int = 4,
     ) -> None:
         self._store = store
-        self._merged = merged
+        self._merged = merged if callable(merged) else lambda: merged
         self._redactor = redactor or None
         self._on_redacted = on_redacted
         self._writer = GroupCommit(store)
@@ -109,7 +109,7 @@ class Recorder:
             self._shown.discard(end.call_id)
         parent = self._parents.pop(end.call_id, None)
         shared = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
-        row = call_end_row(end, shared, self._merged and not end.imported)
+        row = call_end_row(end, shared, self._merged() and not end.imported)
         tools = [
             (
                 TOOL_CALL,

@@ -9,6 +9,7 @@ from .endings import Endings
 from .events import Events
 from .keys import Keyring
 from .probes import Probes
+from .publishing import Publishing
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import Steps
@@ -27,6 +28,7 @@ class Store:
         self.events = Events(database)
         self.versions = Versions(database)
         self.probes = Probes(database)
+        self.publishing = Publishing(database)
         self.steps = Steps(database, self.versions)
         self.waiting = Waiting(database)
         self.endings = Endings(database)

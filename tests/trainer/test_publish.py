@@ -335,3 +335,13 @@ async def test_however_long_the_disk_is_full_the_rollouts_of_now_are_no_staler_f
 def test_an_answer_without_tokens_says_nothing_of_what_is_served() -> None:
     assert mean_difference([[0.0, -1.0, -2.0], [0.0, -3.0]], [([7], [-1.5]), ([], [])]) == 0.5
     assert math.isnan(mean_difference([[0.0, -3.0]], [([], [])]))
+
+
+async def test_another_way_of_publishing_is_told_once(base: Path, tmp_path: Path, caplog: Any) -> None:
+    async with bench(base, tmp_path, "lora") as b:
+        loop = b.loop()
+        for mode in ("lora", "merged", "merged"):
+            await b.store.publishing.decide(mode, "proxy", asked=True)
+            await loop.follow_live_version()
+        (line,) = [r.getMessage() for r in caplog.records if "policy.publish" in r.getMessage()]
+        assert line.startswith("policy.publish is lora for this trainer, and merged for the proxy since ")

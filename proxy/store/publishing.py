@@ -1,0 +1,58 @@
+"""How new weights are published: decided once, kept for every process that works on the store."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import dataclass
+
+from ..config.server import StoreConfig
+from ..types import PublishMode
+from .database import Database
+from .rows import read
+
+DECIDED = "SELECT mode, decided_by, at FROM publishing WHERE n = 1"
+DECIDE = """
+INSERT INTO publishing (n, mode, decided_by, at) VALUES (1, :mode, :by, :at)
+ON CONFLICT (n) DO UPDATE SET mode = excluded.mode, decided_by = excluded.decided_by, at = excluded.at
+WHERE :asked AND mode <> excluded.mode
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The way of publishing, and the process that decided it at this Unix time: the trainer or a proxy."""
+
+    mode: PublishMode
+    decided_by: str
+    at: float
+
+
+class Publishing:
+    """The table of one row that says how new weights are published."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def decided(self) -> Decided | None:
+        """Return what was decided; None before anybody did."""
+        row = await self._db.one(DECIDED)
+        return None if row is None else read(Decided, row)
+
+    async def decide(self, mode: PublishMode, by: str, *, asked: bool) -> None:
+        """Keep this mode if there is none yet, or if it was `asked` for: what was decided stays otherwise."""
+        await self._db.commit([(DECIDE, [{"mode": mode, "by": by, "asked": asked, "at": time.time()}])])
+
+
+def kept_mode(config: StoreConfig) -> PublishMode | None:
+    """Return the mode that the store has, at once and without making one; None where nothing is decided."""
+    path = config.path.expanduser().absolute()
+    if not path.is_file():
+        return None
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            row = connection.execute(DECIDED).fetchone()
+    except sqlite3.Error:  # an older store; whoever opens it for good says what is wrong with any other
+        return None
+    return None if row is None else row[0]
