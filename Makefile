@@ -3,12 +3,15 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
+comma := ,
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
 EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
+# vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
+DRIVER := 580
 
 .PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-credit bench-train bench-sampling soak
 .PHONY: test-frameworks record-traffic clean
@@ -20,6 +23,10 @@ setup: $(STAMP)  ## make .venv/ with everything (again: seconds)
 
 # uv: the one on PATH, or one of our own inside .venv. A torch wheel from pip's find-links is preferred, as pip would.
 $(STAMP): pyproject.toml
+	@driver="$(if $(filter vllm,$(subst $(comma), ,$(EXTRAS))),$(shell nvidia-smi --query-gpu=driver_version --format=csv$(comma)noheader 2>/dev/null | grep -m1 -E '^[0-9]+'))"; \
+	if [ -n "$$driver" ] && [ "$${driver%%.*}" -lt $(DRIVER) ]; then \
+	    echo "NVIDIA driver $$driver is too old for CUDA 13: install $(DRIVER) or newer, or run without the GPU: make setup GPU=" >&2; exit 1; \
+	fi
 	@echo "setting up $(VENV): a minute, longer while packages are downloaded"
 	@links="$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}"; \
 	[ -z "$$links" ] || export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(xargs <<<"$$links" | tr ' ' ',')}"; \
