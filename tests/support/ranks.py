@@ -113,11 +113,16 @@ def main(what: str, directory: Path) -> None:
     # The seed differs at first, and must not stay so. A sharded base is computed as on GPUs: with checkpointing.
     learner = trainer(directory, adapters, ranks, seed=rank, gradient_checkpointing=what == "fsdp")
     (out / f"pid-{rank}").write_text(str(os.getpid()))
+    recomputed: list[int] = []  # the times that a layer was computed in a backward pass
+    learner.policy_model.base_model.layers[0].mlp.register_forward_pre_hook(
+        lambda *_: recomputed.append(1) if torch._C._current_graph_task_id() >= 0 else None
+    )
     if rank:
         ranks.follow(learner)
         layer = learner.policy_model.base_model.layers[0].mlp.up_proj.base_layer
         sharded = isinstance(layer.weight, DTensor) and layer.weight.to_local().numel() < layer.weight.numel()
         found = {"adapter": learner.adapter(), "all": learner.adapters.all_weights(), "rank": rank, "sharded": sharded}
+        found["recomputed"] = len(recomputed)
         torch.save(found, out / f"rank-{rank}.pt")
         return
     if what == "waits":

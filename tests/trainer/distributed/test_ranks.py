@@ -73,6 +73,7 @@ def test_two_processes_make_the_update_of_one(directory: Path, tmp_path: Path, k
             torch.testing.assert_close(two[adapter][name], weight, rtol=1e-4, atol=2e-5)
     assert all(torch.equal(weight, other["adapter"][name]) for name, weight in two["again"].items())
     assert other["rank"] == 1 and other["sharded"] == (kind == "fsdp")
+    assert (other["recomputed"] > 0) == (kind == "fsdp"), "with a sharded base, layers are checkpointed"
     assert [m["skipped"] for m in two["metrics"]] == [0, 0, 1, 0, 1, 0, 0]
     for alone, together in zip(one["metrics"], two["metrics"], strict=True):
         if alone["trained_tokens"] == together["trained_tokens"]:  # one process stops where it meets a NaN
