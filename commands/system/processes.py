@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -25,6 +26,9 @@ T = TypeVar("T")
 GUARD = Path(__file__).with_name("guard.py")
 RESTARTS_S = 600.0
 RESTART_DELAY_S = 1.0
+SHORTAGE_S = 1800.0
+SHORTAGE_DELAY_S = 10.0
+PROGRESS_S = 1.0
 LEFT_OVER_S = 10.0
 LEFT_OVER_POLL_S = 0.1
 
@@ -39,7 +43,8 @@ class ChildSpec:
 
     `may_end`: exit code 0 is no fault. `restarts`: how often it is started again within `RESTARTS_S` when it dies, but
     never after exit code 2, which means a wrong configuration. When a `vital` program dies more often, the others end
-    with it; another is started again after `RESTARTS_S`.
+    with it; another is started again after `RESTARTS_S`. Deaths whose output matches `shortage` do not count: it is
+    tried again for `SHORTAGE_S`. Whenever `progress` returns something new, `start_timeout_s` begins anew.
     """
 
     name: str
@@ -51,6 +56,8 @@ class ChildSpec:
     may_end: bool = False
     restarts: int = 0
     vital: bool = True
+    shortage: str | None = None
+    progress: Callable[[], object] | None = None
 
 
 class Child:
@@ -59,6 +66,8 @@ class Child:
     def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log: Path, lifeline: int) -> None:
         self.spec, self.process, self.log, self._lifeline = spec, process, log, lifeline
         self._restarted: list[float] = []
+        self._short_since = 0.0
+        self._launched()
 
     @property
     def running(self) -> bool:
@@ -99,9 +108,26 @@ class Child:
         self._restarted.append(now)
         return True
 
-    def restarted(self, process: asyncio.subprocess.Process, lifeline: int) -> None:
+    def is_short(self) -> bool:
+        """Return whether it died for want of something that may be there later, and is to be tried again till then."""
+        with self.log.open("rb") as log:
+            log.seek(self._output_from)
+            said = log.read().decode(errors="replace")
+        if self.spec.shortage is None or re.search(self.spec.shortage, said) is None:
+            self._short_since = 0.0
+            return False
+        now = time.monotonic()
+        if not self._short_since or now - self._at > RESTARTS_S:  # it had found room since
+            self._short_since = now
+        return now - self._short_since < SHORTAGE_S
+
+    def restarted(self, process: asyncio.subprocess.Process, lifeline: int, output_from: int) -> None:
         self.release()
         self.process, self._lifeline = process, lifeline
+        self._launched(output_from)
+
+    def _launched(self, output_from: int = 0) -> None:
+        self._at, self._output_from = time.monotonic(), output_from
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -139,8 +165,7 @@ class Supervisor:
         healthy = asyncio.ensure_future(_until_healthy(child.spec.health_url))
         either: set[asyncio.Future[Any]] = {ended, healthy}
         try:
-            async with asyncio.timeout(child.spec.start_timeout_s):
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await _until_one_is_done(either, child.spec)
             if ended.done():
                 raise child.death()
         except TimeoutError:
@@ -161,7 +186,10 @@ class Supervisor:
         """Start the child again when it dies, as its spec allows, or raise ChildDied."""
         while await child.process.wait() != 0 or not child.spec.may_end:
             said = f"{child.spec.name} {child.how_it_ended()}"
-            if child.may_restart():
+            if child.is_short():
+                self._say(f"{said} for want of memory: trying again for {SHORTAGE_S / 60:.0f} min; see {child.log}")
+                await asyncio.sleep(SHORTAGE_DELAY_S)
+            elif child.may_restart():
                 self._say(f"{said}: starting it again; see {child.log}")
                 await asyncio.sleep(RESTART_DELAY_S)
             elif child.spec.vital or child.process.returncode == 2:
@@ -169,7 +197,8 @@ class Supervisor:
             else:
                 self._say(f"{said} once more: the others go on; starting it again in {RESTARTS_S / 60:.0f} min")
                 await asyncio.sleep(RESTARTS_S)
-            child.restarted(*await _launch(child.spec, child.log))
+            size = child.log.stat().st_size
+            child.restarted(*await _launch(child.spec, child.log), size)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work`. If a child dies for good, cancel the work and raise ChildDied."""
@@ -215,6 +244,24 @@ async def _launch(spec: ChildSpec, log: Path) -> tuple[asyncio.subprocess.Proces
     finally:
         os.close(read_end)
     return process, lifeline
+
+
+async def _until_one_is_done(either: set[asyncio.Future[Any]], spec: ChildSpec) -> None:
+    """Wait for one of them; TimeoutError once `start_timeout_s` have passed since the newest progress."""
+    seen: object = None
+    while True:
+        until = time.monotonic() + spec.start_timeout_s
+        while (left := until - time.monotonic()) > 0:
+            wait = min(left, PROGRESS_S) if spec.progress is not None else left
+            done, _ = await asyncio.wait(either, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return
+            now = None if spec.progress is None else await asyncio.to_thread(spec.progress)
+            if now != seen:
+                seen = now
+                break
+        else:
+            raise TimeoutError
 
 
 def _only(error: BaseException | None) -> BaseException:

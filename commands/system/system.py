@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -16,11 +17,17 @@ from ...proxy.errors import ConfigError
 from ...proxy.reward_function.process import require_function
 from ...proxy.store.keys import require_keys
 from ..vllm import vllm_program
+from .download import downloaded
 from .processes import Child, ChildSpec, Supervisor, address, require_free_port
 
 T = TypeVar("T")
 # How often each part is started again when it dies; it goes on where it was.
 RESTARTS = 3
+# What vLLM says when the trainer has the memory just now: at its peak, or on the way down.
+NO_MEMORY = (
+    r"Free memory on device .* is less than|No available memory for the cache blocks"
+    r"|larger than the available KV cache memory|OutOfMemoryError|CUDA out of memory"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +67,12 @@ class System:
         program = vllm_program(self._config)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._supervisor)
+            settings, model = self._config.vllm, str(self._config.policy.model)
             vllm = ChildSpec(
-                "vllm",
-                program.argv,
-                program.env,
-                f"http://{address(self._config.vllm.host, self._config.vllm.port)}/health",
-                self._config.vllm.start_timeout_s,
-                restarts=RESTARTS,
-            )
+                "vllm", program.argv, program.env, f"http://{address(settings.host, settings.port)}/health",
+                settings.start_timeout_s, restarts=RESTARTS, shortage=NO_MEMORY,
+                progress=partial(downloaded, model, settings.extra_args),
+            )  # fmt: skip
             proxy_url = f"http://{address(self._config.proxy.host, self._config.proxy.port)}/readyz"
             serve = ChildSpec("proxy", self._launch.argv("serve"), self._launch.env(), proxy_url, 60, restarts=RESTARTS)
             for spec in (vllm, serve):
