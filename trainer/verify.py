@@ -15,6 +15,7 @@ from ..proxy.policy.swap import Superseded, Swap
 from ..proxy.policy.vllm import VllmError, VllmServer
 from ..proxy.types import PolicyVersion
 from .step.adapters import Weights
+from .step.shortage import give_back
 from .step.trainer import LightningTrainer
 from .types import Sample
 from .waiting import before_retry
@@ -98,6 +99,7 @@ class Verifier:
         if not verified:
             raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
         self._served[adapter] = self._trainer.adapter(adapter)
+        give_back()
 
     async def _sample(self, server: VllmServer, model: str, prompt: Sequence[int], stop: asyncio.Event) -> Answer:
         """The server's answer. If no other server answers, this one is waited for; the proxy restores its weights."""

@@ -34,8 +34,13 @@ def fits(work: Callable[[], None], parameters: Sequence[nn.Parameter]) -> bool:
             parameter.grad += gradient
     if not done:
         gc.collect()
-        torch.cuda.empty_cache()  # what the allocator keeps is in pieces of the wrong sizes
+        give_back()  # what the allocator keeps is in pieces of the wrong sizes
     return done
+
+
+def give_back() -> None:
+    """Give the memory that torch keeps for later back to the GPU: a vLLM that starts again needs room beside us."""
+    torch.cuda.empty_cache()
 
 
 def smaller(batch: MicroBatch, metrics: StepMetrics) -> list[MicroBatch]:

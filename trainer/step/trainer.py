@@ -34,7 +34,7 @@ from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, token_we
 from .processes import Pass, Processes, on_every_process, on_every_shard
 from .scoring import Scores, attention_cost, check_tree_support, fully_scored, longest_sample, score
 from .shaping import Shaper
-from .shortage import fits, smaller, too_large
+from .shortage import fits, give_back, smaller, too_large
 from .skipped import fault_of_loss, some_rollouts
 from .state import restore, state_of
 from .step_metrics import StepMetrics
@@ -161,8 +161,8 @@ class LightningTrainer(GRPOTrainer):
         self.optimizer.zero_grad()
         metrics.optimizer_s = metrics.elapsed - metrics.forward_backward_s
         self.state.global_step = batch.step
-        found = {**batch.metrics, **metrics.result()}
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+        give_back()
+        return {name: value for name, value in {**batch.metrics, **metrics.result()}.items() if math.isfinite(value)}
 
     def _add_gradients(self, batch: Batch, samples: Sequence[Sample], metrics: StepMetrics) -> StepMetrics:
         """Forward and backward passes over `samples`; returns the metrics of all processes together."""

@@ -111,3 +111,30 @@ async def test_rollouts_that_do_not_fit_are_not_offered_again(base: Path, tmp_pa
         assert await b.steps_of(rollouts) == {1}
         last = await b.store.steps.last()
         assert last is not None and "too large for the memory" in last.metrics["left_out_because"]
+
+
+async def test_between_steps_no_memory_is_kept_that_a_vllm_might_need(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[bool] = []
+    async with bench(base, tmp_path, "lora") as b:
+        loop = b.loop()
+
+        def noting(work: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*args: Any, **options: Any) -> Any:
+                done = work(*args, **options)
+                given_back.append(False)
+                return done
+
+            return noted
+
+        def empty_cache() -> None:
+            assert b.trainer._scores is None and all(p.grad is None for p in b.trainer.adapters.parameters())
+            given_back.append(True)
+
+        monkeypatch.setattr("torch.cuda.empty_cache", empty_cache)
+        b.trainer.logprobs = noting(b.trainer.logprobs)
+        await b.groups("t1", "t2")
+        await loop.resume()
+        assert await loop.train_once()
+        assert given_back == [True, False, True], "after the step, and after its weights were verified"
