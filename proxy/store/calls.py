@@ -226,10 +226,16 @@ def _stored_request(text: str) -> dict[str, Any]:
 def _extended(prompt: tuple[int, ...], parent: ModelCall | None, earlier: dict[str, ModelCall]) -> str | None:
     """Return the call whose tokens the prompt begins with: usually the parent, else the newest such call."""
     for call in (*([parent] if parent else ()), *reversed(earlier.values())):
-        row = call.row_token_ids
-        if row and call.choices and prompt[: len(row)] == row:
+        if call.choices and _begins_with(prompt, call):
             return call.call_id
     return None
+
+
+def _begins_with(prompt: tuple[int, ...], call: ModelCall) -> bool:
+    """Whether these are the call's tokens and more; its answer is looked at first, where most others differ."""
+    asked, said = call.prompt_token_ids, call.response_token_ids
+    end = len(asked) + len(said)
+    return 0 < end <= len(prompt) and prompt[len(asked) : end] == said and prompt[: len(asked)] == asked
 
 
 def _untrainable_reason(row: sqlite3.Row) -> str | None:
