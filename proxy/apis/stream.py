@@ -147,7 +147,7 @@ class WholeTranscript:
         """Read the tokens, and return the agent's answer: without what was injected."""
         if not self.unkept:
             self.tokens = self._dialect.tokens(body)
-        if not self._injection or (agents := self._dialect.agents(body, self._injection)) is None:
+        if (agents := self._dialect.agents(body, self._injection)) is None:
             return body, data
         return agents, encode_as_vllm(agents)
 

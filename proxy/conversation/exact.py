@@ -24,8 +24,8 @@ from ..store.store import Store
 from ..types import CallEnd, CallStart, ModelCall
 from ..upstreams.attempts import Upstreams
 from ..upstreams.base import Answer, Request
+from .earlier import Said, by_response
 from .renderer import Renderer
-from .through_chat import by_response
 from .turns import (
     AsText,
     Outcome,
@@ -41,8 +41,8 @@ from .turns import (
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
-# A recorded call as a chat request, given the calls of its rollout by their response; None if it is not one.
-ChatOf = Callable[[ModelCall, Mapping[str, ModelCall]], Json | None]
+# A recorded call as a chat request, given what its rollout says by response; None if it is not one.
+ChatOf = Callable[[ModelCall, Mapping[str, Said]], Json | None]
 
 IGNORED = (
     "upstream %s does not take prompts as tokens: vLLM 0.32 or newer does; use it, or policy.token_continuity: text"

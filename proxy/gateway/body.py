@@ -71,9 +71,11 @@ def model_of(body: dict[str, Any]) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def chat_target(request: Request, chat: ThroughChat, route: Route) -> Target:
-    """Return the request for vLLM's chat route that stands for one of another API."""
-    sent, injection = chat.inject(chat.chat | ({} if route.model is None else {"model": route.model}))
+def chat_target(request: Request, chat: ThroughChat, route: Route, plain: bool) -> Target:
+    """Return the request for the chat route that stands for one of another API. `plain`: as in `target_of`."""
+    sent, injection = chat.chat | ({} if route.model is None else {"model": route.model}), Injection()
+    if not plain and route.upstream.kind == "vllm":
+        sent, injection = chat.inject(sent)
     return Target(route, request._replace(path=PATH, query=b"", body=encode(sent)), sent, injection, translated=True)
 
 

@@ -154,9 +154,8 @@ class Call:
             upstream=route.upstream.name,
             pins=route.pins,
         )
-        exact = gateway.exact if question.recorded else None
-        chat = way.chat.chat if way.chat else None
-        self._exact = exact and exact.call(route.upstream, self._start, self.attempts.target.sent, chat)
+        exact, asked = gateway.exact if question.recorded else None, way.chat.chat if way.chat else None
+        self._exact = exact and exact.call(route.upstream, self._start, self.attempts.target.sent, asked)
         if self._exact:
             self.attempts.begin_with(self._exact.open)
         self._began = time.perf_counter()
@@ -166,8 +165,8 @@ class Call:
         self._ending: asyncio.Future[None] | None = None
 
     def _target(self, route: Route, plain: bool) -> Target:
-        if self._way.chat and route is self._route and not plain:
-            return chat_target(self._request, self._way.chat, route)
+        if (chat := self._way.chat) and (chat.goes_on or (route is self._route and not plain)):
+            return chat_target(self._request, chat, route, plain)
         return target_of(self._request, self._question.body, self._question.dialect, route, plain)
 
     @property
@@ -259,8 +258,7 @@ class Call:
             log.warning("call %s: %s", self._start.call_id, error.message)
 
     async def _end_early(self, status: CallStatus, error: str) -> None:
-        transcript = self._transcript
-        await self.record_end(status, (transcript.error if transcript else None) or error)
+        await self.record_end(status, (self._transcript.error if self._transcript else None) or error)
 
     def _end(self, status: CallStatus, error: str | None) -> CallEnd:
         transcript, fell_back = self._transcript, self.attempts.fell_back
@@ -311,6 +309,8 @@ class Call:
                 question.limiter.spend(end, len(question.request.body))
             if self._exact:
                 self._exact.ended(end)
+            if self._way.chat and gateway.chat_route:
+                gateway.chat_route.answered(self._start, end)
             gateway.metrics.call_ended(end, question.recorded)
             for listener in gateway.listeners if question.recorded else ():
                 listener(self._start, end, question.headers)

@@ -37,11 +37,13 @@ class Own(Protocol):
 class ThroughChat:
     """One request on its way through the chat route. It is a dialect: it reads chat and gives the agent its own API.
 
-    `chat`: the request for the chat route, without what is asked for on top.
+    `chat`: the request for the chat route, without what is asked for on top. `goes_on`: it goes on with a response that
+    only the proxy knows, so that no other route can answer it.
     """
 
-    def __init__(self, own: Own, translation: Translation) -> None:
+    def __init__(self, own: Own, translation: Translation, *, goes_on: bool = False) -> None:
         self.chat = translation.chat
+        self.goes_on = goes_on
         self._own = own
         self._translation = translation
 
@@ -61,9 +63,9 @@ class ThroughChat:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(error) from None
 
-    def refusal(self, body: Json, status: int) -> Json:
-        """Return the upstream's error as the agent's API has it."""
-        return self._translation.refused(body)
+    def refusal(self, body: Json, status: int) -> Json | None:
+        """Return the upstream's error as the agent's API has it; None if it is in no shape of vLLM's."""
+        return self._translation.refused(body) if isinstance(body.get("error"), dict) else None
 
     def error_body(self, error: LightningError) -> Json:
         return self._own.error_body(error)

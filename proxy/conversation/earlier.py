@@ -1,0 +1,118 @@
+"""Finds what was said up to a response of /v1/responses, where a request only refers to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..apis.tools import dicts
+from ..errors import NotFound
+from ..json_text import encode
+from ..recording.redact import REASON
+from ..store.store import Store
+from ..types import CallEnd, CallStart, ModelCall
+
+Json = dict[str, Any]
+
+
+class Said(NamedTuple):
+    """What a call added to its conversation: what was asked and answered after the response `previous`.
+
+    `size`: bytes, about. `redacted`: its record lacks something that the model was shown, or said.
+    """
+
+    call_id: str
+    items: list[Json]
+    previous: Any
+    size: int
+    redacted: bool = False
+
+
+class Earlier:
+    """Keeps in memory what was said in the rollouts that were asked last, as it was said. The store has all others."""
+
+    def __init__(self, store: Store, *, memory: int = 2**25) -> None:
+        """About `memory` bytes are kept."""
+        self._calls = store.calls
+        self._rollouts: OrderedDict[str, dict[str, Said]] = OrderedDict()
+        self._memory = memory
+        self._kept = 0
+
+    async def up_to(self, rollout_id: str, previous: str) -> list[Said]:
+        """Return what was said up to a response, oldest first. Raise NotFound if it is unknown."""
+        try:
+            found = conversation(self._rollouts.get(rollout_id, {}), previous)
+            if await self._calls.status(rollout_id, found[-1].call_id) is not None:
+                return found
+            self._forget(rollout_id)  # it was deleted, perhaps by another process
+        except NotFound:
+            pass
+        stored = await self._stored(rollout_id)
+        found = conversation(stored | self._rollouts.get(rollout_id, {}), previous)
+        ids = {id(said): response_id for response_id, said in stored.items()}
+        for said in found:
+            if id(said) in ids:
+                self._add(rollout_id, ids[id(said)], said)
+        return found
+
+    def answered(self, start: CallStart, end: CallEnd) -> None:
+        """Note that a call was answered, and that its record is durable."""
+        if end.status == "ok" and isinstance(end.response, dict) and isinstance(name := end.response.get("id"), str):
+            size = len(start.request_text or "") + 8 * sum(len(choice.token_ids) for choice in end.choices)
+            self._add(end.rollout_id, name, _said(start.call_id, start.request, end.response, size))
+
+    async def _stored(self, rollout_id: str) -> dict[str, Said]:
+        try:
+            calls = await self._calls.of(rollout_id)
+        except NotFound:
+            return {}
+        return await asyncio.to_thread(by_response, calls)
+
+    def _add(self, rollout_id: str, response_id: str, said: Said) -> None:
+        rollout = self._rollouts.setdefault(rollout_id, {})
+        self._rollouts.move_to_end(rollout_id)
+        if (before := rollout.pop(response_id, None)) is not None:
+            self._kept -= before.size
+        rollout[response_id] = said
+        self._kept += said.size
+        while self._kept > self._memory and self._rollouts:
+            self._forget(next(iter(self._rollouts)))
+
+    def _forget(self, rollout_id: str) -> None:
+        self._kept -= sum(said.size for said in self._rollouts.pop(rollout_id, {}).values())
+
+
+def by_response(calls: Iterable[ModelCall]) -> dict[str, Said]:
+    """Return what recorded calls say, by the id of their response; only of those that were answered."""
+    return {
+        str(call.response.get("id")): _said(call.call_id, call.request, call.response, None, call.untrainable_reason)
+        for call in calls
+        if call.status == "ok" and isinstance(call.response, dict)
+    }
+
+
+def conversation(known: Mapping[str, Said], previous: Any) -> list[Said]:
+    """Return what was said up to a response, oldest first. Raise NotFound if some of it is unknown."""
+    found: list[Said] = []
+    while isinstance(previous, str):
+        said = known.get(previous)
+        if said is None or len(found) > len(known):
+            raise NotFound(f"Response with id '{previous}' not found in its rollout", param="previous_response_id")
+        found.append(said)
+        previous = said.previous
+    return found[::-1]
+
+
+def items_of(earlier: Iterable[Said]) -> list[Json]:
+    """Return all that was asked and answered."""
+    return [item for said in earlier for item in said.items]
+
+
+def _said(call_id: str, request: Json, response: Json, size: int | None, reason: str | None = None) -> Said:
+    asked = request.get("input")
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else dicts(asked)
+    items = [*items, *dicts(response.get("output"))]
+    size = len(encode(items)) if size is None else size
+    return Said(call_id, items, request.get("previous_response_id"), size, reason == REASON)
