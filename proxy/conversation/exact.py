@@ -7,8 +7,9 @@ So the answer is vLLM's own in every respect, and nothing has to be put together
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -195,9 +196,15 @@ class RecentTurns:
             calls = await self._store.calls.of(rollout_id)
         except NotFound:
             return []
-        known = by_response(calls)
-        answered = (call for call in calls if call.status == "ok" and call.policy_version is not None)
-        return [turn for call in answered for turn in _turns(call, self._chat_of(call, known))]
+        return await asyncio.to_thread(self._newest, calls)
+
+    def _newest(self, calls: Sequence[ModelCall]) -> list[Turn]:
+        """The newest turns of recorded calls, as many as are kept. A call of another API is made a chat first."""
+        known, found = by_response(calls), deque[Turn]()
+        for call in reversed(calls):
+            if len(found) < self._recent and call.status == "ok" and call.policy_version is not None:
+                found.extendleft(reversed([*_turns(call, self._chat_of(call, known))]))
+        return [*found]
 
     def _remember(self, rollout_id: str, more: Iterable[Turn]) -> None:
         known = self._turns[rollout_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,9 +22,10 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.conversation.exact import RecentTurns
 from lightning_proxy.proxy.conversation.turns import turns as turns_of
+from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import Choice
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, RolloutName
 from lightning_proxy.trainer.rows.samples import rollout_samples
 
 Json = dict[str, Any]
@@ -285,6 +287,30 @@ async def test_the_rollouts_that_were_quiet_the_longest_are_forgotten(tmp_path: 
         recent.add(name, turns_of(asked, response, (1, 2), (Choice(0, (3,), (-1.0,), "stop"),), (1,)))
         assert len(await recent.known(name, asked)) == kept
     assert [len(await recent.known(name, asked)) for name in "bac"] == [0, 2, 1]
+    await database.close()
+
+
+async def test_only_the_newest_turns_are_made_of_a_stored_rollout_and_not_in_the_loops_thread(
+    tmp_path: Path,
+) -> None:
+    asked: list[tuple[str, threading.Thread]] = []
+
+    def chat_of(call: ModelCall, _: object) -> Json:
+        asked.append((call.call_id, threading.current_thread()))
+        return call.request
+
+    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
+    request = {"model": "m", "messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
+    name, answer = RolloutName("r", None, None), (Choice(0, (3,), (-1.0,), "stop"),)
+    async with Recorder(Store(database), merged=False) as recorder:
+        for n in range(9):
+            await recorder.start(CallStart(f"c{n}", name, "chat/completions", "m", 0, request, 0.0))
+            await recorder.end(CallEnd(f"c{n}", "r", "ok", response, 200, (1, n), answer))
+    turns = await RecentTurns(Store(database), chat_of, recent=2).known("r", request)
+    assert [turn.ids.tolist() for turn in turns] == [[1, 7, 3], [1, 8, 3]]
+    assert [call_id for call_id, _ in asked] == ["c8", "c7"]
+    assert threading.main_thread() not in {thread for _, thread in asked}
     await database.close()
 
 
