@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..apis.tools import dicts
@@ -20,14 +20,15 @@ Json = dict[str, Any]
 class Said(NamedTuple):
     """What a call added to its conversation: what was asked and answered after the response `previous`.
 
-    `size`: bytes, about. `redacted`: its record lacks something that the model was shown, or said.
+    `redacted`: its record lacks something that the model was shown, or said. `size`: bytes, about; 0 if not known yet.
     """
 
     call_id: str
+    response_id: str
     items: list[Json]
     previous: Any
-    size: int
     redacted: bool = False
+    size: int = 0
 
 
 class Earlier:
@@ -49,33 +50,30 @@ class Earlier:
             self._forget(rollout_id)  # it was deleted, perhaps by another process
         except NotFound:
             pass
-        stored = await self._stored(rollout_id)
-        found = conversation(stored | self._rollouts.get(rollout_id, {}), previous)
-        ids = {id(said): response_id for response_id, said in stored.items()}
+        remembered = dict(self._rollouts.get(rollout_id, {}))  # as it was said
+        found = await asyncio.to_thread(_found, await self._recorded(rollout_id), remembered, previous)
         for said in found:
-            if id(said) in ids:
-                self._add(rollout_id, ids[id(said)], said)
+            self._add(rollout_id, said)
         return found
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
         """Note that a call was answered, and that its record is durable."""
-        if end.status == "ok" and isinstance(end.response, dict) and isinstance(name := end.response.get("id"), str):
+        if end.status == "ok" and isinstance(end.response, dict):
             size = len(start.request_text or "") + 8 * sum(len(choice.token_ids) for choice in end.choices)
-            self._add(end.rollout_id, name, _said(start.call_id, start.request, end.response, size))
+            self._add(end.rollout_id, _said(start.call_id, start.request, end.response)._replace(size=size))
 
-    async def _stored(self, rollout_id: str) -> dict[str, Said]:
+    async def _recorded(self, rollout_id: str) -> list[ModelCall]:
         try:
-            calls = await self._calls.of(rollout_id)
+            return await self._calls.of(rollout_id)
         except NotFound:
-            return {}
-        return await asyncio.to_thread(by_response, calls)
+            return []
 
-    def _add(self, rollout_id: str, response_id: str, said: Said) -> None:
+    def _add(self, rollout_id: str, said: Said) -> None:
         rollout = self._rollouts.setdefault(rollout_id, {})
         self._rollouts.move_to_end(rollout_id)
-        if (before := rollout.pop(response_id, None)) is not None:
+        if (before := rollout.pop(said.response_id, None)) is not None:
             self._kept -= before.size
-        rollout[response_id] = said
+        rollout[said.response_id] = said
         self._kept += said.size
         while self._kept > self._memory and self._rollouts:
             self._forget(next(iter(self._rollouts)))
@@ -86,11 +84,9 @@ class Earlier:
 
 def by_response(calls: Iterable[ModelCall]) -> dict[str, Said]:
     """Return what recorded calls say, by the id of their response; only of those that were answered."""
-    return {
-        str(call.response.get("id")): _said(call.call_id, call.request, call.response, None, call.untrainable_reason)
-        for call in calls
-        if call.status == "ok" and isinstance(call.response, dict)
-    }
+    answered = (call for call in calls if call.status == "ok" and isinstance(call.response, dict))
+    said = (_said(call.call_id, call.request, call.response, call.untrainable_reason) for call in answered)
+    return {each.response_id: each for each in said}
 
 
 def conversation(known: Mapping[str, Said], previous: Any) -> list[Said]:
@@ -110,9 +106,13 @@ def items_of(earlier: Iterable[Said]) -> list[Json]:
     return [item for said in earlier for item in said.items]
 
 
-def _said(call_id: str, request: Json, response: Json, size: int | None, reason: str | None = None) -> Said:
+def _found(calls: Sequence[ModelCall], remembered: Mapping[str, Said], previous: str) -> list[Said]:
+    found = conversation({**by_response(calls), **remembered}, previous)
+    return [said if said.size else said._replace(size=len(encode(said.items))) for said in found]
+
+
+def _said(call_id: str, request: Json, response: Json, reason: str | None = None) -> Said:
     asked = request.get("input")
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else dicts(asked)
     items = [*items, *dicts(response.get("output"))]
-    size = len(encode(items)) if size is None else size
-    return Said(call_id, items, request.get("previous_response_id"), size, reason == REASON)
+    return Said(call_id, str(response.get("id")), items, request.get("previous_response_id"), reason == REASON)

@@ -20,6 +20,10 @@ from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import RecordingConfig, RedactConfig, StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from lightning_proxy.proxy.conversation.earlier import Earlier
+from lightning_proxy.proxy.store.calls import Calls
+from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.store import Store
 
 Json = dict[str, Any]
 
@@ -178,6 +182,32 @@ async def test_a_conversation_by_ids_goes_on_after_a_restart(tmp_path: Path) -> 
         await proxy.respond(previous_response_id=first)
         await proxy.respond(previous_response_id=third)
         assert [len(body["messages"]) for _, body in proxy.vllm.asked] == [5, 3, 7]
+
+
+async def test_what_was_said_is_read_from_the_store_once_and_kept_in_limited_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    of = Calls.of
+
+    async def counted(self: Calls, rollout_id: str) -> Any:
+        read.append(rollout_id)
+        return await of(self, rollout_id)
+
+    monkeypatch.setattr(Calls, "of", counted)
+    async with served(tmp_path, PlayedVllm()) as proxy:
+        last = await proxy.respond()
+        for _ in range(5):
+            last = await proxy.respond(previous_response_id=last)
+        assert read == []
+    async with served(tmp_path, PlayedVllm()) as proxy:
+        for _ in range(3):
+            last = await proxy.respond(previous_response_id=last)
+        assert read == ["r"]
+        async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
+            small = Earlier(Store(database), memory=100)
+            assert [len(await small.up_to("r", last)) for _ in range(2)] == [9, 9]
+        assert read == ["r"] * 3
 
 
 async def test_a_deleted_rollout_is_not_gone_on_with(tmp_path: Path) -> None:
