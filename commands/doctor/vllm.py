@@ -175,6 +175,8 @@ class VllmChecks:
         status, _ = await self._send(method, path, {}, {"Origin": "https://page.example"})
         if status in (401, 403):
             return ok(name, "operator routes are closed to others")
+        if status in (404, 405):
+            return ok(name, "there are none that could replace its weights")
         found = "a web page, or any program that reaches this vLLM, can replace its weights"
         return warning(name, found, f"{RESTART}, or give it our guard (docs/security.md)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -49,7 +50,7 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
     if ready["store"] != "ok":
         return {
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
-            "untrainable": {}, "standstill": None,
+            "untrainable": {}, "publishing": None, "standstill": None,
         }  # fmt: skip
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
     rewards = [step["metrics"]["reward_mean"] for step in steps if "reward_mean" in step["metrics"]]
@@ -88,6 +89,9 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
     served = ", ".join([policy["served_model"] or "the base model", *policy["adapters"].values()])
     table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
+    if status["publishing"]:
+        told = f"not possible: {status['publishing']}\n`lightning-proxy doctor` says what to do"
+        table.add_row("publishing", plain(told, "yellow"))
     if collapse := policy["collapse"]:
         table.add_row("stopped", plain(f"for {duration(now - collapse['at'])}: {Collapse(**collapse).story}", "red"))
     for mode, counts in sorted(status["rollouts"].items(), reverse=True):
@@ -95,22 +99,27 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         table.add_row(f"rollouts, {mode}", shown)
     if not collapse:
         table.add_row("next step", status["next_step"])
-    if dropped := status["dropped"]:
-        reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in dropped.items())
-        table.add_row("dropped", plain(f"of the newest {count(NEWEST)} rollouts: {reasons}"))
-    if untrainable := status["untrainable"]:
-        reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in untrainable.items())
-        hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""
-        told = f"of the newest {count(NEWEST)} calls: {reasons}{hint}"
-        table.add_row("not trained on", plain(told, "yellow"))
-    if standstill := status["standstill"]:
-        table.add_row("standstill", plain(standstill["story"], "yellow"))
+    for name, told in _not_trained_on(status):
+        table.add_row(name, told)
     for name, value in step_facts(policy["last_step"], now):
         table.add_row(name, value)
     if len(status["rewards"]) > 1:
         first, *_, last = status["rewards"]
         table.add_row("reward by step", f"{sparkline(status['rewards'])}  {number(first)} → {number(last)}")
     return table
+
+
+def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
+    """What was recorded and teaches nothing, with the reasons."""
+    if dropped := status["dropped"]:
+        reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in dropped.items())
+        yield "dropped", plain(f"of the newest {count(NEWEST)} rollouts: {reasons}")
+    if untrainable := status["untrainable"]:
+        reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in untrainable.items())
+        hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""
+        yield "not trained on", plain(f"of the newest {count(NEWEST)} calls: {reasons}{hint}", "yellow")
+    if standstill := status["standstill"]:
+        yield "standstill", plain(standstill["story"], "yellow")
 
 
 def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]:

@@ -155,14 +155,15 @@ class Status(BaseModel):
     """`rollouts`: how many there are by mode and status. `waiting`: complete rollouts that no step has taken yet.
 
     `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `untrainable`: how many
-    of the newest 200 calls cannot be, by reason, the policy's alone. `standstill`: nothing was learned from the newest
-    rollouts.
+    of the newest 200 calls cannot be, by reason, the policy's alone. `publishing`: why new weights cannot reach the
+    policy's server. `standstill`: nothing was learned from the newest rollouts.
     """
 
     rollouts: dict[Mode, dict[RolloutStatus, int]]
     waiting: int
     dropped: dict[str, int]
     untrainable: dict[str, int]
+    publishing: str | None
     standstill: Standstill | None
 
 

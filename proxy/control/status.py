@@ -22,7 +22,7 @@ NEWEST = 200
 async def get_status(request: Request) -> dict[str, Any]:
     """Count rollouts by mode and status, those that wait, and the newest rollouts and calls that are not trained on.
 
-    `standstill` says that nothing was learned lately, and what to try.
+    `publishing` says why new weights could not be published; `standstill`, that nothing was learned lately.
     """
     p = await parts_for_all(request)
     rollouts: dict[str, dict[str, int]] = {}
@@ -35,6 +35,7 @@ async def get_status(request: Request) -> dict[str, Any]:
         "rollouts": rollouts,
         "waiting": await waiting(p),
         "dropped": dict(dropped.most_common()),
+        "publishing": None if p.swap is None else p.swap.why_not_published(),
         "untrainable": await p.store.calls.untrainable(NEWEST),
         "standstill": None if found is None else asdict(found) | {"story": found.story},
     }

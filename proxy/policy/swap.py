@@ -132,13 +132,19 @@ class Swap:
             log.warning("vLLM was left paused: resuming it")
             await server.resume()
 
+    def why_not_published(self) -> str | None:
+        """Return why new weights cannot reach a server, as far as a look at it told."""
+        return next((str(error) for error, _ in self._refused.values()), None)
+
     async def _label(self, server: VllmServer) -> str:
         """The label of a server's weights. One that refused to say is asked again after a while."""
         refused, until = self._refused.get(server.base_url, (None, 0.0))
         if refused is not None and monotonic() < until:
             raise refused
         try:
-            return await server.weight_version()
+            label = await server.weight_version()
+            self._refused.pop(server.base_url, None)
+            return label
         except VllmFault:
             raise
         except VllmError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import RolloutName
 
-NOTHING: dict[str, Any] = {"dropped": {}, "untrainable": {}, "standstill": None}
+NOTHING: dict[str, Any] = {"dropped": {}, "untrainable": {}, "publishing": None, "standstill": None}
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
@@ -74,4 +74,4 @@ async def test_the_document_describes_status(running: Running, tmp_path: Path) -
         _, document = await system.call("GET", "/openapi.json")
         answer = document["paths"]["/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
         properties = document["components"]["schemas"][answer["$ref"].rsplit("/", 1)[1]]["properties"]
-        assert set(properties) == {"rollouts", "waiting", "dropped", "untrainable", "standstill"}
+        assert set(properties) == {"rollouts", "waiting", "dropped", "untrainable", "publishing", "standstill"}
