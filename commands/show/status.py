@@ -99,8 +99,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         table.add_row(f"rollouts, {mode}", shown)
     if not collapse:
         table.add_row("next step", status["next_step"])
-    for name, told in _not_trained_on(status):
-        table.add_row(name, told)
+    for name, found in _not_trained_on(status):
+        table.add_row(name, found)
     for name, value in step_facts(policy["last_step"], now):
         table.add_row(name, value)
     if len(status["rewards"]) > 1:
