@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 DOWNLOAD_DIR = "--download-dir"
@@ -23,7 +24,7 @@ def downloaded(model: str, vllm_args: Sequence[str] = ()) -> int:
 
 
 def _cache(vllm_args: Sequence[str]) -> Path:
-    for option, value in zip(vllm_args, [*vllm_args[1:], ""], strict=True):
+    for option, value in zip_longest(vllm_args, vllm_args[1:], fillvalue=""):
         if option == DOWNLOAD_DIR:
             return Path(value)
         if option.startswith(f"{DOWNLOAD_DIR}="):

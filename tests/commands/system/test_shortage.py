@@ -115,7 +115,7 @@ http.server.HTTPServer(("127.0.0.1", {port}), http.server.SimpleHTTPRequestHandl
 
 def test_half_written_files_of_the_model_count_and_those_of_others_do_not(tmp_path: Path) -> None:
     options = ["--seed", "1", "--download-dir", str(tmp_path)]
-    assert downloaded("Qwen/Qwen3-4B", options) == 0
+    assert downloaded("no/such-model") == downloaded("Qwen/Qwen3-4B", options) == 0
     blobs = tmp_path / "models--Qwen--Qwen3-4B/blobs"
     other = tmp_path / "models--Qwen--Qwen3-8B/blobs"
     for folder, name, size in ((blobs, "a", 5), (blobs, "b.incomplete", 7), (other, "c", 11)):
