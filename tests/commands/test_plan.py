@@ -90,6 +90,48 @@ def test_the_trainer_sees_one_gpu_unless_a_launcher_shares_them_out(on: Any, mon
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
+def test_a_base_model_that_is_sharded_over_gpus_is_trained_and_served(
+    on: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = on("Qwen3-32B", [48.0] * 4)
+    with pytest.raises(ConfigError, match="does not fit"):
+        settle(config)
+    started: list[Config] = []
+
+    async def look(config: Config, *_: object) -> None:
+        started.append(config)
+
+    monkeypatch.setattr(train_module, "_train", look)
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    train_module.train(config)
+    assert started[0].trainer.max_tokens_per_batch == 8192
+    program = vllm_program(config, alone=True)
+    assert program.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert float(argument(program.argv, "--gpu-memory-utilization")) > 0.8
+    assert "does not fit" in caplog.text
+    with pytest.raises(ConfigError, match="does not fit"):
+        vllm_program(on("Qwen3-32B", [24.0]), alone=True)
+
+
+def test_a_trainer_of_several_processes_has_gpus_of_its_own(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, started = on("Qwen2.5-7B", [24.0]), []
+
+    async def look(config: Config, *_: object) -> None:
+        started.append(config)
+
+    monkeypatch.setattr(train_module, "_train", look)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    train_module.train(config)
+    assert started
+
+
 async def test_up_refuses_what_cannot_fit_before_it_starts_anything(on: Any, tmp_path: Path) -> None:
     config = on("Qwen2.5-7B", [24.0], proxy={"port": 0})
     config = config.model_copy(update={"vllm": config.vllm.model_copy(update={"port": 8100})})

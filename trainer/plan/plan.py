@@ -32,6 +32,7 @@ class Wanted:
     trainer_devices: tuple[int, ...] | None = None
     checkpointing: bool = True
     served: bool = True  # vLLM runs on this machine, too
+    trained: bool = True  # and the trainer
     adapter: Adapter = field(default_factory=Adapter)
 
 
@@ -65,7 +66,7 @@ def plan(shape: Shape, cards: Sequence[float], wanted: Wanted) -> Plan:
         found = _with_length(shape, cards, wanted, vllm, trainer, length)
         if found.kv_tokens >= (CONTEXTS * length if wanted.max_model_len is None else length):
             return found
-    raise ConfigError(_refusal(shape, cards, found))
+    raise ConfigError(_refusal(shape, cards, found, wanted))
 
 
 def _lengths(longest: int) -> list[int]:
@@ -74,7 +75,7 @@ def _lengths(longest: int) -> list[int]:
 
 def _devices(shape: Shape, cards: int, wanted: Wanted) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The trainer gets the last card; vLLM gets as many of the others as its tensor parallelism can use."""
-    trainer = wanted.trainer_devices or (cards - 1,)
+    trainer = (wanted.trainer_devices or (cards - 1,)) if wanted.trained else ()
     if wanted.vllm_devices:
         vllm = wanted.vllm_devices
     else:
@@ -101,6 +102,8 @@ def _with_length(
         """What a pass of so many tokens leaves to vLLM's cache."""
         taken = sum(_trainer(shape, wanted, tokens).values()) if shared else 0.0
         own = wanted.utilization or (USABLE if shared else ALONE)
+        if shared and wanted.utilization and taken > (USABLE - own) * card:
+            return 0.0  # vLLM takes its share, whatever it needs
         return min(own * card, USABLE * card - taken) - sum(fixed.values())
 
     tokens = wanted.tokens_per_pass or sample
@@ -110,7 +113,7 @@ def _with_length(
             (n for n in (COMFORTABLE_PASS, COMFORTABLE_PASS // 2) if n > tokens and room(n) >= enough), tokens
         )
     of_trainer = _trainer(shape, wanted, max(tokens, sample))
-    fits = sum(of_trainer.values()) <= USABLE * min(cards[i] for i in trainer) * GIB
+    fits = all(sum(of_trainer.values()) <= USABLE * cards[i] * GIB for i in trainer)
     kv_tokens = max(0, int(room(max(tokens, sample)) / a_token)) if fits else 0
     of_vllm = {**fixed, "KV cache": kv_tokens * a_token} if wanted.served else {}
     utilization = wanted.utilization or max(0.01, int(100 * sum(of_vllm.values()) / card) / 100)
@@ -131,6 +134,8 @@ def _server(shape: Shape, wanted: Wanted, cards: int) -> dict[str, float]:
 
 
 def _trainer(shape: Shape, wanted: Wanted, tokens: int) -> dict[str, float]:
+    if not wanted.trained:
+        return {}
     needs = {
         "weights": memory.weights(shape),
         "adapters": memory.trained_adapters(shape, wanted.adapter),
@@ -140,15 +145,20 @@ def _trainer(shape: Shape, wanted: Wanted, tokens: int) -> dict[str, float]:
     return {**needs, "lost in pieces": memory.LOSS * sum(needs.values())}
 
 
-def _refusal(shape: Shape, cards: Sequence[float], last: Plan) -> str:
+def _refusal(shape: Shape, cards: Sequence[float], last: Plan, wanted: Wanted) -> str:
     """Say what does not fit, with the shortest context that was tried."""
-    trainer, card = sum(last.trainer.values()) / GIB, min(cards[i] for i in last.trainer_devices)
-    needs = f"the trainer needs {trainer:.0f} GiB of a card of {card:.0f} GiB"
+    needs = []
+    if last.trainer:
+        trainer, card = sum(last.trainer.values()) / GIB, min(cards[i] for i in last.trainer_devices)
+        needs.append(f"the trainer needs {trainer:.0f} GiB of a card of {card:.0f} GiB")
     if last.vllm:
         cache = memory.kv_cache(shape, last.max_model_len) / len(last.vllm_devices) - last.vllm["KV cache"]
         where = "on the same card" if last.shared else "on each of its own"
-        needs += f", and vLLM {(sum(last.vllm.values()) + cache) / GIB:.0f} GiB {where}"
+        share = "" if wanted.utilization is None else f", where vllm.gpu_memory_utilization is {wanted.utilization:g}"
+        needs.append(
+            f"vLLM {'' if needs else 'needs '}{(sum(last.vllm.values()) + cache) / GIB:.0f} GiB {where}{share}"
+        )
     return (
-        f"policy.model does not fit: with a context of {last.max_model_len:,} tokens {needs}; it takes a smaller "
-        "model, more or larger cards, or a base model that is sharded (docs/gpu.md)"
+        f"policy.model does not fit: with a context of {last.max_model_len:,} tokens {', and '.join(needs)}; it takes "
+        "a smaller model, more or larger cards, or a base model that is sharded (docs/gpu.md)"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from ...proxy.config.root import Config
@@ -31,10 +31,13 @@ class Settled:
     trainer_devices: tuple[int, ...] = ()
 
 
-def settle(config: Config, gpus: Cards | None = None, *, offline: bool = False) -> Settled:
+def settle(
+    config: Config, gpus: Cards | None = None, *, offline: bool = False, trained: bool = True, sharded: bool = False
+) -> Settled:
     """Return the configuration with every null decided for `gpus`, by default those of this machine.
 
-    An `offline` trainer has no vLLM beside it, and neither has one whose vLLM is on another machine.
+    An `offline` trainer has no vLLM beside it, and neither has one whose vLLM is on another machine. If not `trained`,
+    vLLM has no trainer beside it. There is no plan for a base model that is `sharded` over several GPUs.
     ConfigError if the model cannot be trained, or does not fit.
     """
     gpus = cards() if gpus is None else gpus
@@ -42,10 +45,10 @@ def settle(config: Config, gpus: Cards | None = None, *, offline: bool = False) 
     if about is not None:
         check_model(about)
     shape = shape_of(about) if about is not None else None
-    if shape is None or not gpus:
+    if shape is None or not gpus or sharded:
         return Settled(_without_plan(config), None, tuple(config.vllm.devices), tuple(config.trainer.devices))
     numbers = list(gpus)
-    found = plan(shape, list(gpus.values()), _wanted(config, numbers, offline))
+    found = plan(shape, list(gpus.values()), replace(_wanted(config, numbers, offline), trained=trained))
     return Settled(
         _filled(config, found),
         found,

@@ -54,6 +54,13 @@ def test_what_the_configuration_says_is_kept(tmp_path: Path) -> None:
     assert (config.trainer.max_tokens_per_batch, config.trainer.max_sample_tokens) == (3000, 4000)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.55])
+def test_a_share_of_vllms_that_is_configured_leaves_the_trainer_the_rest(tmp_path: Path, share: float) -> None:
+    plan = settled(tmp_path, "Qwen3-4B", "1x24", vllm={"gpu_memory_utilization": share}).plan
+    assert plan is not None and plan.shared
+    assert sum(plan.trainer.values()) + share * 24 * GIB <= 24 * GIB
+
+
 def test_gpus_go_to_those_that_they_are_configured_for(tmp_path: Path) -> None:
     found = settled(tmp_path, "Qwen3-4B", "4x24", vllm={"devices": [2, 3]}, trainer={"devices": [0]})
     assert (found.vllm_devices, found.trainer_devices) == ((2, 3), (0,))
@@ -67,6 +74,7 @@ def test_gpus_go_to_those_that_they_are_configured_for(tmp_path: Path) -> None:
         ("Qwen2.5-7B", "1x24", {}),
         ("Qwen3-32B", "1x80", {}),
         ("Qwen3-4B", "1x24", {"vllm": {"max_model_len": 40960}}),
+        ("Qwen3-4B", "1x24", {"vllm": {"gpu_memory_utilization": 0.7}}),
         ("Qwen3-4B", "1x24", {"trainer": {"gradient_checkpointing": False, "max_tokens_per_batch": 8192}}),
     ],
 )
