@@ -111,7 +111,9 @@ def main(what: str, directory: Path) -> None:
     adapters = OWN if what.startswith("adapters") else ()
     ranks = Ranks()
     # The seed differs at first, and must not stay so. A sharded base is computed as on GPUs: with checkpointing.
-    learner = trainer(directory, adapters, ranks, seed=rank, gradient_checkpointing=what == "fsdp")
+    # Of passes one machine's memory plan may allow longer ones than another's.
+    own: Any = {"seed": rank, "max_tokens_per_batch": 30 + 40 * rank}
+    learner = trainer(directory, adapters, ranks, gradient_checkpointing=what == "fsdp", **own)
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     recomputed: list[int] = []  # the times that a layer was computed in a backward pass
     learner.policy_model.base_model.layers[0].mlp.register_forward_pre_hook(

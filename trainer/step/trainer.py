@@ -102,7 +102,7 @@ class LightningTrainer(GRPOTrainer):
         check_tree_support(self.policy_model.config, self.max_tokens)
         self._cost = TreeCost(
             attention_cost(self.policy_model.config, self.policy_model.num_parameters(exclude_embeddings=True)),
-            config.max_tokens_per_batch or TOKENS_PER_PASS,
+            min(processes.gathered(config.max_tokens_per_batch or TOKENS_PER_PASS)),  # they share out the same passes
         )
 
     @property
