@@ -109,7 +109,7 @@ class PolicyServer:
         self.refuses = ""  # the path of an operator's request that is to fail
         self.base = "base"
         self.processed_logprobs, self.stable_template, self.returns_token_ids = True, True, True
-        self.renders, self.takes_tokens = True, True
+        self.renders, self.takes_tokens, self.sees_files = True, True, True
         self.defaults: dict[str, Any] = {}  # its own sampling parameters
         self.delays: list[float] = []  # of the next answers, in seconds
         self.headers: list[dict[str, str]] = []
@@ -179,6 +179,9 @@ class PolicyServer:
         if request.path == self.refuses:
             error = {"message": "LoRA rank 64 is greater than max_lora_rank 16."}
             return web.json_response({"error": error}, status=400)
+        if not self.sees_files or Path(body["lora_path"], "adapter_config.json").exists():  # without tensors
+            said = "/x doesn't contain tensors" if self.sees_files else f"No adapter found for {body['lora_path']}"
+            return web.json_response({"error": {"message": said}}, status=500 if self.sees_files else 404)
         self.adapters[body["lora_name"]] = body["lora_path"]
         return web.Response(text="ok")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from ...trainer.rows.grammars import is_installed
 from ...trainer.rows.sampling import sampling_of
 from ...trainer.types import Sampling
 from .checks import Check, failed, ok, warning
+from .shared import NAME, check_shared
 
 RESTART = "start the server with `lightning-proxy vllm`"
 QUESTION = [{"role": "user", "content": "What is two plus two?"}]
@@ -42,7 +44,8 @@ class VllmChecks:
     ) -> None:
         self._config = config
         self._session = session
-        self._root = upstream.urls[0].removesuffix("/v1")
+        self._roots = [url.removesuffix("/v1") for url in upstream.urls]
+        self._root = self._roots[0]
         self._headers = upstream.credentials | operator_headers(config.policy.directory)
         self._publish = publish
         self._model = ""
@@ -65,7 +68,10 @@ class VllmChecks:
         )  # fmt: skip
         exact = self._config.policy.token_continuity == "exact"
         continuity = (("continuity", self._continuity),) if exact else ()
+        publishing: tuple[tuple[str, Callable[[str], Awaitable[Check]]], ...]
         publishing = (("publishing", self._publishing), ("operator", self._operator))
+        if self._publish == "lora":
+            publishing = (*publishing, (NAME, self._shared))
         for name, check in (*checks, *continuity, *publishing):
             try:
                 yield await check(name)
@@ -169,6 +175,17 @@ class VllmChecks:
                 return failed(name, f"merged: {path} answers HTTP {status}", fix)
         return ok(name, "merged: weights can be replaced in place")
 
+    async def _shared(self, name: str) -> Check:
+        """Check that every server that answers sees where new weights are written; the first that does not counts."""
+        found = []
+        for root in self._roots:
+            try:
+                found.append(await check_shared(self._config.policy.directory, root, partial(self._send, root=root)))
+            except Refused:
+                if root == self._root:
+                    raise
+        return next((check for check in found if check.outcome != "ok"), found[0])
+
     async def _operator(self, name: str) -> Check:
         """Check that a web page could not use the routes that publishing needs."""
         method, path = ("POST", "/v1/load_lora_adapter") if self._publish == "lora" else ("GET", "/is_paused")
@@ -197,10 +214,10 @@ class VllmChecks:
         return answer
 
     async def _send(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, root: str = ""
     ) -> tuple[int, Any]:
-        """The answer's status and body. `headers`: in place of those with our keys."""
-        url, sent = self._root + path, self._headers if headers is None else headers
+        """The answer's status and body. `headers`: in place of those with our keys; `root`: another server."""
+        url, sent = (root or self._root) + path, self._headers if headers is None else headers
         try:
             async with self._session.request(method, url, json=body, headers=sent) as answer:
                 is_json = "json" in answer.content_type

@@ -28,7 +28,9 @@ async def test_a_whole_system_passes(running: Running, tmp_path: Path, publish: 
         code, found = await outcomes(system)
         assert set(found.values()) == {"ok"}
         wanted = {"configuration", "store", "proxy", "upstream policy", "context length", "tokens", "logprobs"}
+        wanted |= {"shared directory"} if publish == "lora" else set()
         assert found.keys() == wanted | {"sampling", "template", "publishing", "operator", "alias", "rewards"}
+        assert system.vllm.adapters == {}
         assert code == 0
         _, rollouts = await system.call("GET", "/rollouts")
         assert {(r["mode"], r["status"]) for r in rollouts["data"]} == {("eval", "discarded")}
@@ -50,6 +52,18 @@ async def test_a_fault_of_the_policy_server_is_named(
         code, found = await outcomes(system)
         assert found[check] == outcome
         assert code == (1 if outcome == "failed" else 0)
+
+
+async def test_a_server_that_does_not_see_the_directory_of_new_weights_is_named(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path, publish="lora") as system:
+        system.vllm.guarded, system.vllm.sees_files = True, False
+        code, out, _ = await system.lightning("doctor", "--json")
+        (check,) = [check for check in json.loads(out) if check["name"] == "shared directory"]
+        assert (code, check["outcome"]) == (1, "failed")
+        assert f"does not see {system.config.policy.directory.absolute()}" in check["found"]
+        assert not list(system.config.policy.directory.glob("doctor-*"))
 
 
 async def test_token_continuity_is_checked_where_it_is_wanted(running: Running, tmp_path: Path) -> None:
