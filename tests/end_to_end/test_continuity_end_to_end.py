@@ -320,6 +320,7 @@ def wait_until_ready(url: str, log: Path) -> None:
     pytest.fail(f"not ready: {log.read_text()[-3000:]}")
 
 
+@pytest.mark.long
 async def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(served: Served) -> None:
     """By vLLM's own routes between messages and tokens: text, tokens and log-probabilities are of one answer."""
     questions = ["What is the capital of France?", "Name a colour.", "Count to five.", "Say hello."]

@@ -95,7 +95,7 @@ def test_a_sample_that_does_not_fit_alone_is_left_out_and_named(directory: Path)
 def test_a_step_without_memory_for_any_sample_changes_nothing(directory: Path) -> None:
     learner = with_memory_for(trainer(directory), 1, forward)
     before = learner.adapter()
-    assert learner.step(batch(1))["skipped"] == 1
+    assert learner.step(batch(1, tasks=1, siblings=2))["skipped"] == 1
     assert learner.skipped_because is not None and "too large for the memory" in learner.skipped_because
     assert all(torch.equal(weight, before[name]) for name, weight in learner.adapter().items())
 

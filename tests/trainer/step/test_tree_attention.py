@@ -266,6 +266,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.long
 def test_trees_of_fifteen_sizes_take_few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo decides when to compile anew; the backend that it calls is counted, and computes as it is."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda query, key, value: None)
