@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
 
 import torch
+from safetensors.torch import load
 
 from ..proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ..proxy.errors import PublishError, UpstreamTimeout, UpstreamUnreachable
@@ -24,9 +27,13 @@ log = logging.getLogger(__name__)
 
 # How far apart rounding alone takes the mean log-probability of two implementations.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
-# A difference below this share of the tolerance says nothing.
-ROUNDING = 0.02
 VERIFIED_TOKENS = 8
+# Where these do not tell new weights from old ones, answers of so many tokens are added, up to so many in all.
+MORE_TOKENS = 32
+MOST_TOKENS = 512
+# By so many standard deviations the answers must be nearer to one of them.
+SURE = 3.0
+ADAPTER_FILE = "adapter_model.safetensors"
 VERIFY_TRIES = 150
 VERIFY_RESTARTS = 3
 
@@ -43,7 +50,8 @@ class Verifier:
         self._config = config
         self._swap = swap
         self._trainer = trainer
-        self._served: dict[str, Weights] = {}  # by adapter, the weights that were last seen to be served
+        # By adapter, the weights that were last seen to be served; at first those that the trainer begins with.
+        self._served: dict[str, Weights] = trainer.adapters.all_weights()
 
     async def load_and_verify(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:
         """Load a version's adapters and verify them. Do it again if vLLM restarts meanwhile: it forgets them."""
@@ -52,7 +60,7 @@ class Verifier:
             try:
                 for adapter, model in {DEFAULT_ADAPTER: str(version.served_model), **version.adapters}.items():
                     own = [sample for sample in samples if sample.adapter == adapter]
-                    await self._verify(model, own or samples, adapter, stop)
+                    await self._verify(version, model, own or samples, adapter, stop)
                 return
             except VllmError:
                 if await self._has_adapters(version):
@@ -68,7 +76,8 @@ class Verifier:
         while True:
             await self._swap.restore(set())
             try:
-                return await self._verify(await self._swap.vllm.base_model(), samples, DEFAULT_ADAPTER, stop)
+                base = await self._swap.vllm.base_model()
+                return await self._verify(version, base, samples, DEFAULT_ADAPTER, stop)
             except PublishError:
                 if (live := await self._swap.store.versions.live()).version != version.version:
                     raise Superseded(f"policy version {live.version} was made live meanwhile") from None
@@ -82,7 +91,9 @@ class Verifier:
         served = [{model["id"] for model in await server.models()} for server in servers]
         return all(models.issuperset(version.served_models) for models in served)
 
-    async def _verify(self, model: str, samples: Sequence[Sample], adapter: str, stop: asyncio.Event) -> None:
+    async def _verify(
+        self, version: PolicyVersion, model: str, samples: Sequence[Sample], adapter: str, stop: asyncio.Event
+    ) -> None:
         """Ask every replica. One that goes away meanwhile is left out: it gets the weights before it serves again."""
         count = self._config.verify_samples
         chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
@@ -90,22 +101,71 @@ class Verifier:
         verified = 0
         for server in await self._swap.vllm.reachable():
             try:
-                answers = [await self._sample(server, model, prompt, stop) for prompt in prompts]
+                told = await self._ask(server, model, prompts, adapter, stop)
+                if not told.is_new:
+                    await self._look_at_names(server, version, adapter, model, told)
             except (UpstreamUnreachable, UpstreamTimeout) as error:
                 log.warning("the published weights are not verified on one server: %s", error)
                 continue
-            await self._compare(model, prompts, answers, adapter)
             verified += 1
         if not verified:
             raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
         self._served[adapter] = self._trainer.adapter(adapter)
         give_back()
 
-    async def _sample(self, server: VllmServer, model: str, prompt: Sequence[int], stop: asyncio.Event) -> Answer:
+    async def _ask(
+        self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]], adapter: str, stop: asyncio.Event
+    ) -> Evidence:
+        """Let the server answer until it is clear which weights do. PublishError if they are not the adapter's."""
+        evidence, old = Evidence(), self._served[adapter]
+        while evidence.may_become_clear:
+            tokens = VERIFIED_TOKENS if not evidence.tokens else MORE_TOKENS
+            answers = [await self._sample(server, model, prompt, tokens, stop) for prompt in prompts]
+            rows = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, answers, strict=True)]
+            ours = await asyncio.to_thread(self._trainer.logprobs, rows, None, adapter)
+            if not evidence.tokens:
+                self._require_near(model, ours, answers)
+            before = await asyncio.to_thread(self._trainer.logprobs, rows, old, adapter)
+            evidence.add(ours, before, answers)
+        if evidence.is_old:
+            raise PublishError(f"vLLM still serves the weights from before as {model}: {evidence}")
+        return evidence
+
+    async def _look_at_names(
+        self, server: VllmServer, version: PolicyVersion, adapter: str, model: str, evidence: Evidence
+    ) -> None:
+        """Where answers do not tell: is the server's name for the weights right, and are the files the trainer's own?
+
+        Raises PublishError if not.
+        """
+        if self._swap.mode == "merged":
+            if not await self._swap.has_label(server, version):
+                raise PublishError(f"vLLM does not say that it serves policy version {version.version}")
+            by = "its label"
+        else:
+            path = Path(str(version.path)) / ("" if adapter == DEFAULT_ADAPTER else adapter)
+            roots = [entry.get("root") for entry in await server.models() if entry["id"] == model]
+            if roots != [str(path)]:
+                raise PublishError(f"vLLM serves {model} from {roots}, not from {path}")
+            digest = await asyncio.to_thread(self._digest, path, adapter)
+            by = f"its name and its files (sha256 {digest[:12]})"
+        log.info("%s is verified by %s alone: %s", model, by, evidence)
+
+    def _digest(self, path: Path, adapter: str) -> str:
+        """The digest of an adapter's file; PublishError if it does not hold the trainer's weights."""
+        ours, content = self._trainer.adapter(adapter), (path / ADAPTER_FILE).read_bytes()
+        written = load(content)
+        if written.keys() != ours.keys() or not all(torch.equal(written[k], w.cpu()) for k, w in ours.items()):
+            raise PublishError(f"{path} does not hold the trainer's weights")
+        return sha256(content).hexdigest()
+
+    async def _sample(
+        self, server: VllmServer, model: str, prompt: Sequence[int], tokens: int, stop: asyncio.Event
+    ) -> Answer:
         """The server's answer. If no other server answers, this one is waited for; the proxy restores its weights."""
         for _ in range(VERIFY_TRIES):
             try:
-                return await server.sample(model, prompt, VERIFIED_TOKENS)
+                return await server.sample(model, prompt, tokens)
             except (UpstreamUnreachable, UpstreamTimeout) as error:
                 if await self._another_answers(server):
                     raise
@@ -119,12 +179,9 @@ class Verifier:
         except (UpstreamUnreachable, UpstreamTimeout):
             return False
 
-    async def _compare(
-        self, model: str, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], adapter: str
-    ) -> None:
-        """Raise PublishError if the answers are not those of the adapter, or closer to those of its old weights."""
-        rows = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, answers, strict=True)]
-        difference = mean_difference(await asyncio.to_thread(self._trainer.logprobs, rows, None, adapter), answers)
+    def _require_near(self, model: str, ours: Sequence[Sequence[float]], answers: Sequence[Answer]) -> None:
+        """Raise PublishError if the answers are not those of the trainer's weights, whatever else they are."""
+        difference = mean_difference(ours, answers)
         tolerance = self._config.verify_tolerance or TOLERANCE[self._trainer.policy_model.dtype]
         if not difference <= tolerance:  # NaN fails too
             raise PublishError(
@@ -132,20 +189,66 @@ class Verifier:
                 f"{sum(len(ids) for ids, _ in answers)} tokens differ from the trainer's by {difference:.4g} on "
                 f"average (policy.verify_tolerance is {tolerance:g}); the previous version stays live"
             )
-        if adapter in self._served and difference > tolerance * ROUNDING:
-            old = await asyncio.to_thread(self._trainer.logprobs, rows, self._served[adapter], adapter)
-            if (before := mean_difference(old, answers)) < difference / 2:
-                raise PublishError(
-                    "vLLM still serves the weights from before: its log-probabilities differ from theirs by "
-                    f"{before:.4g} on average, and from those of the published weights by {difference:.4g}"
-                )
+
+
+class Evidence:
+    """Tells whether answers come from new weights or from the old ones.
+
+    By token, it is how much nearer the served log-probability is to that of the new weights. The sum is judged by its
+    own spread, so it does not matter how large rounding is.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._sum = self._squares = 0.0
+        self._apart = [0.0, 0.0]  # from new and old
+
+    def add(self, new: Sequence[Sequence[float]], old: Sequence[Sequence[float]], answers: Sequence[Answer]) -> None:
+        """Add answers, and the log-probabilities of the rows that they end by new and by old weights."""
+        for (served, by_new), (_, by_old) in zip(_pairs(new, answers), _pairs(old, answers), strict=True):
+            nearer = abs(served - by_old) - abs(served - by_new)
+            self.tokens += 1
+            self._sum += nearer
+            self._squares += nearer * nearer
+            self._apart[0] += abs(served - by_new)
+            self._apart[1] += abs(served - by_old)
+
+    @property
+    def deviations(self) -> float:
+        """Return how clearly the answers are those of the new weights; below 0, of the old ones."""
+        return self._sum / math.sqrt(self._squares) if self._squares else 0.0
+
+    @property
+    def is_new(self) -> bool:
+        return self.deviations >= SURE
+
+    @property
+    def is_old(self) -> bool:
+        return self.deviations <= -SURE
+
+    @property
+    def may_become_clear(self) -> bool:
+        """Return whether more answers are worth asking for."""
+        if not self.tokens:
+            return True
+        by_then = abs(self.deviations) * math.sqrt(MOST_TOKENS / self.tokens)
+        return self.tokens < MOST_TOKENS and abs(self.deviations) < SURE <= by_then
+
+    def __str__(self) -> str:
+        new, old = (apart / max(1, self.tokens) for apart in self._apart)
+        return (
+            f"the log-probabilities of {self.tokens} tokens differ by {new:.4g} on average from those of the published "
+            f"weights, and by {old:.4g} from those of the weights before"
+        )
+
+
+def _pairs(ours: Sequence[Sequence[float]], answers: Sequence[Answer]) -> Iterator[tuple[float, float]]:
+    """Of each token of the answers, which end rows of `ours`: its log-probability as served, and ours."""
+    for row, (ids, served) in zip(ours, answers, strict=True):
+        yield from zip(served, row[len(row) - len(ids) :], strict=True)
 
 
 def mean_difference(ours: Sequence[Sequence[float]], answers: Sequence[Answer]) -> float:
     """Compute the mean absolute difference over the answers' tokens, which end rows of `ours`; NaN without tokens."""
-    differences = [
-        abs(a - b)
-        for row, (ids, served) in zip(ours, answers, strict=True)
-        for a, b in zip(row[len(row) - len(ids) :], served, strict=True)
-    ]
+    differences = [abs(served - own) for served, own in _pairs(ours, answers)]
     return math.fsum(differences) / len(differences) if differences else math.nan

@@ -30,7 +30,6 @@ async def check_shared(directory: Path, where: str, send: Send) -> Check:
     except OSError as error:
         return failed(NAME, f"{directory} cannot be written: {error.strerror}", "correct policy.directory")
     with made as path:
-        Path(path).chmod(0o755)  # as versions are: the server may be another user's
         Path(path, "adapter_config.json").write_text(json.dumps(ABOUT))
         status, answer = await send("POST", LOAD, {"lora_name": ADAPTER, "lora_path": path})
         if status < 400:

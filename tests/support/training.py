@@ -40,6 +40,7 @@ class HonestServer:
     def __init__(self, base: Path) -> None:
         self.base, self.label, self.paused = base, "default", False
         self.models: dict[str, Any] = {"base": self.open(str(base))}
+        self.roots: dict[str, str] = {}
 
     def open(self, path: str) -> Any:
         if (Path(path) / "adapter_config.json").exists():
@@ -54,7 +55,8 @@ class HonestServer:
         match request.path:
             case "/v1/models":
                 data = [
-                    {"id": n, "parent": None if n == "base" else "base", "root": str(self.base)} for n in self.models
+                    {"id": n, "parent": None if n == "base" else "base", "root": self.roots.get(n, str(self.base))}
+                    for n in self.models
                 ]
                 return web.json_response({"data": data})
             case "/weight_info":
@@ -68,6 +70,7 @@ class HonestServer:
             case "/update_weight_version":
                 self.label = body["new_version"]
             case "/v1/load_lora_adapter":
+                self.roots[body["lora_name"]] = body["lora_path"]
                 self.load(body["lora_name"], body["lora_path"])
             case "/v1/unload_lora_adapter":
                 del self.models[body["lora_name"]]

@@ -1,0 +1,136 @@
+"""Verifying: old weights are told from new ones by as many tokens as it takes, and by names where none suffice."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.errors import PublishError
+from lightning_proxy.trainer.verify import MORE_TOKENS, VERIFIED_TOKENS, Evidence
+from support.training import HonestServer, bench
+
+NOISE = 0.05  # what bfloat16 does to a log-probability
+PROMPTS = 4
+
+
+def found(moved: float, stale: bool, dice: random.Random) -> Evidence:
+    """What is found where two steps' weights are `moved` apart, and rounding is in all that is computed."""
+    evidence = Evidence()
+    while evidence.may_become_clear:
+        length = VERIFIED_TOKENS if not evidence.tokens else MORE_TOKENS
+        old = [[dice.gauss(-2, 1) for _ in range(length)] for _ in range(PROMPTS)]
+        new = [[value + dice.gauss(0, moved) for value in row] for row in old]
+        served, old, new = (
+            [[value + dice.gauss(0, NOISE) for value in row] for row in rows]
+            for rows in (old if stale else new, old, new)
+        )
+        evidence.add(new, old, [([0] * length, row) for row in served])
+    return evidence
+
+
+def test_a_difference_above_the_noise_is_told_and_below_it_there_are_no_false_alarms() -> None:
+    dice = random.Random(0)
+    for moved in (2 * NOISE, 4 * NOISE, 20 * NOISE):
+        stale = [found(moved, True, dice) for _ in range(200)]
+        assert sum(not evidence.is_old for evidence in stale) <= 10, moved
+        assert not any(found(moved, False, dice).is_old for _ in range(200)), moved
+    for moved in (0.0, NOISE / 10):
+        assert sum(found(moved, False, dice).is_old for _ in range(1000)) <= 5, moved
+
+
+def test_weights_that_are_the_same_are_not_asked_for_again_and_again() -> None:
+    evidence = Evidence()
+    evidence.add([[-1.0] * 8], [[-1.0] * 8], [([0] * 8, [-1.1] * 8)])
+    assert (evidence.deviations, evidence.may_become_clear, evidence.is_new) == (0.0, False, False)
+
+
+class RoundingServer(HonestServer):
+    """Its log-probabilities are as far from the trainer's as those of bfloat16."""
+
+    dice = random.Random(0)
+
+    def sample(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super().sample(body)
+        own = answer["logprobs"]["token_logprobs"]
+        answer["logprobs"]["token_logprobs"] = [value + self.dice.gauss(0, NOISE) for value in own]
+        return answer
+
+
+class RoundingDeafServer(RoundingServer):
+    """Says yes to new weights, names them rightly, and goes on serving the old ones."""
+
+    def load(self, name: str, path: str) -> None:
+        self.models[name] = self.models["base"]
+
+
+class MisnamingServer(RoundingServer):
+    """Has loaded the adapter from elsewhere."""
+
+    def load(self, name: str, path: str) -> None:
+        super().load(name, path)
+        self.roots[name] = "/elsewhere"
+
+
+class ForgettingServer(RoundingServer):
+    """Has files of the adapter that somebody has exchanged."""
+
+    def load(self, name: str, path: str) -> None:
+        super().load(name, path)
+        file = Path(path, "adapter_model.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+
+LOOSE = {"verify_tolerance": 0.5}
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_old_weights_are_noticed_below_the_tolerance(base: Path, tmp_path: Path, publish: str) -> None:
+    """At this learning rate a step moves log-probabilities by more than rounding, and by less than is tolerated."""
+    async with bench(base, tmp_path, publish, RoundingDeafServer, policy=LOOSE, learning_rate=0.005) as b:
+        await b.groups("t1", "t2")
+        with pytest.raises(PublishError, match="vLLM still serves the weights from before as "):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.store.versions.live()).version == 0
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_where_answers_do_not_tell_names_do_and_that_is_said(
+    base: Path, tmp_path: Path, publish: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with bench(base, tmp_path, publish, RoundingServer, policy=LOOSE, learning_rate=1e-6) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.version, live.verified) == (1, True)
+    (line,) = [r.getMessage() for r in caplog.records if "is verified by" in r.getMessage()]
+    names = (
+        "base is verified by its label" if publish == "merged" else "policy-v1 is verified by its name and its files"
+    )
+    assert line.startswith(names) and "alone: the log-probabilities of " in line
+
+
+@pytest.mark.parametrize(
+    ("server", "said"), [(MisnamingServer, "from ['/elsewhere'], not from"), (ForgettingServer, "does not hold")]
+)
+async def test_a_wrong_name_or_file_is_noticed_where_answers_do_not_tell(
+    base: Path, tmp_path: Path, server: type[HonestServer], said: str
+) -> None:
+    async with bench(base, tmp_path, "lora", server, policy=LOOSE, learning_rate=1e-6) as b:
+        await b.groups("t1", "t2")
+        with pytest.raises(PublishError) as error:
+            await b.loop().run(asyncio.Event(), once=True)
+        assert said in error.value.message
+
+
+def test_what_is_not_a_number_is_no_evidence_for_either() -> None:
+    evidence = Evidence()
+    evidence.add([[math.nan]], [[-1.0]], [([0], [-1.0])])
+    assert not evidence.is_new and not evidence.is_old and not evidence.may_become_clear
