@@ -105,6 +105,17 @@ def encode_in_turns(value: dict[str, Any]) -> bytes:
     return b"".join(_pieces(value))
 
 
+def encoded_parts(value: dict[str, Any], size: int = 2**18) -> Iterator[bytes]:
+    """Yield what `encode_in_turns` returns in parts of at least `size` bytes: a whole of many is copied in one go."""
+    part = bytearray()
+    for piece in _pieces(value):
+        part += piece
+        if len(part) >= size:
+            yield bytes(part)
+            part.clear()
+    yield bytes(part)
+
+
 def _pieces(value: dict[str, Any]) -> Iterator[bytes]:
     yield b"{"
     for i, (name, part) in enumerate(value.items()):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from hashlib import blake2b
 from typing import Annotated, Any
 
 from fastapi import Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from ..access.auth import Caller
 from ..conversation.unnamed import credentials
-from ..json_text import dumps, encode_in_turns
+from ..json_text import dumps, encoded_parts
 from ..types import check_id
 from .parts import Parts
 
@@ -62,5 +63,17 @@ def json_response(value: Any) -> Response:
 
 
 async def large_response(view: Callable[[], dict[str, Any]]) -> Response:
-    """Return a response like `json_response`, which may be large: it is put together and encoded in a thread."""
-    return Response(await asyncio.to_thread(lambda: encode_in_turns(view())), media_type="application/json")
+    """Return a response like `json_response`, which may be large: it is put together and encoded in a thread.
+
+    It is sent in parts, each when the one before has left.
+    """
+    parts = await asyncio.to_thread(lambda: [*encoded_parts(view())])
+    if len(parts) == 1:
+        return Response(parts[0], media_type="application/json")
+    length = {"content-length": str(sum(map(len, parts)))}
+    return StreamingResponse(_each(parts), headers=length, media_type="application/json")
+
+
+async def _each(parts: list[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.aside import LARGE
+from lightning_proxy.proxy.control.requests import large_response
 from lightning_proxy.proxy.json_text import encode_in_turns, loads, loads_in_turns
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -45,6 +46,25 @@ def test_json_written_in_turns_is_the_same() -> None:
     value = {"data": [{"a": "\ud800"}, [1, 2.5, None], "é"], "none": None, "empty": [], "é": {"b": [1]}}
     assert json.loads(encode_in_turns(value)) == value
     assert encode_in_turns({}) == b"{}"
+
+
+async def test_a_large_answer_is_sent_in_parts() -> None:
+    value = {"data": [{"text": f"{i}" * 50_000} for i in range(60)], "next_cursor": None}
+    response = await large_response(lambda: value)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+    start, *bodies = sent
+    parts = [message["body"] for message in bodies]
+    assert json.loads(b"".join(parts)) == value
+    assert max(map(len, parts)) < 2**19
+    assert dict(start["headers"])[b"content-length"] == str(sum(map(len, parts))).encode()
 
 
 @pytest.mark.parametrize("bad", [b"NaN", b'"\xff"', b"[" * 3000 + b"]" * 3000, b"{", b"1, 2"])
