@@ -131,6 +131,19 @@ def _gzipped(client: Client) -> Callable[[], object]:
     return lambda: client.chat(body, client.name(), Content_Encoding="gzip")
 
 
+def _messages(client: Client) -> Callable[[], object]:
+    body = compact({"model": "policy", "max_tokens": 9, "messages": messages(199_999)})
+    return lambda: client.send("POST", f"/rollouts/{client.name()}/v1/messages", body)
+
+
+def _responses_by_id(client: Client) -> Callable[[], object]:
+    path = f"/rollouts/{client.name()}/v1/responses"
+    items = [{"role": "user", "content": str(i)} for i in range(100_000)]
+    first = json.loads(client.send("POST", path, compact({"model": "policy", "input": items})))["id"]
+    body = compact({"model": "policy", "input": "and?", "previous_response_id": first})
+    return lambda: client.send("POST", path, body)
+
+
 def _rewards(client: Client) -> Callable[[], object]:
     rollout = client.name()
     client.chat(chat_body(messages(1)), rollout)
@@ -206,6 +219,8 @@ CASES: dict[str, Case] = {
     "chat that continues such a one": _continued,
     "chat, one message of 8 MB": _long_text,
     "chat, 200,000 messages, gzip": _gzipped,
+    "Messages, 200,000 messages": _messages,
+    "response that goes on with 100,000 items": _responses_by_id,
     "10,000 rewards": _rewards,
     "200,000 rewards (413)": _too_many_rewards,
     "10,000 wrong rewards (422)": _wrong_rewards,
