@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +11,35 @@ from pydantic import ValidationError
 
 from ..errors import ConfigError
 from .root import Config
+from .wrong import ENV_PREFIX, lines, require_known
 
 # What reading YAML may raise: ValueError for the 13th month.
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
-ENV_PREFIX = "LIGHTNING_"
-# Set for agent programs by `lightning-proxy run`; not configuration.
-ENV_NOT_CONFIG = {"LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL"}
+# Set for agent programs by `lightning-proxy run`, and for vLLM by us; not configuration.
+ENV_NOT_CONFIG = {
+    "LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL", "LIGHTNING_OPERATOR_KEY_FILE",
+}  # fmt: skip
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
     """Read `path`, then the environment, then `overrides` (such as {"proxy.port": 1}). The last one wins.
 
-    Raises ConfigError with one line that names the wrong key or value, and where it comes from.
+    Raises ConfigError with a line for each wrong key or value that names it, and where it comes from.
     """
     data = _read_yaml(path) if path is not None else {}
     origins: dict[str, str] = {}  # of keys that are not the file's
+    others = []
     for name, value in sorted(os.environ.items()):
+        if not name.startswith(ENV_PREFIX) or name in ENV_NOT_CONFIG:
+            continue
         section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("_")
-        if (
-            name.startswith(ENV_PREFIX)
-            and name not in ENV_NOT_CONFIG
-            and (section in Config.model_fields or "__" in name)
-        ):
+        if section in Config.model_fields or "__" in name:
             keys = [section, *key.lstrip("_").split("__")] if key else [section]
             _put(data, keys, _parse(value, name), name)
             origins[".".join(keys)] = name
+        else:
+            others.append(name)
+    require_known(others, Config)
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(data, key.split("."), value, key)
@@ -44,7 +47,7 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, path, origins)) from None
+        raise ConfigError(lines(error, Config, path, origins)) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -103,11 +106,3 @@ def _put(data: dict[str, Any], keys: list[str], value: Any, origin: str) -> None
         if not isinstance(data, dict):
             raise ConfigError(f"{origin}: {key} is not a section")
     data[keys[-1]] = value
-
-
-def _one_line(error: ValidationError, path: Path | None, origins: Mapping[str, str]) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    message = "unknown key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    origin = next((name for key, name in origins.items() if f"{where}.".startswith(f"{key}.")), None)
-    return ": ".join(filter(None, (origin or str(path or "configuration"), where, message)))

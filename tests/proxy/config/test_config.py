@@ -136,6 +136,47 @@ def test_a_wrong_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str
     assert name.lower().removeprefix("lightning_proxy_") in error.value.message.lower()
 
 
+def test_all_that_is_wrong_is_told_at_once_with_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "proxy: {prot: 1, max_body_mb: -1, learning_rate: 1}\ngroup_size: 4\n"
+        "upstreams: [{name: a, base_url: 'http://h/v1', fallback: []}]\nvllm: {xyzzy: 1}\n"
+    )
+    monkeypatch.setenv("LIGHTNING_TRAINER__KREDIT", "uniform")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.message.splitlines() == [
+        f"{path}: proxy.max_body_mb: Input should be greater than 0",
+        f"{path}: proxy.prot: unknown key; did you mean port?",
+        f"{path}: proxy.learning_rate: unknown key; did you mean trainer.learning_rate or trainer.sft.learning_rate?",
+        f"{path}: upstreams.0.fallback: unknown key; did you mean fallbacks?",
+        f"{path}: vllm.xyzzy: unknown key",
+        "LIGHTNING_TRAINER__KREDIT: trainer.kredit: unknown key; did you mean credit?",
+        f"{path}: group_size: unknown key; did you mean trainer.group_size?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("LIGHTNING_PORT", "LIGHTNING_PROXY__PORT or LIGHTNING_VLLM__PORT"),
+        ("LIGHTNING_MODEL", "LIGHTNING_POLICY__MODEL"),
+        ("LIGHTNING_PROXI_PORT", "LIGHTNING_PROXY__PORT"),
+        ("LIGHTNING_UPSTREAM", "LIGHTNING_UPSTREAMS"),
+    ],
+)
+def test_a_variable_that_nearly_names_a_key_is_told(monkeypatch: pytest.MonkeyPatch, name: str, meant: str) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"^{name}: no such key; did you mean {meant}"):
+        load_config()
+
+
+def test_variables_of_other_programs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LIGHTNING_CLOUD_SPACE_ID", "LIGHTNING_USER_ID", "LIGHTNING_OPERATOR_KEY_FILE", "LIGHTNING_NOTE"):
+        monkeypatch.setenv(name, "1")
+    assert load_config() == load_config()
+
+
 def test_an_empty_section_has_its_defaults(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("proxy:\ntrainer: {group_size: 4}\n")
     config = load_config(tmp_path / "c.yaml")
