@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 from uuid import uuid4
 
@@ -17,35 +17,41 @@ from tenacity.wait import wait_random_exponential
 from .errors import ClientError, ProxyUnreachable, Refused
 
 ANSWER_S = 30.0  # timeout of one try
+PATIENCE_S = 60.0
+FIND_S = 5.0  # how long to look for a proxy that was never there, unless a patience is given
 AGAIN = frozenset({408, 429, 502, 503, 504})
 _BACKOFF = wait_random_exponential(multiplier=0.1, max=10)
 
 
 class _Again(Exception):
-    """This try failed, but the next may succeed. `after_s` is the wait that the proxy asked for."""
+    """This try failed, but the next may succeed. `after_s` is the wait that the proxy asked for.
 
-    def __init__(self, why: str, after_s: float = 0.0) -> None:
+    `connected`: something answered at its address.
+    """
+
+    def __init__(self, why: str, after_s: float = 0.0, *, connected: bool = True) -> None:
         super().__init__(why)
         self.after_s = after_s
+        self.connected = connected
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The control API of the proxy at `url`. A request is retried for up to `patience_s` seconds."""
+    """The control API of the proxy at `url`. A request is retried for up to `patience_s` seconds.
+
+    `find_s`: how long `find` looks for something that listens there.
+    """
 
     url: str
     api_key: str | None = None
-    patience_s: float = 60.0
+    patience_s: float = PATIENCE_S
+    find_s: float = PATIENCE_S
 
     def post(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
         """Post and return the answer's JSON. A retry counts once. Raises Refused or ProxyUnreachable."""
-        key = {"Idempotency-Key": uuid4().hex, "Content-Type": "application/json"}
-        request = Request(self.url + path, _encode(body), {**self._authorization(), **key, **headers}, method="POST")
-        tries = Retrying(
-            retry=retry_if_exception_type(_Again), stop=stop_after_delay(self.patience_s), wait=_wait, reraise=False
-        )
+        request = self._request(path, body, headers)
         try:
-            return tries(_send, request)
+            return _tries(stop_after_delay(self.patience_s))(_send, request)
         except RetryError as error:
             why = error.last_attempt.exception()
             raise ProxyUnreachable(
@@ -53,8 +59,35 @@ class Control:
                 f"POST {path}: {why}"
             ) from why
 
+    def find(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
+        """Post like `post`, as the first that is asked of the proxy: give up after `find_s` if nothing listens."""
+        request = self._request(path, body, headers)
+        late = stop_after_delay(self.find_s)
+
+        def is_not_there(state: RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome else None
+            return isinstance(error, _Again) and not error.connected and late(state)
+
+        tries = _tries(stop_after_delay(self.patience_s) | is_not_there)
+        try:
+            return tries(_send, request, min(ANSWER_S, max(self.find_s, 0.1)))
+        except RetryError as error:
+            why = error.last_attempt.exception()
+            raise ProxyUnreachable(
+                f"no proxy answers at {self.url} ({why}): start it with `lightning-proxy serve`, or say where it is "
+                f"(LIGHTNING_URL, or url=…)"
+            ) from why
+
+    def _request(self, path: str, body: Any, headers: Mapping[str, str]) -> Request:
+        own = self._authorization() | {"Idempotency-Key": uuid4().hex, "Content-Type": "application/json"}
+        return Request(self.url + path, _encode(body), {**own, **headers}, method="POST")
+
     def _authorization(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+def _tries(stop: Callable[[RetryCallState], bool]) -> Retrying:
+    return Retrying(retry=retry_if_exception_type(_Again), stop=stop, wait=_wait, reraise=False)
 
 
 def _encode(body: Any) -> bytes:
@@ -64,15 +97,17 @@ def _encode(body: Any) -> bytes:
         raise ClientError(f"this cannot be sent as JSON: {error}") from None
 
 
-def _send(request: Request) -> Any:
+def _send(request: Request, timeout_s: float = ANSWER_S) -> Any:
     try:
-        with urlopen(request, timeout=ANSWER_S) as answer:
+        with urlopen(request, timeout=timeout_s) as answer:
             return json.loads(answer.read() or b"null")
     except HTTPError as error:
         with error:
             raise _failure(error.code, error.read(), error.headers.get("Retry-After", "")) from None
     except (OSError, HTTPException, ValueError) as error:
-        raise _Again(str(getattr(error, "reason", error)) or repr(error)) from error
+        # What goes wrong once there is a connection is no URLError.
+        connected = not isinstance(error, URLError)
+        raise _Again(str(getattr(error, "reason", error)) or repr(error), connected=connected) from error
 
 
 def _failure(status: int, raw: bytes, retry_after: str) -> Exception:

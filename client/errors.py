@@ -12,7 +12,7 @@ class NoRollout(ClientError, RuntimeError):
 
 
 class ProxyUnreachable(ClientError):
-    """The proxy did not answer, or only asked to try again, for `patience_s` seconds."""
+    """No proxy listens there, or it only asked to try again for `patience_s` seconds."""
 
 
 class Refused(ClientError):

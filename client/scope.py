@@ -14,7 +14,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 from uuid import uuid4
 
-from .control import Control
+from .control import FIND_S, PATIENCE_S, Control
 from .errors import ClientError, NoRollout, Refused
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -52,6 +52,7 @@ class Rollout:
         """The variables for a program that the agent starts: `subprocess.run(…, env=os.environ | run.environ)`."""
         found = {
             "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,  # what llama-index reads
             "OPENAI_API_KEY": self._key,
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self._key,
@@ -85,7 +86,7 @@ class Rollout:
 
     def open(self) -> None:
         """Open the rollout at the proxy with its task and mode, before its first call."""
-        self.control.post(self._path("events"), [], self.headers)
+        self.control.find(self._path("events"), [], self.headers)
 
     def reward(
         self,
@@ -162,7 +163,8 @@ class rollout:
 
     It opens the rollout at the proxy and ends it as completed, or as failed if an exception leaves the scope.
     With `end=False` it leaves the rollout open for somebody else to end or to reward. Arguments that are not given come
-    from the variables that `lightning-proxy run` sets.
+    from the variables that `lightning-proxy run` sets. Where no proxy listens, opening it fails within seconds; with
+    `patience_s` it is waited for that long.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class rollout:
         url: str | None = None,
         api_key: str | None = None,
         end: bool = True,
-        patience_s: float = 60.0,
+        patience_s: float | None = None,
     ) -> None:
         self._rollout = _rollout(rollout_id, task_id, agent, mode, url, api_key, patience_s)
         self._ends = end
@@ -236,12 +238,13 @@ def _rollout(
     mode: Mode | None = None,
     url: str | None = None,
     api_key: str | None = None,
-    patience_s: float = 60.0,
+    patience_s: float | None = None,
 ) -> Rollout:
     env = os.environ.get
     control = Control(
         (url or env("LIGHTNING_URL") or DEFAULT_URL).rstrip("/"),
         api_key or env("LIGHTNING_API_KEY") or env("OPENAI_API_KEY"),
-        patience_s,
+        PATIENCE_S if patience_s is None else patience_s,
+        FIND_S if patience_s is None else patience_s,
     )
     return Rollout(control, rollout_id or env("LIGHTNING_ROLLOUT_ID") or uuid4().hex, task_id, agent, mode)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import openai
 import pytest
 
 from lightning_proxy import client
-from lightning_proxy.client.control import Control
+from lightning_proxy.client.control import FIND_S, Control
 from lightning_proxy.client.scope import Rollout
 from support.served import proxy_in_front
 
@@ -376,6 +377,20 @@ def test_a_proxy_that_is_away_is_named_with_what_was_lost() -> None:
     away = Rollout(Control("http://127.0.0.1:1", patience_s=0.3), "r")
     with pytest.raises(client.ProxyUnreachable, match=r"127\.0\.0\.1:1 .*not recorded: POST /reward: .*refused"):
         away.reward(1.0)
+
+
+def test_a_scope_without_a_proxy_says_so_long_before_its_patience_ends() -> None:
+    assert client.rollout(url="http://127.0.0.1:1")._rollout.control.find_s == FIND_S < 10
+    assert client.rollout(url="http://127.0.0.1:1", patience_s=50)._rollout.control.find_s == 50
+    away = Rollout(Control("http://127.0.0.1:1", patience_s=10_000, find_s=0.1), "r")
+    with pytest.raises(client.ProxyUnreachable, match=r"^no proxy answers at http://127\.0\.0\.1:1 .*refused"):
+        away.open()
+
+
+def test_a_proxy_that_is_there_and_busy_is_waited_for(flaky: Rollout) -> None:
+    Flaky.ways = ["busy", "hang up", "busy"]
+    Rollout(replace(flaky.control, find_s=0.0), "r").open()
+    assert len(Flaky.keys) == 4 and len(set(Flaky.keys)) == 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
