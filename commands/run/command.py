@@ -18,11 +18,12 @@ from ..formats import print_json
 from ..signals import run_until_signal
 from ..system.processes import make_directory
 from .backlog import Backlog, Gate
+from .group_size import too_small
 from .programs import Runner, make_runner
 from .progress import ProgressView
 from .refill import Refill
 from .run import RolloutResult, RunOptions, run_tasks
-from .summary import sentence, summarize
+from .summary import no_calls, sentence, summarize
 from .tasks import Task, read_tasks
 
 START_S = 5.0
@@ -63,6 +64,8 @@ def run_command(config: Config, asked: RunRequest) -> None:
         group_size, asked.concurrency, cast(Mode, asked.mode), logs_directory(asked.logs),
         score_timeout_s=score_timeout_s(config),
     )  # fmt: skip
+    if asked.mode == "train" and (told := too_small(trainer, tasks, group_size)):
+        console.print(told, markup=False, style="yellow")
     api = ApiClient.of(config, patience_s=60)
     view, gate = ProgressView(console), None
     if asked.ahead is not None:
@@ -74,7 +77,7 @@ def run_command(config: Config, asked: RunRequest) -> None:
         print_json(summarize(results))
     else:
         console.print(sentence(results), markup=False)
-        for told in run.told:
+        for told in filter(None, (no_calls(results), *run.told)):
             console.print(told, markup=False, style="yellow")
     if all(result.failed for result in results):
         raise LightningError("every program failed")

@@ -28,7 +28,7 @@ class RolloutResult:
     """Says how one run of the program ended. `reward` is None while no reward of the rollout has arrived.
 
     `answers` maps each model that was asked for to the policy versions that answered, in order. A version is None for
-    a model outside the policy. `tokens`: how many were sampled.
+    a model outside the policy. `tokens`: how many were sampled. `calls`: how many were recorded, of whatever status.
     """
 
     rollout_id: str
@@ -38,6 +38,7 @@ class RolloutResult:
     reward: float | None
     answers: Mapping[str | None, tuple[int | None, ...]] = field(default_factory=dict)
     tokens: int = 0
+    calls: int = 0
 
     @property
     def policy_versions(self) -> tuple[int | None, ...]:
@@ -149,12 +150,14 @@ class TaskRun:
         if self._options.logs is None:
             log.unlink(missing_ok=True)
         rollout = await (self._scored(rollout_id) if code == 0 else self._api.rollout(rollout_id))
-        answers, tokens = _answers(rollout.get("calls", [])), rollout.get("tokens", 0)
-        return RolloutResult(rollout_id, job.task.task_id, code, reason, rollout["reward"], answers, tokens)
+        calls, tokens = rollout.get("calls", []), rollout.get("tokens", 0)
+        reward, answers = rollout["reward"], _answers(calls)
+        return RolloutResult(rollout_id, job.task.task_id, code, reason, reward, answers, tokens, len(calls))
 
     def _environment(self, job: Job) -> dict[str, str]:
         return {
             "OPENAI_BASE_URL": job.rollout.base_url,
+            "OPENAI_API_BASE": job.rollout.base_url,  # what llama-index reads
             "OPENAI_API_KEY": job.rollout.api_key,
             "LIGHTNING_ROLLOUT_ID": job.rollout.rollout_id,
             "LIGHTNING_TASK": job.task.line,

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from .programs import CANNOT_START
 from .run import RolloutResult
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """`mean_reward` and `solved` are over the rollouts with a reward. `solved` is the share with reward >= 1."""
+    """`mean_reward` and `solved` are over the rollouts with a reward. `solved` is the share with reward >= 1.
+
+    `without_call`: those whose program ran, but made no call through the proxy.
+    """
 
     rollouts: int
     failed: int
     without_reward: int
     mean_reward: float | None
     solved: float | None
+    without_call: int = 0
 
 
 def totals(results: Sequence[RolloutResult]) -> Totals:
@@ -28,6 +33,7 @@ def totals(results: Sequence[RolloutResult]) -> Totals:
         without_reward=len(results) - len(rewards),
         mean_reward=sum(rewards) / len(rewards) if rewards else None,
         solved=sum(reward >= 1 for reward in rewards) / len(rewards) if rewards else None,
+        without_call=sum(result.calls == 0 and result.exit_code != CANNOT_START for result in results),
     )
 
 
@@ -59,3 +65,11 @@ def sentence(results: Sequence[RolloutResult]) -> str:
     line = f"{whole.rollouts} rollouts, {mean}, {whole.failed} failed, {whole.without_reward} without a reward so far"
     reasons = [result.reason for result in results if result.reason]
     return f"{line}\nfirst failure: {reasons[0]}" if reasons else line
+
+
+def no_calls(results: Sequence[RolloutResult]) -> str | None:
+    """Say that rollouts made no call, and what to look at. None if all made one."""
+    silent = totals(results).without_call
+    if not silent:
+        return None
+    return f"{silent} of {len(results)} rollouts made no call: does your agent read OPENAI_BASE_URL?"

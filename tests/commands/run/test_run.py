@@ -120,12 +120,13 @@ async def test_every_sibling_of_every_task_runs_in_a_rollout_of_its_own(
 
 
 async def test_the_program_sees_the_environment_of_the_contract(proxy: ControlApi, tmp_path: Path, kind: str) -> None:
-    names = ["OPENAI_BASE_URL", "OPENAI_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL"]
+    names = ["OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "LIGHTNING_ROLLOUT_ID"]
+    names += ["LIGHTNING_TASK", "LIGHTNING_URL"]
     text = f"import os, sys; print(*[os.environ[n] for n in {names!r}], sys.argv[1], __name__, sep='|')"
     logs = tmp_path / "logs"
     await run_all(proxy, program(kind, tmp_path, text, "extra"), [task(1)], RunOptions(logs=logs))
     seen = (logs / "r0.log").read_text().strip().split("|")
-    assert seen == [f"{proxy.url}/rollouts/r0/v1", "k-r0", "r0", '{"x": 1}', proxy.url, "extra", "__main__"]
+    assert seen == [*[f"{proxy.url}/rollouts/r0/v1"] * 2, "k-r0", "r0", '{"x": 1}', proxy.url, "extra", "__main__"]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lightning_proxy.commands.run.group_size import too_small
 from lightning_proxy.commands.run.progress import ProgressView
 from lightning_proxy.commands.run.run import RolloutResult
+from lightning_proxy.commands.run.tasks import Task
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import Reward, RolloutName
 
@@ -64,6 +67,44 @@ async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running:
         _, status, _ = await system.lightning("status")
     assert said.replace("\n", " ").count("nothing was learned from the newest 192 rollouts (mean reward 0.5)") == 1
     assert " ".join(status.split()).count("nothing was learned from the newest 192 rollouts") == 1
+
+
+async def test_rollouts_without_a_call_are_told_of_and_groups_that_make_no_step(
+    running: Running, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task_id": "t1"}\n{"task_id": "t2"}\n')
+    async with running(tmp_path) as system:
+        told = {}
+        for size in ("1", "4", "8"):
+            _, _, err = await system.lightning("run", "--tasks", tasks, "--group-size", size, "--", "true")
+            told[size] = " ".join(err.split())
+        options = ("--mode", "eval", "--json")
+        _, out, err = await system.lightning("run", "--tasks", tasks, *options, "--", "no-such-program")
+    assert "no step will come of this" in told["1"]
+    assert "a task gets 4 rollouts, fewer than the 8 that the trainer compares: it waits 10m" in told["4"]
+    assert "2 of 2 rollouts made no call: does your agent read OPENAI_BASE_URL?" in told["1"]
+    assert "trainer.group_size" not in told["8"]
+    assert (out, "no-such-program" in err) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "size", "passes", "told"),
+    [
+        ({}, 1, 1, "no step will come of this"),
+        ({"lone_rollouts": "running"}, 1, 1, None),
+        ({"baseline": "reinforce_pp"}, 1, 1, None),
+        ({}, 4, 2, None),
+        ({"group_size": 2}, 1, 2, None),
+        ({"group_size": 4}, 1, 2, "a task gets 2 rollouts"),
+    ],
+)
+def test_a_group_size_is_judged_by_what_the_trainer_compares(
+    trainer: dict[str, Any], size: int, passes: int, told: str | None
+) -> None:
+    tasks = [Task("t1", "{}"), Task("t2", "{}")] * passes
+    found = too_small(TrainerConfig.model_validate(trainer), tasks, size)
+    assert (found or "").startswith(told or "") and (found is None) == (told is None)
 
 
 async def test_groups_that_are_not_trained_on_are_not_refilled(running: Running, tmp_path: Path) -> None:
