@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -11,7 +11,8 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 from uuid import uuid4
 
-from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, stop_after_delay
+from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, stop_after_delay, stop_any
+from tenacity.stop import stop_base
 from tenacity.wait import wait_random_exponential
 
 from .errors import ClientError, ProxyUnreachable, Refused
@@ -33,6 +34,14 @@ class _Again(Exception):
         super().__init__(why)
         self.after_s = after_s
         self.connected = connected
+
+
+class _NothingThere(stop_after_delay):
+    """Stop after this time if nothing answers at the address."""
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        error = retry_state.outcome.exception() if retry_state.outcome else None
+        return isinstance(error, _Again) and not error.connected and super().__call__(retry_state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +71,7 @@ class Control:
     def find(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
         """Post like `post`, as the first that is asked of the proxy: give up after `find_s` if nothing listens."""
         request = self._request(path, body, headers)
-        late = stop_after_delay(self.find_s)
-
-        def is_not_there(state: RetryCallState) -> bool:
-            error = state.outcome.exception() if state.outcome else None
-            return isinstance(error, _Again) and not error.connected and late(state)
-
-        tries = _tries(stop_after_delay(self.patience_s) | is_not_there)
+        tries = _tries(stop_any(stop_after_delay(self.patience_s), _NothingThere(self.find_s)))
         try:
             return tries(_send, request, min(ANSWER_S, max(self.find_s, 0.1)))
         except RetryError as error:
@@ -86,7 +89,7 @@ class Control:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
-def _tries(stop: Callable[[RetryCallState], bool]) -> Retrying:
+def _tries(stop: stop_base) -> Retrying:
     return Retrying(retry=retry_if_exception_type(_Again), stop=stop, wait=_wait, reraise=False)
 
 
