@@ -3,7 +3,7 @@
 A real vLLM in bfloat16 on a CPU, with LoRA, gets the adapter of one optimizer step after the other. Its answers are
 compared with the trainer's weights twice: as the product does after publishing them, where an alarm is false; and as if
 the next step's adapter had been published and these, the stale ones, were still served, where silence is a miss.
-`--keep FILE` writes what was measured, and `--from FILE` judges it again without measuring.
+What was measured is kept in a file, which `--judge FILE` judges again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -30,31 +33,91 @@ from lightning_proxy.proxy.policy.operator import operator_headers
 from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
+from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, VERIFIED_TOKENS, Evidence
 
 RATES = (2e-4, 5e-5, 2e-5, 5e-6, 1e-6)
 TRAINED = 4  # answers of each publication
 PROMPT, VOCABULARY = 8, 1000
+FIRST = 4  # prompts that are asked first: policy.verify_samples
+
+
+Rows = list[list[float]]
 
 
 class Publication(NamedTuple):
     """Log-probabilities of each answer's tokens: as served, by the trainer's weights, and by those one step later."""
 
     rate: float
-    served: list[list[float]]
-    ours: list[list[float]]
-    later: list[list[float]]
+    served: Rows
+    ours: Rows
+    later: Rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a model's directory; by default one with random weights")
     parser.add_argument("--publications", type=int, default=40, help="for each learning rate")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16, help="of an answer, at most")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=MORE_TOKENS, help="of an answer, at most")
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
-    parser.add_argument("--keep", type=Path, help="write what was measured there")
+    parser.add_argument("--keep", type=Path, default=Path("verification.jsonl"), help="write what was measured there")
+    parser.add_argument("--judge", type=Path, nargs="*", help="measure nothing: judge what was measured before")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, (args.keep or Path("/dev/null")).open("w") as kept:
+    if args.judge is None:
+        _measure_all(args)
+    _show([Publication(*json.loads(line)) for file in args.judge or [args.keep] for line in file.open()])
+
+
+def _show(publications: Sequence[Publication]) -> None:
+    """A row of the table for each learning rate, and one for how far a step moves the log-probabilities."""
+    print("| publications | number | moved / noise | false alarms | misses | told by answers | tokens asked for |")
+    print("|---|---|---|---|---|---|---|")
+    for rate in sorted({publication.rate for publication in publications}):
+        _row(f"learning rate {rate:g}", [p for p in publications if p.rate == rate])
+    for low, high in pairwise((0.0, 0.9, 1.0, 1.1, 1.25, math.inf)):
+        _row(f"moved / noise {low:g} to {high:g}", [p for p in publications if low <= _moved(p) < high])
+    _row("all", publications)
+
+
+def _row(name: str, publications: Sequence[Publication]) -> None:
+    right = [_evidence(p.served, new=p.ours, old=p.later) for p in publications]
+    stale = [_evidence(p.served, new=p.later, old=p.ours) for p in publications]
+    if not publications:
+        return
+    moved, tokens = mean(map(_moved, publications)), mean(e.tokens for e in right)
+    told, misses = sum(e.is_new for e in right), sum(not e.is_old for e in stale)
+    alarms = sum(e.is_old for e in right)
+    print(f"| {name} | {len(right)} | {moved:.2f} | {alarms} | {misses} | {told} | {tokens:.0f} |")
+
+
+def _moved(publication: Publication) -> float:
+    """How far a step moves log-probabilities, as the trainer computes them, beside how far the server is from it."""
+    moved = _root_mean_square(publication.later, publication.ours)
+    return moved / _root_mean_square(publication.served, publication.ours)
+
+
+def _root_mean_square(one: Rows, other: Rows) -> float:
+    return math.sqrt(mean((a - b) ** 2 for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)))
+
+
+def _evidence(served: Rows, *, new: Rows, old: Rows) -> Evidence:
+    """What the product would find if it asked for these answers."""
+    evidence, firsts = Evidence(), range(FIRST)
+    rounds = [[(row, 0, VERIFIED_TOKENS) for row in firsts]]
+    rounds += [
+        [(row, 0, MORE_TOKENS) for row in range(first, min(first + MORE_ANSWERS, len(served)))]
+        for first in range(FIRST, len(served), MORE_ANSWERS)
+    ]
+    rounds[-1] += [(row, VERIFIED_TOKENS, MORE_TOKENS) for row in firsts]
+    for parts in rounds:
+        if evidence.may_become_clear:
+            found = [[rows[row][start:end] for row, start, end in parts] for rows in (new, old, served)]
+            evidence.add(found[0], found[1], [([0] * len(row), row) for row in found[2]])
+    return evidence
+
+
+def _measure_all(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as scratch, args.keep.open("w") as kept:
         model = args.model or _random_model(Path(scratch) / "model")
         config = _config(model, Path(scratch), args.rates[0])
         with _vllm(config, Path(scratch)) as url:
@@ -124,7 +187,7 @@ def _config(model: Path, scratch: Path, rate: float) -> Config:
     return Config.model_validate({
         "policy": {"model": str(model), "directory": str(scratch), "publish": "lora"},
         "vllm": {"port": free_port(), "max_model_len": 512, "dtype": "bfloat16", "kv_cache_gib": 1},
-        "trainer": {"report_to": [], "dtype": "bfloat16", "learning_rate": rate},
+        "trainer": {"report_to": [], "dtype": "bfloat16", "learning_rate": rate, "threads": 1},
     })  # fmt: skip
 
 

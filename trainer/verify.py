@@ -28,9 +28,11 @@ log = logging.getLogger(__name__)
 # How far apart rounding alone takes the mean log-probability of two implementations.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 VERIFIED_TOKENS = 8
-# Where these do not tell new weights from old ones, answers of so many tokens are added, up to so many in all.
+# Where these do not tell new weights from old ones, more answers are asked for at once, up to so many tokens.
+MORE_ANSWERS = 16
 MORE_TOKENS = 32
-MOST_TOKENS = 512
+MOST_TOKENS = 2048
+ROUNDS = 6
 # By so many standard deviations the answers must be nearer to one of them.
 SURE = 3.0
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -119,11 +121,15 @@ class Verifier:
         """Let the server answer until it is clear which weights do. PublishError if they are not the adapter's."""
         evidence, old = Evidence(), self._served[adapter]
         while evidence.may_become_clear:
-            tokens = VERIFIED_TOKENS if not evidence.tokens else MORE_TOKENS
-            answers = [await self._sample(server, model, prompt, tokens, stop) for prompt in prompts]
-            rows = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, answers, strict=True)]
+            if not evidence.rounds:
+                asked = list(prompts)
+                answers = [await self._sample(server, model, prompt, VERIFIED_TOKENS, stop) for prompt in asked]
+            else:
+                asked = [prompts[i % len(prompts)] for i in range(MORE_ANSWERS)]
+                answers = await asyncio.gather(*(server.sample(model, prompt, MORE_TOKENS) for prompt in asked))
+            rows = [[*prompt, *ids] for prompt, (ids, _) in zip(asked, answers, strict=True)]
             ours = await asyncio.to_thread(self._trainer.logprobs, rows, None, adapter)
-            if not evidence.tokens:
+            if not evidence.rounds:
                 self._require_near(model, ours, answers)
             before = await asyncio.to_thread(self._trainer.logprobs, rows, old, adapter)
             evidence.add(ours, before, answers)
@@ -199,12 +205,13 @@ class Evidence:
     """
 
     def __init__(self) -> None:
-        self.tokens = 0
+        self.tokens = self.rounds = 0
         self._sum = self._squares = 0.0
         self._apart = [0.0, 0.0]  # from new and old
 
     def add(self, new: Sequence[Sequence[float]], old: Sequence[Sequence[float]], answers: Sequence[Answer]) -> None:
         """Add answers, and the log-probabilities of the rows that they end by new and by old weights."""
+        self.rounds += 1
         for (served, by_new), (_, by_old) in zip(_pairs(new, answers), _pairs(old, answers), strict=True):
             nearer = abs(served - by_old) - abs(served - by_new)
             self.tokens += 1
@@ -228,11 +235,12 @@ class Evidence:
 
     @property
     def may_become_clear(self) -> bool:
-        """Return whether more answers are worth asking for."""
-        if not self.tokens:
+        """Return whether more answers are worth asking for: with luck they make it clear."""
+        if not self.rounds:
             return True
-        by_then = abs(self.deviations) * math.sqrt(MOST_TOKENS / self.tokens)
-        return self.tokens < MOST_TOKENS and abs(self.deviations) < SURE <= by_then
+        by_then = (abs(self.deviations) + 1) * math.sqrt(MOST_TOKENS / max(1, self.tokens))
+        more = self._squares > 0 and self.tokens < MOST_TOKENS and self.rounds < ROUNDS
+        return more and abs(self.deviations) < SURE <= by_then
 
     def __str__(self) -> str:
         new, old = (apart / max(1, self.tokens) for apart in self._apart)
