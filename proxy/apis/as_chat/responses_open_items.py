@@ -13,10 +13,9 @@ from .responses_items import CUSTOM_INPUT
 
 Json = dict[str, Any]
 
-# As much as there is of the one argument of a custom tool, without an escape that is cut.
-_BEGUN_INPUT = re.compile(
-    rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*("(?:[^"\\]|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt])*)', re.DOTALL
-)
+# What is before the text of the one argument of a custom tool, and as much as there is of it without a cut escape.
+_BEFORE_INPUT = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
+_INPUT = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])*', re.DOTALL)
 
 
 class OpenItem(ABC):
@@ -97,6 +96,7 @@ class OpenCall(OpenItem):
         self._call_id = call.get("id") or f"chatcmpl-tool-{new_id('')[1:]}"
         self._custom = reply.tools.is_custom(self._name)
         self._input = ""
+        self._read = 0  # of the arguments, up to what `_input` has
         super().__init__(place, "ctc" if self._custom else "fc")
 
     def open(self) -> list[Json]:
@@ -105,7 +105,7 @@ class OpenCall(OpenItem):
     def add(self, text: str, tokens: Sequence[Json] = ()) -> list[Json]:
         self.text += text
         if self._custom:
-            return self._more_input(_begun_input(self.text))
+            return self._more_input(self._begun_input())
         return [self.event("function_call_arguments.delta", delta=text)] if text else []
 
     def close(self) -> list[Json]:
@@ -120,21 +120,31 @@ class OpenCall(OpenItem):
     def _item(self, arguments: str, status: str) -> Json:
         return self._reply.call(self.id, self._call_id, self._name, arguments, status)
 
+    def _begun_input(self) -> str:
+        """As much of a custom tool's input as is certain; what was read before is not read again."""
+        arguments = self.text.rstrip()  # as vLLM: blanks wait for what follows
+        if not self._read and (before := _BEFORE_INPUT.match(arguments)):
+            self._read = before.end()
+        found = _INPUT.match(arguments, self._read) if 0 < self._read < len(arguments) else None
+        if found is None or not found[0]:
+            return self._input
+        try:
+            more: str = json.loads(f'"{found[0]}"')
+        except ValueError:
+            self._read = -1  # nothing more is read of what is no JSON
+            return ""
+        self._read = found.end()
+        if "\ud800" <= more[-1] <= "\udbff":  # its other half may follow
+            self._read -= 1 if found[0].endswith(more[-1]) else len("\\ud800")
+            more = more[:-1]
+        return self._input + more
+
     def _more_input(self, whole: str) -> list[Json]:
         """What is new of the input; what is no longer true of it cannot be taken back, and is said anew."""
         before, self._input = self._input, whole
         if whole == before:
             return []
         return [self.event("custom_tool_call_input.delta", delta=whole.removeprefix(before))]
-
-
-def _begun_input(arguments: str) -> str:
-    begun = _BEGUN_INPUT.match(arguments.rstrip())  # as vLLM: blanks wait for what follows
-    try:
-        text: str = json.loads(begun[1] + '"') if begun else ""
-    except ValueError:
-        return ""
-    return text[:-1] if "\ud800" <= text[-1:] <= "\udbff" else text
 
 
 def _thought(text: str) -> Json:
