@@ -20,13 +20,15 @@ Json = dict[str, Any]
 class Said(NamedTuple):
     """What a call added to its conversation: what was asked and answered after the response `previous`.
 
-    `redacted`: its record lacks something that the model was shown, or said. `size`: bytes, about; 0 if not known yet.
+    `by_chat`: it went through the chat route, so that the server does not know the response. `redacted`: its record
+    lacks something that the model was shown, or said. `size`: bytes, about; 0 if not known yet.
     """
 
     call_id: str
     response_id: str
     items: list[Json]
     previous: Any
+    by_chat: bool = True
     redacted: bool = False
     size: int = 0
 
@@ -85,8 +87,7 @@ class Earlier:
 def by_response(calls: Iterable[ModelCall]) -> dict[str, Said]:
     """Return what recorded calls say, by the id of their response; only of those that were answered."""
     answered = (call for call in calls if call.status == "ok" and isinstance(call.response, dict))
-    said = (_said(call.call_id, call.request, call.response, call.untrainable_reason) for call in answered)
-    return {each.response_id: each for each in said}
+    return {said.response_id: said for said in map(_recorded, answered)}
 
 
 def conversation(known: Mapping[str, Said], previous: Any) -> list[Said]:
@@ -111,8 +112,13 @@ def _found(calls: Sequence[ModelCall], remembered: Mapping[str, Said], previous:
     return [said if said.size else said._replace(size=len(encode(said.items))) for said in found]
 
 
-def _said(call_id: str, request: Json, response: Json, reason: str | None = None) -> Said:
+def _recorded(call: ModelCall) -> Said:
+    said, redacted = _said(call.call_id, call.request, call.response), call.untrainable_reason == REASON
+    return said._replace(by_chat=bool(call.prompt_token_ids), redacted=redacted)
+
+
+def _said(call_id: str, request: Json, response: Json) -> Said:
     asked = request.get("input")
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else dicts(asked)
     items = [*items, *dicts(response.get("output"))]
-    return Said(call_id, str(response.get("id")), items, request.get("previous_response_id"), reason == REASON)
+    return Said(call_id, str(response.get("id")), items, request.get("previous_response_id"))

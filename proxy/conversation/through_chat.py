@@ -14,7 +14,7 @@ from ..apis.as_chat.translators import TRANSLATORS, chat_request
 from ..apis.dialects import Dialect
 from ..aside import aside
 from ..config.policy import PolicyConfig
-from ..errors import NotFound
+from ..errors import InvalidRequest, NotFound
 from ..store.store import Store
 from ..types import CallEnd, CallStart, ModelCall
 from ..upstreams.attempts import Upstreams
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
+UNKNOWN_THERE = "its own route does not know the response that it goes on with: send the whole conversation"
 AS_IT_IS = "the chat route, which gives token ids, cannot stand for it"
 
 
@@ -55,7 +56,10 @@ class ChatRoute:
         self._templates = Templates(upstreams)
 
     async def way(self, asked: Asked, route: Route) -> Way:
-        """Return how a request goes. Raise NotFound if it continues an unknown response."""
+        """Return how a request goes.
+
+        Raise NotFound if it continues an unknown response, InvalidRequest if no route can answer it.
+        """
         if asked.endpoint not in self._translators or route.version is None or route.upstream.kind != "vllm":
             return Way()
         earlier = await self._earlier(asked)
@@ -65,7 +69,10 @@ class ChatRoute:
             translation = await self._translation(asked, earlier, route)
             return Way(ThroughChat(asked.dialect, translation, goes_on=bool(earlier)))
         except Untranslatable as untranslatable:
-            return Way(reason=f"{AS_IT_IS}: {untranslatable.reason}")
+            reason = f"{AS_IT_IS}: {untranslatable.reason}"
+            if earlier and earlier[-1].by_chat:
+                raise InvalidRequest(f"{reason}; {UNKNOWN_THERE}", param="previous_response_id") from None
+            return Way(reason=reason)
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # vLLM says what is wrong with it
             log.info("a request for %s goes as it is: %r", asked.endpoint, error)
             return Way()
@@ -94,5 +101,5 @@ class ChatRoute:
             return await aside(size, partial(make(template).request, asked.body, items))
 
     async def _earlier(self, asked: Asked) -> list[Said]:
-        previous = asked.body.get("previous_response_id")
+        previous = asked.body.get("previous_response_id") if asked.endpoint == "responses" else None
         return await self._said.up_to(asked.rollout_id, previous) if isinstance(previous, str) else []

@@ -160,6 +160,19 @@ async def test_an_error_in_no_shape_of_vllms_reaches_the_agent_as_it_is(
         assert await proxy.ask(path, **({"messages": messages} if path == MESSAGES else {})) == refusal
 
 
+async def test_what_only_another_route_could_do_is_refused_with_the_reason_where_that_does_not_know_the_response(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path, PlayedVllm()) as proxy:
+        first = await proxy.respond()
+        status, body = await proxy.ask(previous_response_id=first, background=True)
+        assert status == 400 and "background is only known to the Responses route" in body["error"]["message"]
+        assert body["error"]["param"] == "previous_response_id"
+        assert len(proxy.vllm.asked) == 1
+    async with served(tmp_path, PlayedVllm()) as proxy:
+        assert (await proxy.ask(previous_response_id=first, background=True))[0] == 400
+
+
 async def test_what_is_redacted_in_the_record_is_not_so_for_the_model(tmp_path: Path) -> None:
     redact = RedactConfig(patterns=["secret-[0-9]+"])
     async with served(tmp_path, PlayedVllm(), redact) as proxy:
@@ -208,6 +221,12 @@ async def test_what_was_said_is_read_from_the_store_once_and_kept_in_limited_mem
             small = Earlier(Store(database), memory=100)
             assert [len(await small.up_to("r", last)) for _ in range(2)] == [9, 9]
         assert read == ["r"] * 3
+
+
+async def test_messages_go_on_with_no_response(tmp_path: Path) -> None:
+    async with served(tmp_path, PlayedVllm()) as proxy:
+        said = {"messages": [{"role": "user", "content": "hi"}], "previous_response_id": "resp_1"}
+        assert (await proxy.ask(MESSAGES, **said))[0] == 200
 
 
 async def test_a_deleted_rollout_is_not_gone_on_with(tmp_path: Path) -> None:
