@@ -104,11 +104,17 @@ class Proxy:
 
 
 @asynccontextmanager
-async def served(tmp_path: Path, vllm: PlayedVllm, redact: RedactConfig | None = None) -> AsyncIterator[Proxy]:
-    async with TestServer(vllm.app) as upstream:
+async def served(
+    tmp_path: Path, vllm: PlayedVllm, redact: RedactConfig | None = None, fallback: PlayedVllm | None = None
+) -> AsyncIterator[Proxy]:
+    async with TestServer(vllm.app) as upstream, TestServer((fallback or PlayedVllm()).app) as second:
+        policy, other = str(upstream.make_url("/v1")), str(second.make_url("/v1"))
         config = Config(
             store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
-            upstreams=[UpstreamConfig(name="policy", base_url=str(upstream.make_url("/v1")), retries=0)],
+            upstreams=[
+                UpstreamConfig(name="policy", base_url=policy, retries=0, fallbacks=["other"] if fallback else []),
+                UpstreamConfig(name="other", kind="openai", base_url=other, model_map={"policy": "theirs"}),
+            ],
             policy=PolicyConfig(publish="lora", directory=tmp_path / "policy"),
             recording=RecordingConfig(redact=redact or RedactConfig()),
         )
@@ -147,6 +153,21 @@ async def test_a_request_that_goes_on_is_answered_also_where_token_ids_are_refus
         first = await proxy.respond()
         status, body = await proxy.ask(previous_response_id=first)
         assert (status, body["object"], body["output"][0]["content"][0]["text"]) == (200, "response", "3 messages")
+
+
+async def test_a_fallback_that_does_not_know_the_response_is_asked_with_the_whole_conversation(tmp_path: Path) -> None:
+    fallback = PlayedVllm()
+    async with served(tmp_path, PlayedVllm(), fallback=fallback) as proxy:
+        first = await proxy.respond()
+        proxy.vllm.refusal = 503, {"error": {"message": "full", "type": "x", "code": 503}}
+        second = await proxy.respond(previous_response_id=first)
+        (asked,) = fallback.asked
+        assert (asked[0], asked[1]["model"], len(asked[1]["messages"])) == (CHAT, "theirs", 3)
+        assert "return_token_ids" not in asked[1]
+        proxy.vllm.refusal = None
+        await proxy.respond(previous_response_id=second)
+        assert len(proxy.vllm.asked[-1][1]["messages"]) == 5
+        assert [call["trainable"] for call in await proxy.calls()] == [True, False, True]
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
