@@ -127,6 +127,10 @@ class Calls:
         row = await self._db.one(CALL_STATUS, {"rollout_id": rollout_id, "call_id": call_id})
         return None if row is None else row["status"]
 
+    def is_kept(self, call_id: str) -> bool:
+        """Return whether there is such a call; it may have been deleted. Reads at once."""
+        return self._db.one_now("SELECT 1 FROM calls WHERE call_id = :call_id", {"call_id": call_id}) is not None
+
     async def giver(self, rollout_id: str, response_id: str) -> tuple[str, str | None] | None:
         """Return the rollout and the upstream that gave the answer with this `id`; None if none is recorded."""
         params: dict[str, object] = {"rollout_id": rollout_id, "pattern": f"%{response_id}%"}
