@@ -269,8 +269,16 @@ def export(
     file: Annotated[Path, typer.Argument(help="the file to write; `-` is standard output")],
     kind: Annotated[str, typer.Option(help="`transitions`, or `sft`: conversations")] = "transitions",
     format: Annotated[str | None, typer.Option(help="jsonl or parquet", show_default="by the file's suffix")] = None,
-    mode: Annotated[str | None, typer.Option(help="only rollouts of this mode: train or eval")] = None,
-    status: Annotated[str | None, typer.Option(help="only running, completed, failed or discarded ones")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="only rollouts of this mode: train, eval or all", show_default="all; sft: train")
+    ] = None,
+    status: Annotated[
+        str | None,
+        typer.Option(
+            help="only running, completed, failed or discarded ones, or all",
+            show_default="all; sft: completed and failed",
+        ),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
     since: Annotated[

@@ -209,7 +209,8 @@ class PolicyServer:
             choice["stop_reason"] = body["stop"][0]
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         choices = [choice | {"index": i} for i in range(body.get("n") or 1)]
-        answer = {"id": "x", "object": "chat.completion", "model": body["model"], "choices": choices, "usage": usage}
+        answer = {"id": f"x{len(self.headers)}", "object": "chat.completion", "created": 0, "model": body["model"]}
+        answer |= {"choices": choices, "usage": usage}
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_tokens else None
         return web.json_response(answer | {"prompt_token_ids": given or [1, 2, 3]})
 

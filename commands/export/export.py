@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -18,37 +19,57 @@ from rich.progress import Progress
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.control.transitions import transitions
-from ...proxy.control.views import call_view
 from ...proxy.errors import ConfigError, LightningError, NotFound
 from ...proxy.store.database import opened
 from ...proxy.store.store import Store
 from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
-from ..show.conversation import longest, whole
 from ..signals import run_until_signal
+from .conversations import conversations
 from .files import RowWriter, file_format, open_writer
 
 Kind = Literal["transitions", "sft"]
 PAGE = 100
+ALL = "all"
+# Of the rollouts to imitate, unless others are asked for: none that is held out, still running, or discarded.
+IMITATED_MODE = "train"
+IMITATED = ("completed", "failed")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rollouts are exported. `since` is Unix time; a rollout without a reward fails any `min_reward`."""
+    """Which rollouts are exported. `since` is Unix time; a rollout without a reward fails any `min_reward`.
+
+    `statuses`: any of these; empty for all.
+    """
 
     mode: str | None = None
-    status: str | None = None
+    statuses: tuple[str, ...] = ()
     task_id: str | None = None
     min_reward: float | None = None
     since: float | None = None
 
     @property
     def filters(self) -> dict[str, str]:
-        wanted = {"mode": self.mode, "status": self.status, "task_id": self.task_id}
+        status = self.statuses[0] if len(self.statuses) == 1 else None
+        wanted = {"mode": self.mode, "status": status, "task_id": self.task_id}
         return {name: value for name, value in wanted.items() if value is not None}
+
+    def counts(self, mode: str, status: str) -> bool:
+        """Return whether rollouts of this mode and status are wanted."""
+        return self.mode in (None, mode) and (not self.statuses or status in self.statuses)
 
     def takes(self, rollout: Rollout) -> bool:
         rewarded = self.min_reward is None or (rollout.reward is not None and rollout.reward >= self.min_reward)
-        return rewarded and (self.since is None or rollout.created_at >= self.since)
+        recent = self.since is None or rollout.created_at >= self.since
+        return rewarded and recent and self.counts(rollout.mode, rollout.status)
+
+
+@dataclass(slots=True)
+class Written:
+    """How many rows were written, and how many conversations were left out, by reason."""
+
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
 
 
 def export_command(config: Config, target: Path, format: str | None, kind: str, filters: dict[str, Any]) -> None:
@@ -56,12 +77,27 @@ def export_command(config: Config, target: Path, format: str | None, kind: str, 
     if kind not in get_args(Kind):
         raise ConfigError(f"--kind is transitions or sft, got {kind!r}")
     for name, values in (("mode", get_args(Mode)), ("status", get_args(RolloutStatus))):
-        if filters[name] not in (None, *values):
-            raise ConfigError(f"--{name} is {', '.join(values[:-1])} or {values[-1]}, got {filters[name]!r}")
-    selection = Selection(**{**filters, "since": filters["since"] and since(filters["since"], time.time())})
-    work = export(config.store, target, file_format(target, format), cast(Kind, kind), selection)
+        if filters[name] not in (None, ALL, *values):
+            raise ConfigError(f"--{name} is {', '.join(values)} or {ALL}, got {filters[name]!r}")
+    work = export(config.store, target, file_format(target, format), cast(Kind, kind), _selection(kind, filters))
     written = run_until_signal(work)
-    Console(stderr=True).print(f"{written} {kind} rows to {target}", markup=False, soft_wrap=True)
+    told = [f"{written.rows} {kind} rows to {target}"]
+    told += [f"conversations left out: {n}, {reason}" for reason, n in written.left_out.most_common()]
+    Console(stderr=True).print("\n".join(told), markup=False, soft_wrap=True)
+
+
+def _selection(kind: str, filters: dict[str, Any]) -> Selection:
+    mode, status = filters["mode"], filters["status"]
+    if kind == "sft":
+        mode, status = mode or IMITATED_MODE, status or IMITATED
+    statuses = (status,) if isinstance(status, str) else status or ()
+    return Selection(
+        mode=None if mode == ALL else mode,
+        statuses=() if status == ALL else statuses,
+        task_id=filters["task_id"],
+        min_reward=filters["min_reward"],
+        since=filters["since"] and since(filters["since"], time.time()),
+    )
 
 
 def since(text: str, now: float) -> float:
@@ -74,8 +110,8 @@ def since(text: str, now: float) -> float:
         raise ConfigError(f"--since is a date, a date with time, or 90m, 12h, 7d; got {text!r}") from None
 
 
-async def export(store: StoreConfig, target: Path, format: str, kind: Kind, selection: Selection) -> int:
-    """Write the rows to `target` (`-`: standard output) and return how many. A file appears whole or not at all."""
+async def export(store: StoreConfig, target: Path, format: str, kind: Kind, selection: Selection) -> Written:
+    """Write the rows to `target` (`-`: standard output). A file appears whole or not at all."""
     if not store.path.expanduser().is_file():
         raise LightningError(f"there is no store at {store.path.expanduser().absolute()} (store.url)")
     in_place = str(target) == "-" or (target.exists() and not target.is_file())  # a pipe, a device
@@ -101,12 +137,12 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
     return written
 
 
-async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selection: Selection) -> int:
-    written = 0
+async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selection: Selection) -> Written:
+    written = Written()
     async with opened(config) as database:
         store = Store(database)
         counts = await store.rollouts.counts()
-        total = sum(n for (m, s), n in counts.items() if selection.mode in (None, m) and selection.status in (None, s))
+        total = sum(n for kinds, n in counts.items() if selection.counts(*kinds))
         with Progress(console=Console(stderr=True)) as progress:
             bar = progress.add_task("rollouts", total=None if selection.task_id else total)
             async with aclosing(_rollouts(store, selection)) as rollouts:
@@ -118,9 +154,9 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
                         calls = await store.calls.of(rollout.rollout_id)
                         told = await store.events.of(rollout.rollout_id)
                         rewards = await store.rewards.of(rollout.rollout_id)
-                        for row in rows_of(rollout, calls, kind, told, rewards):
+                        for row in rows_of(rollout, calls, kind, told, rewards, written.left_out):
                             writer.write(row)
-                            written += 1
+                            written.rows += 1
     return written
 
 
@@ -136,10 +172,17 @@ async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[Rollou
 
 
 def rows_of(
-    rollout: Rollout, calls: list[ModelCall], kind: Kind, events: Sequence[Event] = (), rewards: Sequence[Reward] = ()
+    rollout: Rollout,
+    calls: list[ModelCall],
+    kind: Kind,
+    events: Sequence[Event],
+    rewards: Sequence[Reward],
+    left_out: Counter[str],
 ) -> Iterator[dict[str, Any]]:
-    """Return the rollout's rows of this kind."""
-    return _transitions(rollout, calls, events, rewards) if kind == "transitions" else _conversations(rollout, calls)
+    """Return the rollout's rows of this kind; count in `left_out` what cannot be one."""
+    if kind == "sft":
+        return conversations(rollout, calls, left_out)
+    return _transitions(rollout, calls, events, rewards)
 
 
 def _transitions(
@@ -182,10 +225,3 @@ def _without_ids(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {name: part for name, part in value.items() if name not in ("prompt_token_ids", "token_ids")}
-
-
-def _conversations(rollout: Rollout, calls: list[ModelCall]) -> Iterator[dict[str, Any]]:
-    for call in longest([call_view(call) for call in calls]):
-        tools = {"tools": call["request"]["tools"]} if call["request"].get("tools") else {}
-        names = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "reward": rollout.reward}
-        yield {"messages": whole(call), **tools, **names}

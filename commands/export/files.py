@@ -12,6 +12,7 @@ from ...proxy.json_text import dumps
 from ...proxy.store.copies import make_private
 
 ROW_GROUP = 256
+FORMATS = ("jsonl", "parquet")
 TEXTS = ("rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id", "untrainable_reason")
 NUMBERS = ("rollout_reward", "reward", "call_reward", "temperature")
 # Their shape differs from row to row, so Parquet holds them as JSON text.
@@ -27,10 +28,16 @@ class RowWriter(Protocol):
 
 
 def file_format(path: Path, wanted: str | None) -> str:
-    """Return `wanted`, or what the suffix says; ConfigError for anything but jsonl and parquet."""
-    found = wanted or {".parquet": "parquet", ".jsonl": "jsonl"}.get(path.suffix, "jsonl")
-    if found not in ("jsonl", "parquet"):
-        raise ConfigError(f"--format is jsonl or parquet, got {found!r}")
+    """Return `wanted`, or what the suffix says; ConfigError for anything but jsonl and parquet.
+
+    A file must end in what it holds. Standard output, pipes and devices have no suffix.
+    """
+    if wanted not in (None, *FORMATS):
+        raise ConfigError(f"--format is jsonl or parquet, got {wanted!r}")
+    in_place = str(path) == "-" or (path.exists() and not path.is_file())
+    found = wanted or ("jsonl" if in_place else path.suffix.removeprefix("."))
+    if not in_place and (found not in FORMATS or path.suffix != f".{found}"):
+        raise ConfigError(f"the file must end in {f'.{wanted}' if wanted else '.jsonl or .parquet'}, got {path.name!r}")
     if found == "parquet" and str(path) == "-":
         raise ConfigError("standard output takes --format jsonl only")
     return found
@@ -96,9 +103,18 @@ def _schema(kind: str) -> Any:
 
     text, number = pa.string(), pa.float64()
     if kind == "sft":
-        names = ("messages", "tools", "rollout_id", "task_id")
-        return pa.schema([(name, text) for name in names] + [("reward", number)])
+        names = ("messages", "tools", "rollout_id", "task_id", "mode", "status", "agent", "model")
+        types = {name: pa.json_() if name in JSON_COLUMNS[kind] else text for name in names}
+        schema = pa.schema([*types.items(), ("reward", number)])
+        return schema.with_metadata({"huggingface": dumps({"info": {"features": _features(schema)}})})
     fields = [(name, text) for name in (*TEXTS, *JSON_COLUMNS[kind])]
     fields += [*((name, number) for name in NUMBERS), ("t", pa.int32()), ("policy_version", pa.int32())]
     ids = [(name, pa.list_(pa.int32())) for name in ("prompt_token_ids", "response_token_ids")]
     return pa.schema([*fields, ("done", pa.bool_()), *ids, ("logprobs", pa.list_(pa.float32()))])
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """The columns as Hugging Face's `datasets` types them: what is JSON is objects there."""
+    types = {"string": "string", "double": "float64"}
+    json = {"_type": "Json"}
+    return {f.name: {"dtype": types[str(f.type)], "_type": "Value"} if str(f.type) in types else json for f in schema}

@@ -11,9 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...proxy.conversation.transcript import read
 from ...proxy.json_text import dumps
 from ..formats import cut, duration, number, plain
-from .conversation import additions, answer, text
+from .conversation import additions, body, called
 
 CUT_AT = 600
 NUMBERS_WIDTH = 55  # of the other columns of the table
@@ -53,15 +54,14 @@ def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
     """Return the whole rollout: a header, then each call's new messages and answer, and events between."""
     parts: list[RenderableType] = [_header(rollout)]
     events = deque(rollout.get("events", ()))
-    for call, added in zip(rollout["calls"], additions(rollout["calls"]), strict=True):
+    turns = read(rollout["calls"])
+    for call, turn, added in zip(rollout["calls"], turns, additions(turns), strict=True):
         while events and events[0]["seq"] <= call["seq"]:
             parts += [Text(""), *_event(events.popleft(), full)]
         parts += [Text(""), _call_line(call)]
-        parts += [_message(message, full) for message in added]
-        last = answer(call)
-        if last and text(last):
-            parts.append(_message(last, full))
-        elif not last:
+        parts += [line for message in added for line in _message(message, full)]
+        parts += [line for message in turn.said for line in _said(message, full)]
+        if not turn.said:
             parts.append(plain(f"  no answer: {call['error'] or call['status']}", "red"))
         parts += _tools(call, full)
     for event in events:
@@ -130,9 +130,19 @@ def _call_line(call: dict[str, Any]) -> Text:
     return line.append(f" · not trainable: {call['untrainable_reason']}", "not bold red")
 
 
-def _message(message: dict[str, Any], full: bool) -> RenderableType:
-    role = str(message.get("role", "?"))
-    return _line(role, ROLES.get(role, ""), text(message), full)
+def _message(message: dict[str, Any], full: bool) -> Iterator[RenderableType]:
+    """A message that the model was shown, with the tool calls that no call of this rollout made."""
+    yield from _said(message, full, even_empty=not message.get("tool_calls"))
+    for function in called(message):
+        yield _line("called", "yellow", f"{function.get('name')}({_json(function.get('arguments'))})", full)
+
+
+def _said(message: dict[str, Any], full: bool, even_empty: bool = False) -> Iterator[RenderableType]:
+    role = str(message.get("role") or message.get("type", "?"))
+    if thought := message.get("reasoning_content"):
+        yield _line("thinks", "dim", str(thought), full)
+    if even_empty or body(message):
+        yield _line(role, ROLES.get(role, ""), body(message), full)
 
 
 def _tools(call: dict[str, Any], full: bool) -> Iterator[RenderableType]:

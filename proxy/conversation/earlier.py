@@ -62,7 +62,7 @@ class Earlier:
         """Note that a call was answered, and that its record is durable."""
         if end.status == "ok" and isinstance(end.response, dict):
             size = len(start.request_text or "") + 8 * sum(len(choice.token_ids) for choice in end.choices)
-            self._add(end.rollout_id, _said(start.call_id, start.request, end.response)._replace(size=size))
+            self._add(end.rollout_id, said_in(start.call_id, start.request, end.response)._replace(size=size))
 
     async def _recorded(self, rollout_id: str) -> list[ModelCall]:
         try:
@@ -113,11 +113,12 @@ def _found(calls: Sequence[ModelCall], remembered: Mapping[str, Said], previous:
 
 
 def _recorded(call: ModelCall) -> Said:
-    said, redacted = _said(call.call_id, call.request, call.response), call.untrainable_reason == REASON
+    said, redacted = said_in(call.call_id, call.request, call.response), call.untrainable_reason == REASON
     return said._replace(by_chat=bool(call.prompt_token_ids), redacted=redacted)
 
 
-def _said(call_id: str, request: Json, response: Json) -> Said:
+def said_in(call_id: str, request: Json, response: Json) -> Said:
+    """Return what a recorded Responses call says."""
     asked = request.get("input")
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else dicts(asked)
     items = [*items, *dicts(response.get("output"))]

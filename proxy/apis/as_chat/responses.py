@@ -80,16 +80,24 @@ def _check(given: Json, earlier: Sequence[Json]) -> None:
         raise Untranslatable("an unknown value of include")
 
 
-def _conversation(given: Json, earlier: Sequence[Json]) -> Json:
-    asked = given["input"]
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    messages = messages_of(_resolved([*earlier, *items]))
+def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
+    """Return the chat messages that a request shows the model, after what was said `earlier`; raise Untranslatable."""
+    messages = messages_of(_resolved([*earlier, *_items(given)]))
     if instructions := given.get("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     if not messages:
         raise Untranslatable("an empty input")
-    chat: Json = {"messages": messages}
-    if _is_unfinished(items[-1:]):  # the model goes on with its last message
+    return messages
+
+
+def _items(given: Json) -> Sequence[Json]:
+    asked = given["input"]
+    return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+
+
+def _conversation(given: Json, earlier: Sequence[Json]) -> Json:
+    chat: Json = {"messages": messages_shown(given, earlier)}
+    if _is_unfinished(_items(given)[-1:]):  # the model goes on with its last message
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     return chat
 

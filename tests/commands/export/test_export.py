@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.export.export import since
-from lightning_proxy.commands.show.conversation import longest
 from lightning_proxy.proxy.errors import ConfigError
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -68,8 +67,14 @@ async def test_rollouts_are_chosen_by_mode_task_reward_and_time(running: Running
             assert code == 0
             return sorted(json.loads(line)["rollout_id"] for line in out.splitlines())
 
-        assert await exported() == ["eval", "high", "low"]
-        assert await exported("--mode", "train", "--min-reward", "0.5") == ["high"]
+        await system.chat("running")
+        await system.chat("given-up")
+        await system.call("POST", "/rollouts/given-up/end", {"status": "discarded"})
+        assert await exported() == ["high", "low"], "what is held out, running or discarded is asked for by name"
+        assert await exported("--mode", "all") == ["eval", "high", "low"]
+        assert await exported("--status", "running") == ["running"]
+        assert await exported("--status", "all") == ["given-up", "high", "low", "running"]
+        assert await exported("--min-reward", "0.5") == ["high"]
         assert await exported("--task", "t1", "--since", "1h") == ["low"]
         assert await exported("--since", "2999-01-01") == []
 
@@ -127,26 +132,13 @@ async def test_what_cannot_be_written_or_chosen_is_one_line(running: Running, tm
             (1, tmp_path),
             (2, "-", "--status", "complete"),
             (2, "-", "--mode", "test"),
+            (2, tmp_path / "rows.json"),
+            (2, tmp_path / "rows"),
+            (2, tmp_path / "rows.jsonl", "--format", "parquet"),
         ):
             found, _, err = await system.lightning("export", *arguments)
             last = err.splitlines()[-1]
             assert (found, last.startswith("lightning-proxy: "), "Traceback" in err) == (code, True, False), err
-
-
-def test_only_a_conversation_that_is_gone_on_with_is_left_out() -> None:
-    def call(*texts: str, answer: str = "x", retried: str | None = None) -> dict[str, Any]:
-        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-        response = {"choices": [{"message": {"role": "assistant", "content": answer}}]}
-        return {"status": "ok", "superseded_by": retried, "request": {"messages": messages}, "response": response}
-
-    calls = [
-        call("a"),
-        call("a", answer="another"),  # a second answer to the same question
-        call("a", "x", "b"),
-        call("a", "x", "c", retried="the next"),
-        call("a", "x", "c"),
-    ]
-    assert longest(calls) == [calls[1], calls[2], calls[4]]
 
 
 def test_since_takes_dates_and_times_ago() -> None:

@@ -28,6 +28,7 @@ from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import tell_steps, teller
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.conversation.transcript import read
 from lightning_proxy.proxy.store.training import Collapse
 from support.relaying import speaking
 
@@ -67,14 +68,14 @@ SENT_BACK = said("assistant", "", tool_calls=[TOOL])  # as clients do: other emp
 def test_each_message_is_shown_once_however_the_agent_sent_it_back() -> None:
     first = [said("user", "add one")]
     second = [*first, SENT_BACK, said("tool", "2", tool_call_id="k1")]
-    assert additions([call(first, ASKS), call(second, said("assistant", "It is 2."))]) == [first, second[2:]]
+    assert additions(read([call(first, ASKS), call(second, said("assistant", "It is 2."))])) == [first, second[2:]]
 
 
 def test_a_branch_adds_what_its_own_parent_lacks() -> None:
     start, other = [said("user", "a")], [said("user", "b")]
     on = [*start, said("assistant", "x"), said("user", "c")]
     calls = [call(start, said("assistant", "x")), call(other, said("assistant", "y")), call(on, said("assistant", "z"))]
-    assert additions(calls) == [start, other, on[2:]]
+    assert additions(read(calls)) == [start, other, on[2:]]
 
 
 def test_a_rollout_shows_its_tool_calls_and_what_failed() -> None:

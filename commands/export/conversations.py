@@ -1,0 +1,54 @@
+"""Makes rows for supervised fine-tuning of a rollout's calls: one for each conversation, whole. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...proxy.control.views import call_view
+from ...proxy.conversation.transcript import Turn, read
+from ...proxy.recording.redact import REASON
+from ...proxy.types import ModelCall, Rollout
+from ..show.conversation import core
+
+Json = dict[str, Any]
+
+
+def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
+    """Yield a row for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
+    answered = [(call, turn) for call, turn in zip(calls, read([*map(call_view, calls)]), strict=True) if _ended(call)]
+    for i in ends([turn for _, turn in answered]):
+        call, turn = answered[i]
+        if reason := REASON if call.untrainable_reason == REASON else turn.unreadable:
+            left_out[reason] += 1
+            continue
+        yield {
+            "messages": turn.whole,
+            "tools": turn.tools or None,
+            "rollout_id": rollout.rollout_id,
+            "task_id": rollout.task_id,
+            "mode": rollout.mode,
+            "status": rollout.status,
+            "reward": rollout.reward,
+            "agent": call.agent,
+            "model": call.model,
+        }
+
+
+def ends(turns: Sequence[Turn]) -> list[int]:
+    """Return the places of the turns that were answered and that no later turn goes on with, or says again."""
+    latest: dict[int, int] = {}
+    wholes: list[int | None] = []
+    for i, turn in enumerate(turns):
+        digest = hash(())
+        for message in turn.whole:
+            latest[digest] = i
+            digest = hash((digest, core(message)))
+        latest[digest] = i
+        wholes.append(digest if turn.said else None)
+    return [i for i, whole in enumerate(wholes) if whole is not None and latest[whole] == i]
+
+
+def _ended(call: ModelCall) -> bool:
+    return call.is_decision and call.response is not None
