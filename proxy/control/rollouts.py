@@ -6,16 +6,17 @@ from functools import partial
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from ..aside import aside
 from ..errors import InvalidRequest, TooLarge
 from ..gateway.naming import DataPath, name_rollout
 from ..json_text import dumps
 from ..store.keys import hash_key, new_key
+from ..store.search import Wanted, search
 from ..types import Event, Rollout, RolloutName, check_id
 from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
-from .bodies import Cursor, EndBody, EventBody, EventList, Id, PathId, RolloutsBody
+from .bodies import Cursor, EndBody, EventBody, EventList, Finite, Id, PathId, RolloutsBody
 from .door import AdminRoute, AgentRoute
 from .parts import Parts
 from .requests import (
@@ -69,17 +70,30 @@ async def list_rollouts(
     task_id: Id | None = None,
     agent: Id | None = None,
     mode: Literal["train", "eval"] | None = None,
+    min_reward: Finite | None = None,
+    max_reward: Finite | None = None,
+    since: Finite | None = None,
+    text: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
+    prefix: Id | None = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Response:
-    """Rollouts, newest first, a page at a time."""
+    """Rollouts, newest first, a page at a time.
+
+    `since` is Unix time, `text` is looked for in requests and answers, `prefix` is the beginning of an id. With one of
+    these, or with a reward, a bounded number is looked at: a page may be short, and `next_cursor` goes on.
+    """
     p, caller = await parts_for_all(request), caller_of(request)
     if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
         raise InvalidRequest("cursor must be the next_cursor of an earlier page", param="cursor")
     wanted = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
     wanted |= {"key_id": caller.key_id if caller.own else None}
     filters = {name: value for name, value in wanted.items() if value is not None}
-    page, following = await p.store.rollouts.page(filters, limit, int(cursor) if cursor else None)
+    sought, position = Wanted(min_reward, max_reward, since, text, prefix), int(cursor) if cursor else None
+    if sought == Wanted():
+        page, following = await p.store.rollouts.page(filters, limit, position)
+    else:
+        page, following = await search(p.store.database, filters, sought, limit, position)
     following_cursor = None if following is None else str(following)
     return await large_response(lambda: {"data": [*map(record_view, page)], "next_cursor": following_cursor})
 

@@ -183,6 +183,7 @@ async def test_pages_go_on_where_the_last_one_ended(running: Running, tmp_path: 
         assert seen == [o["rollout_id"] for o in reversed(opened)]
         assert (await system.call("GET", "/rollouts?status=failed"))[1]["data"] == []
         assert (await system.call("GET", "/rollouts?limit=0"))[0] == 422
+        assert (await system.call("GET", "/rollouts?min_reward=nan"))[0] == 422
         assert (await system.call("GET", "/rollouts?cursor=x"))[0] == 400
 
 

@@ -18,6 +18,7 @@ from lightning_proxy.proxy.store import waiting
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
+from lightning_proxy.proxy.store.search import ROLLOUTS_PAGE_OF_PREFIX
 from lightning_proxy.proxy.store.versions import PINNED_VERSIONS
 
 ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE")
@@ -120,6 +121,11 @@ async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Data
 )
 async def test_what_waits_or_came_before_is_read_off_its_index(database: Database, statement: str, index: str) -> None:
     assert f"INDEX {index} " in (await plan(database, getattr(waiting, statement)))[0]
+
+
+async def test_a_beginning_of_an_id_is_read_off_the_index_of_ids(database: Database) -> None:
+    steps = await plan(database, ROLLOUTS_PAGE_OF_PREFIX.format(filters=""))
+    assert "rowid" not in steps[0] and "(rollout_id>? AND rollout_id<?)" in steps[0]
 
 
 def test_no_statement_stands_outside_of_the_store() -> None:
