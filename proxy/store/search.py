@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,10 @@ _FITS = {
     "since": "created_at >= :since",
     "text": """EXISTS (
         SELECT 1 FROM calls WHERE calls.rollout_id = found.rollout_id
-        AND (request LIKE :text ESCAPE '!' OR response LIKE :text ESCAPE '!')
+        AND (request LIKE :text ESCAPE '!' OR response LIKE :text ESCAPE '!' OR request LIKE :escaped ESCAPE '!')
         UNION ALL
         SELECT 1 FROM calls JOIN large_requests USING (call_id) WHERE calls.rollout_id = found.rollout_id
-        AND large_requests.request LIKE :text ESCAPE '!'
+        AND (large_requests.request LIKE :text ESCAPE '!' OR large_requests.request LIKE :escaped ESCAPE '!')
     )""",
 }
 AFTER_ALL_IDS = "\x7f"  # after every character of an id
@@ -85,15 +86,16 @@ def _statement(filters: dict[str, Any], wanted: Wanted) -> tuple[str, dict[str, 
         page = ROLLOUTS_PAGE_OF_AGENT
     given = {name: value for name in _FITS if (value := getattr(wanted, name)) is not None}
     if wanted.text is not None:
-        given["text"] = f"%{_escaped(wanted.text)}%"
+        given["text"] = _pattern(dumps(wanted.text))
+        # A first request is kept in the agent's own writing; None compares with nothing, at once.
+        given["escaped"] = None if wanted.text.isascii() else _pattern(json.dumps(wanted.text))
     own = " ".join(ROLLOUT_FILTERS[name] for name in filters)
     if wanted.prefix is not None and "agent" in filters:
         own += " AND EXISTS (SELECT 1 FROM rollout_agents AS a WHERE a.agent = :agent AND a.n = rollouts.n)"
-    fits = " AND ".join(_FITS[name] for name in given) or "1"
+    fits = " AND ".join(text for name, text in _FITS.items() if name in given) or "1"
     return _LOOKED_AT.format(fits=fits, page=page.format(filters=own)), values | given
 
 
-def _escaped(text: str) -> str:
-    """The text as it stands inside a JSON string, for LIKE."""
-    inside = dumps(text)[1:-1]
-    return inside.replace("!", "!!").replace("%", "!%").replace("_", "!_")
+def _pattern(string: str) -> str:
+    """For LIKE: what stands in this JSON string, anywhere."""
+    return f"%{string[1:-1].replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"
