@@ -104,6 +104,30 @@ async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in
         assert await answers(system) == {(200, served)}
 
 
+async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too(running: Any, tmp_path: Path) -> None:
+    async with replicated(running, tmp_path, "lora") as (system, second, port):
+        async with serving(second, port):
+            await until(up(system, port))
+            async with system.store() as store:
+                versions = [await system.earlier_version(store, tmp_path) for _ in range(3)]
+            for version, rollout in zip(versions, ("old", "kept", "new"), strict=True):
+                assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
+                assert (await system.chat(rollout))[0] == 200
+            await system.call("POST", "/rollouts/old/end", {"status": "completed"})
+        await until(down(system, port))
+        again = type(system.vllm)(tmp_path)
+        async with serving(again, port):
+            seen: set[tuple[int, str]] = set()
+
+            async def is_asked() -> bool:
+                seen.update(await answers(system, ["kept"]) | await answers(system))
+                return bool(again.headers)
+
+            await until(is_asked)
+            assert set(again.adapters) == {"policy-v2", "policy-v3"}, "none for a rollout that has ended"
+            assert seen == {(200, f"by policy-v{version} with {tmp_path.name}") for version in (2, 3)}
+
+
 async def test_a_replica_that_only_the_publisher_did_not_reach_answers_with_no_old_weights(
     running: Any, tmp_path: Path
 ) -> None:
