@@ -102,7 +102,14 @@ class ThroughChatStream:
             raise _unreadable(error) from None
 
     def last(self, raw: bytes) -> bytes:
-        return b"" if self.error else self._sent(self._translation.end())
+        if self.error:
+            return b""
+        try:
+            if self._own.response() is None:
+                raise ValueError("nothing came")
+            return self._sent(self._translation.end())
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _unreadable(error) from None
 
     def flush(self) -> bytes:
         return b""

@@ -40,6 +40,7 @@ class PlayedVllm:
         self.asked: list[tuple[str, Json]] = []
         self.refusal: tuple[int, Any] | None = None
         self.breaks = False
+        self.stream: bytes | None = None
         self.app = web.Application()
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_post("/v1/chat/completions", self._chat)
@@ -65,6 +66,9 @@ class PlayedVllm:
             return web.json_response(top | {"choices": [choice | {"message": said}]})
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
+        if self.stream is not None:
+            await answer.write(self.stream)
+            return answer
         choice |= {"delta": said, "finish_reason": None if self.breaks else "stop"}
         choice["logprobs"] = {"content": [{"token": "a", "logprob": -0.5}]}
         await answer.write(f"data: {json.dumps(top | {'choices': [choice]})}\n\n".encode())
@@ -269,3 +273,22 @@ async def test_a_stream_that_breaks_is_seen_as_broken_and_recorded_as_an_error(t
         (call,) = await proxy.calls()
         assert (call["status"], call["trainable"]) == ("error", False)
         assert call["response"]["status"] == "in_progress"
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    "stream", [b"data: [DONE]\n\n", b'data: {"choices": [5]}\n\n', b"data: {}\n\ndata: [DONE]\n\n"]
+)
+async def test_a_stream_that_is_no_chat_is_broken_off_and_is_no_fault_of_the_proxys(
+    tmp_path: Path, path: str, stream: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(tmp_path, PlayedVllm()) as proxy:
+        proxy.vllm.stream = stream
+        asked = {"model": "policy", "stream": True, **ASKED[path]}
+        asked |= {"messages": [{"role": "user", "content": "hi"}]} if path == MESSAGES else {}
+        async with proxy.session.post(f"/rollouts/r/v1/{path}", json=asked) as answer:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+        (call,) = await proxy.calls()
+        assert call["status"] == "error" and "no chat completion" in call["error"]
+        assert "internal error" not in caplog.text
