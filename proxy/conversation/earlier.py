@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..apis.tools import dicts
 from ..errors import NotFound
 from ..json_text import encode
-from ..recording.redact import REASON
+from ..recording.redact import MASK, REASON
 from ..store.store import Store
 from ..types import CallEnd, CallStart, ModelCall
 
@@ -113,7 +113,10 @@ def _found(calls: Sequence[ModelCall], remembered: Mapping[str, Said], previous:
 
 
 def _recorded(call: ModelCall) -> Said:
-    said, redacted = said_in(call.call_id, call.request, call.response), call.untrainable_reason == REASON
+    said = said_in(call.call_id, call.request, call.response)
+    redacted = call.untrainable_reason == REASON
+    if redacted and said.previous is not None:  # whatever is said in it: its prompt might tell what was removed before
+        redacted = MASK.encode() in encode(said.items)
     return said._replace(by_chat=bool(call.prompt_token_ids), redacted=redacted)
 
 

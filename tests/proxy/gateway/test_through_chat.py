@@ -211,6 +211,17 @@ async def test_what_is_redacted_in_the_record_is_not_so_for_the_model(tmp_path: 
         assert proxy.vllm.asked[-1][0] == RESPONSES
 
 
+async def test_a_conversation_with_nothing_to_redact_goes_on_after_a_restart(tmp_path: Path) -> None:
+    redact = RedactConfig(patterns=["secret-[0-9]+"])
+    async with served(tmp_path, PlayedVllm(), redact) as proxy:
+        second = await proxy.respond(previous_response_id=await proxy.respond())
+        hidden = await proxy.respond(previous_response_id=second, input="It is secret-1.")
+    async with served(tmp_path, PlayedVllm(), redact) as proxy:
+        await proxy.respond(previous_response_id=second)
+        assert len(proxy.vllm.asked[-1][1]["messages"]) == 5
+        assert (await proxy.ask(previous_response_id=hidden))[0] == 404
+
+
 async def test_a_conversation_by_ids_goes_on_after_a_restart(tmp_path: Path) -> None:
     async with served(tmp_path, PlayedVllm()) as proxy:
         first = await proxy.respond()
