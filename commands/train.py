@@ -86,6 +86,7 @@ async def _train(config: Config, once: bool, offline: Offline | None, method: Me
     from rich.console import Console
 
     from ..trainer import main
+    from .export.policy import where
     from .system.steps import teller
 
     disable_progress_bars()
@@ -93,9 +94,12 @@ async def _train(config: Config, once: bool, offline: Offline | None, method: Me
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     watch = asyncio.create_task(_stop_without_launcher(stop)) if "RANK" in os.environ else None
-    show = teller(Console(stderr=True, highlight=False))
+    console = Console(stderr=True, highlight=False)
+    show = teller(console)
     if offline is None:
         await main.train(config, stop, once=once, show=show, method=method)
+        if (place := await where(config)) is not None:
+            console.print(place, markup=False, soft_wrap=True)
     else:
         epochs = offline.epochs
         await main.train_offline(config, stop, offline.data, offline.directory, epochs=epochs, method=method, show=show)

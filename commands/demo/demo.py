@@ -17,6 +17,7 @@ from rich.console import Console
 from ...proxy.config.file import load_config
 from ...proxy.errors import LightningError
 from ..api_client import ApiClient, ApiError
+from ..export.policy import where
 from ..run.backlog import POLL_S, Backlog, PolicyCollapsed
 from ..run.programs import PreloadRunner, Runner
 from ..run.progress import ProgressView
@@ -55,6 +56,8 @@ def demo(options: DemoOptions) -> None:
     dump(directory / "result.json", result.as_json())
     save_png(result, directory / "reward.png")
     show(result, console)
+    if (place := asyncio.run(where(load_config(config), f"--config {config} "))) is not None:
+        console.print(place, markup=False, highlight=False, soft_wrap=True)
     console.print(f"curve: {directory / 'reward.png'}, data: {directory / 'result.json'}", soft_wrap=True)
 
 

@@ -1,8 +1,9 @@
-"""`policy list|promote|rollback`: show and choose the weights that are served."""
+"""`policy list|promote|rollback|export`: shows policy versions, chooses the one that is served, takes one out."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 @app.command("list")
 def list_versions(context: typer.Context, as_json: Json = False) -> None:
-    """List the policy versions, oldest first."""
+    """List the policy versions, oldest first. Those that are `ready` can be promoted."""
     from rich.console import Console
 
     from ..api_client import ask
@@ -30,6 +31,25 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
         print_json(answer)
     else:
         Console().print(versions_table(answer["data"]))
+
+
+@app.command()
+def export(
+    context: typer.Context,
+    version: Annotated[int, typer.Argument(min=0)],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
+    form: Annotated[
+        str | None,
+        typer.Option("--as", help="adapter (PEFT), or merged: a whole model", show_default="as it was published"),
+    ] = None,
+) -> None:
+    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
+    from ..export.policy import export_policy
+    from ..signals import run_until_signal
+
+    written = run_until_signal(export_policy(load_config(context.obj), version, directory, form))
+    what = "a LoRA adapter" if written == "adapter" else "a whole model"
+    typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")
 
 
 @app.command()
@@ -53,12 +73,18 @@ def versions_table(versions: list[dict[str, Any]]) -> Table:
         table.add_column(name, justify="right" if name in ("version", "step") else "left", no_wrap=True)
     for v in versions:
         mean = v["metrics"].get("reward_mean")
-        cells = (str(v["version"]), "*" if v["live"] else "", v["status"], "-" if v["step"] is None else str(v["step"]))
+        status = v["status"] if v["live"] or v["status"] != "ready" else _readiness(v["obstacle"])
+        cells = (str(v["version"]), "*" if v["live"] else "", status, "-" if v["step"] is None else str(v["step"]))
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["live_at"] or v["created_at"]))
         reward = "-" if mean is None else f"{mean:.3f}"
         published = ("base model", reward, "-") if v["version"] == 0 else (v["publish"] or "-", reward, when)
         table.add_row(*cells, *published)
     return table
+
+
+def _readiness(obstacle: str | None) -> str:
+    """What a version that was live once is now: `ready` to be promoted, or not."""
+    return "ready" if obstacle is None else "files gone" if "gone" in obstacle else "other mode"
 
 
 def _change(context: typer.Context, path: str, body: dict[str, int] | None, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from ..errors import Conflict
-from ..policy.swap import Swap
+from ..policy.swap import Swap, obstacle
 from ..types import PolicyVersion
 from .answers import ERRORS, Policy, Steps, Versions, answers
 from .bodies import PromoteBody
@@ -41,10 +41,11 @@ async def get_policy(request: Request) -> dict[str, Any]:
 
 @router.get("/versions", response_model=None, responses=answers(Versions))
 async def get_versions(request: Request) -> Response:
-    """Every policy version, oldest first, with the metrics of the step that made it."""
+    """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live."""
     p = await parts_for_all(request)
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
-    return await large_response(lambda: {"data": [version_view(version, live) for version in versions]})
+    mode = p.mode.mode
+    return await large_response(lambda: {"data": [version_view(v, live, obstacle(v, mode)) for v in versions]})
 
 
 @router.get("/steps", response_model=None, responses=answers(Steps))

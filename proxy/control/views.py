@@ -46,6 +46,7 @@ def reward_view(reward: Reward) -> dict[str, Any]:
     return view
 
 
-def version_view(version: PolicyVersion, live: int) -> dict[str, Any]:
-    """Return a policy version, and whether it is the live one."""
-    return record_view(version) | {"live": version.version == live}
+def version_view(version: PolicyVersion, live: int, obstacle: str | None = None) -> dict[str, Any]:
+    """Return a policy version, whether it is the live one, and whether it can be made live: if not, the `obstacle`."""
+    facts = {"live": version.version == live, "promotable": obstacle is None, "obstacle": obstacle}
+    return record_view(version) | facts

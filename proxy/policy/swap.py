@@ -68,7 +68,8 @@ class Swap:
         """Make a version live by hand; Conflict if its files are gone or it failed."""
         version = await self.store.versions.get(number)
         if number and (version.path is None or version.status in ("failed", "publishing")):
-            raise Conflict(f"policy version {number} is {version.status} and has no files to serve", param="version")
+            why = obstacle(version, self.mode)
+            raise Conflict(f"policy version {number} cannot go live: {why}", param="version")
         await self.activate(version)
         return await self.store.versions.live()
 
@@ -196,6 +197,19 @@ class Swap:
                 except BlockingIOError:
                     await asyncio.sleep(0.05)
             yield
+
+
+def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:
+    """Return why a version cannot be made live where versions are served in this `mode`; None if it can."""
+    if version.version == 0:
+        return None
+    if version.status == "failed":
+        return "its publishing failed"
+    if version.status == "publishing":
+        return "it is being published"
+    if version.path is None or not Path(version.path).is_dir():
+        return "its files are gone"
+    return None if version.publish in (None, mode) else f"it was published as {version.publish}"
 
 
 def _files(version: PolicyVersion) -> str:

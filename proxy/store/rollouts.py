@@ -71,6 +71,12 @@ ROLLOUT_DELETE = """
 DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'
    AND NOT EXISTS (SELECT 1 FROM steps WHERE steps.step = rollouts.step AND steps.status = 'claimed')
 """
+# Not of rollouts that another model answered in part.
+ROLLOUT_REWARDS = """
+SELECT mode, policy_version, AVG(reward) AS mean, COUNT(*) AS rollouts FROM rollouts
+WHERE reward IS NOT NULL AND foreign_calls = 0 AND policy_version IN (SELECT value FROM json_each(:versions))
+GROUP BY mode, policy_version
+"""
 ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
 
 
@@ -87,6 +93,14 @@ class RolloutKey:
     ended: bool = False
     may_reward: bool = True
     key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeanReward:
+    """The mean reward of so many rollouts."""
+
+    mean: float
+    rollouts: int
 
 
 class Rollouts:
@@ -164,6 +178,11 @@ class Rollouts:
     async def counts(self) -> dict[tuple[str, str], int]:
         """Count rollouts by (mode, status)."""
         return {(r["mode"], r["status"]): r["rollouts"] for r in await self._db.all(ROLLOUT_COUNTS)}
+
+    async def rewards_by_version(self, versions: Iterable[int]) -> dict[tuple[str, int], MeanReward]:
+        """Return the mean reward of the rollouts that began with these policy versions, by mode and version."""
+        rows = await self._db.all(ROLLOUT_REWARDS, {"versions": dumps([*versions])})
+        return {(r["mode"], r["policy_version"]): MeanReward(r["mean"], r["rollouts"]) for r in rows}
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None) -> Rollout:
         """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""

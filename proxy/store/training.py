@@ -61,6 +61,10 @@ SELECT * FROM steps WHERE status = 'trained'
     AND json_extract(metrics, '$.method') IS NULL AND NOT json_extract(metrics, '$.skipped')
 ORDER BY step LIMIT :limit
 """
+TRAINED_DATA = """
+SELECT COUNT(*) AS rollouts, COUNT(DISTINCT task_id) AS tasks, MIN(created_at) AS first, MAX(created_at) AS last
+FROM rollouts WHERE step IN (SELECT value FROM json_each(:steps))
+"""
 # For a copy of a store: the training on the original does not count, and nobody asks its reward function.
 FORGET_TRAINING = (
     "DELETE FROM reward_function",
@@ -84,6 +88,16 @@ class Step:
     created_at: float
     finished_at: float | None
     metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedData:
+    """What steps took: rollouts of so many tasks, opened from `first` to `last` (Unix time)."""
+
+    rollouts: int
+    tasks: int
+    first: float | None
+    last: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +208,12 @@ class Steps:
         """Return the rollouts that a step took."""
         statement = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
         return [read_rollout(row) for row in await self._db.all(statement, {"step": step})]
+
+    async def data_of(self, steps: Sequence[int]) -> TrainedData:
+        """Return what steps took, as far as it is still in the store."""
+        row = await self._db.one(TRAINED_DATA, {"steps": dumps([*steps])})
+        assert row is not None  # it counts
+        return read(TrainedData, row)
 
     async def took_any(self) -> bool:
         """Return whether any rollout is taken; none is after `end_epoch` has offered all again."""

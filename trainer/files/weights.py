@@ -22,8 +22,20 @@ def save_adapter(model: PeftModel, directory: Path) -> None:
     The adapter `default` is in `directory` itself, each other one in a sub-directory of its name.
     """
     with whole_directory(directory) as temporary:
-        model.save_pretrained(str(temporary))
+        write_adapter(model, temporary)
         (temporary / MARKER).touch()
+
+
+def write_adapter(model: PeftModel, directory: Path) -> None:
+    """Write the adapters in PEFT's format into a directory."""
+    model.save_pretrained(str(directory))
+
+
+def write_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write base + LoRA as an ordinary model into a directory."""
+    base = model.get_base_model()
+    assert isinstance(base, PreTrainedModel)
+    _write_model(base, _merged_state(base, lambda weight: weight, keep=True), tokenizer, directory)
 
 
 def save_merged(
@@ -44,9 +56,15 @@ def save_merged(
     if not writes:
         return
     with whole_directory(directory) as temporary:
-        base.save_pretrained(str(temporary), state_dict=state)
-        tokenizer.save_pretrained(str(temporary))
+        _write_model(base, state, tokenizer, temporary)
         (temporary / MARKER).touch()
+
+
+def _write_model(
+    base: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> None:
+    base.save_pretrained(str(directory), state_dict=state)
+    tokenizer.save_pretrained(str(directory))
 
 
 @torch.no_grad()

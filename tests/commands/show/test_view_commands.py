@@ -160,6 +160,28 @@ async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tm
         assert (code, err.count("\n")) == (1, 1)
 
 
+async def test_ready_versions_are_those_that_can_be_promoted(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        versions = [await system.earlier_version(store, tmp_path) for _ in range(3)]
+        (tmp_path / "v1").rmdir()
+        other = await store.versions.new("lora", 1, {})
+        await store.versions.saved(other, str(tmp_path), "policy-v4")
+        await store.versions.set_live(other, 1)
+        await store.versions.set_live(0)
+        failed = await store.versions.new("merged", 1, {})
+        await store.versions.failed(failed, "no")
+        assert (versions, other, failed) == ([1, 2, 3], 4, 5)
+        _, out, _ = await system.lightning("policy", "list")
+        told = {line.split()[0]: line for line in out.splitlines()[1:]}
+        states = ["live", "files gone", "ready", "ready", "other mode", "failed"]
+        assert [state for state, line in zip(states, told.values(), strict=True) if state not in line] == [], out
+        assert max(map(len, out.splitlines())) <= 80
+        _, listed = await system.call("GET", "/policy/versions")
+        for version in listed["data"]:
+            code, said, err = await system.lightning("policy", "promote", str(version["version"]))
+            assert (code == 0) == version["promotable"] == (version["obstacle"] is None), (version, said, err)
+
+
 async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         await system.chat("r1")

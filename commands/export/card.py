@@ -1,0 +1,122 @@
+"""Writes the model card of an exported policy version. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...proxy.json_text import dumps
+from ...proxy.store.rollouts import MeanReward
+from ...proxy.store.training import Step, TrainedData
+from ...proxy.types import PolicyVersion
+
+MAX_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM takes for --max-lora-rank
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a card tells. `steps`: from the base model to this version, oldest first; `rewards`: by mode and version.
+
+    `rank`: of the adapter.
+    """
+
+    base: str
+    version: PolicyVersion
+    form: str
+    rank: int
+    steps: tuple[Step, ...]
+    data: TrainedData
+    rewards: Mapping[tuple[str, int], MeanReward]
+
+
+def card(facts: Facts) -> str:
+    """Return the README.md of the directory, with the header that model hubs read."""
+    parts = (_header(facts), _about(facts), _rewards(facts), _data(facts), _use(facts))
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _header(facts: Facts) -> Iterator[str]:
+    yield "---"
+    if (base := _public_name(facts)) is not None:
+        yield f"base_model: {dumps(base)}"
+    yield f"library_name: {'peft' if facts.form == 'adapter' else 'transformers'}"
+    yield "pipeline_tag: text-generation"
+    yield "tags: [lightning-proxy, reinforcement-learning]"
+    yield "---"
+
+
+def _public_name(facts: Facts) -> str | None:
+    """The base model's name on a hub; None for a directory of this machine."""
+    return None if Path(facts.base).exists() else facts.base
+
+
+def _about(facts: Facts) -> Iterator[str]:
+    version, count = facts.version, len(facts.steps)
+    name = Path(facts.base).name
+    what = "A LoRA adapter for" if facts.form == "adapter" else "A whole model: a LoRA adapter merged into"
+    yield f"# {name}, policy version {version.version}"
+    yield ""
+    yield f"{what} `{name}`, trained with lightning-proxy. The licence of the base model applies."
+    yield ""
+    made = time.strftime("%Y-%m-%d", time.gmtime(version.created_at))
+    methods = ", ".join(dict.fromkeys(str(step.metrics.get("method", "rl")) for step in facts.steps))
+    yield f"- made: {made}"
+    yield f"- training steps from the base model to here: {count}{f' ({methods})' if methods else ''}"
+    yield f"- served weights compared with the trainer's: {'yes' if version.verified else 'no'}"
+
+
+def _rewards(facts: Facts) -> Iterator[str]:
+    n = facts.version.version
+    yield "## Reward before and after"
+    yield ""
+    yield f"| rollouts | base model | version {n} |"
+    yield "|---|---|---|"
+    for mode, label in (("eval", "held out (mode `eval`)"), ("train", "training (mode `train`)")):
+        before, after = (facts.rewards.get((mode, version)) for version in (0, n))
+        yield f"| {label} | {_mean(before)} | {_mean(after)} |"
+    means = [step.metrics["reward_mean"] for step in facts.steps if "reward_mean" in step.metrics]
+    if means:
+        yield ""
+        yield f"Mean reward of the first training step's rollouts: {means[0]:.3f}; of the last one's: {means[-1]:.3f}."
+    yield ""
+    yield "Means over all rollouts with a reward that began with the version. The tasks of the two may differ."
+
+
+def _mean(found: MeanReward | None) -> str:
+    return "-" if found is None else f"{found.mean:.3f} ({found.rollouts} rollout{'s' * (found.rollouts != 1)})"
+
+
+def _data(facts: Facts) -> Iterator[str]:
+    data = facts.data
+    yield "## Data"
+    yield ""
+    if not data.rollouts:
+        yield "None of the rollouts that it learned from are in the store any more, or it learned from none by RL."
+        return
+    days = [time.strftime("%Y-%m-%d", time.gmtime(at)) for at in (data.first, data.last) if at is not None]
+    yield f"{data.rollouts} rollouts of {data.tasks} tasks, recorded from {days[0]} to {days[-1]}."
+
+
+def _use(facts: Facts) -> Iterator[str]:
+    base = _public_name(facts) or "BASE"
+    yield "## Use"
+    yield ""
+    yield "```sh"
+    if facts.form == "adapter":
+        rank = next((rank for rank in MAX_RANKS if rank >= facts.rank), MAX_RANKS[-1])
+        yield f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules policy=DIR"
+    else:
+        yield "vllm serve DIR"
+    yield "```"
+    yield ""
+    yield "```python"
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    if facts.form == "adapter":
+        yield "from peft import PeftModel"
+        yield f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({dumps(base)}), DIR)"
+        yield f"tokenizer = AutoTokenizer.from_pretrained({dumps(base)})"
+    else:
+        yield "model, tokenizer = AutoModelForCausalLM.from_pretrained(DIR), AutoTokenizer.from_pretrained(DIR)"
+    yield "```"

@@ -1,0 +1,113 @@
+"""`policy export`: a version leaves as a directory that PEFT and transformers load, with a card."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_proxy.commands.export.policy import where
+from support.command_line import lightning
+from support.small_model import save_small_model
+from support.training import Bench, bench
+
+PROMPT = torch.tensor([[0, 5, 6, 7]])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("base"))
+
+
+async def trained(b: Bench) -> None:
+    """One step, published as version 1, and its rollouts."""
+    await b.groups("t1", "t2")
+    await b.rollout("t1", 1.0, version=1)
+    loop = b.loop(max_steps=1)
+    await loop.run(asyncio.Event(), once=True)
+
+
+def command(b: Bench, tmp_path: Path, *arguments: str | Path) -> Any:
+    path = tmp_path / "system.yaml"
+    path.write_text(yaml.safe_dump(b.config.model_dump(mode="json")))
+    return lightning("--config", path, *arguments)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(PROMPT).logits
+    return found
+
+
+def loaded(base: Path, directory: Path) -> Any:
+    if (directory / "adapter_config.json").exists():
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory)
+    assert AutoTokenizer.from_pretrained(directory).get_vocab()
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("publish", ["lora", "merged"])
+async def test_both_forms_have_the_weights_that_were_published(publish: str, base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, publish) as b:
+        await trained(b)
+        version = await b.store.versions.get(1)
+        (checkpoint,) = {s.checkpoint for s in await b.store.steps.all()}
+        for form in ("adapter", "merged"):
+            code, out, err = await asyncio.to_thread(
+                command, b, tmp_path, "policy", "export", "1", tmp_path / form, "--as", form
+            )
+            assert (code, err) == (0, ""), err
+            assert "model card" in out
+        place = await where(b.config)
+    assert checkpoint is not None
+    assert place is not None and str(version.path) in place and "policy export 1 DIR" in place
+    served = logits(loaded(base, Path(str(version.path))))
+    assert not torch.allclose(served, logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-4), "it was trained"
+    for form in ("adapter", "merged"):
+        assert (tmp_path / form / "adapter_config.json").exists() == (form == "adapter")
+        torch.testing.assert_close(logits(loaded(base, tmp_path / form)), served, atol=1e-5, rtol=1e-4)
+        assert not (tmp_path / form / "COMPLETE").exists()
+
+
+async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, "lora") as b:
+        await trained(b)
+        assert (await asyncio.to_thread(command, b, tmp_path, "policy", "export", "1", tmp_path / "out"))[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["library_name"] == "peft"
+    assert "base_model" not in header, "a directory of this machine is nobody's name of a model"
+    told = (
+        "training steps from the base model to here: 1 (rl)",
+        "| training (mode `train`) | 0.500 (8 rollouts) | 1.000 (1 rollout) |",
+        "9 rollouts of 2 tasks, recorded from ",
+        "served weights compared with the trainer's: yes",
+    )
+    assert str(base) not in card
+    assert [line for line in told if line not in card] == [], card
+
+
+async def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    async with bench(base, tmp_path, "lora") as b:
+        assert await where(b.config) is None
+        await trained(b)
+        gone = await b.store.versions.new("lora", 1, {})
+        for code, said, *arguments in (
+            (2, "version 0 is the base model itself", "0", tmp_path / "new"),
+            (1, "no policy version 9", "9", tmp_path / "new"),
+            (1, "publishing; these have files: 1", str(gone), tmp_path / "new"),
+            (2, "choose a new directory", "1", tmp_path / "full"),
+            (2, "--as is adapter or merged", "1", tmp_path / "new", "--as", "gguf"),
+            (1, "cannot write", "1", tmp_path / "full" / "x" / "new"),
+        ):
+            found, _, err = await asyncio.to_thread(command, b, tmp_path, "policy", "export", *arguments)
+            assert (found, err.count("\n"), said in err) == (code, 1, True), err
+    assert not [path.name for path in tmp_path.iterdir() if path.name == "new" or path.name.endswith(".part")]
