@@ -22,12 +22,12 @@ COLOURS = {"completed": "green", "failed": "red", "discarded": "dim", "running":
 ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float, width: int) -> Table:
-    """Return one line per rollout. Long ids and tasks are cut to fit; `show` accepts the beginning of an id."""
+def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float, width: int | None) -> Table:
+    """Return one line per rollout. Long ids and tasks are cut to fit the width; None: they are whole, for programs."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    names = max(width - NUMBERS_WIDTH, 20)
-    table.add_column("rollout", max_width=names * 2 // 3, no_wrap=True)
-    table.add_column("task", max_width=names // 3, no_wrap=True)
+    names = None if width is None else max(width - NUMBERS_WIDTH, 20)
+    table.add_column("rollout", max_width=names and names * 2 // 3, no_wrap=True)
+    table.add_column("task", max_width=names and names // 3, no_wrap=True)
     for name in ("mode", "status"):
         table.add_column(name, no_wrap=True)
     for name in ("reward", "calls", "tokens", "v", "age"):

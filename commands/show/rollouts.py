@@ -1,9 +1,11 @@
-"""`rollouts list|show|tail|delete` and `reward`."""
+"""`rollouts list|show|diff|tail|end|delete` and `reward`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -14,14 +16,14 @@ from ...proxy.config.file import load_config
 if TYPE_CHECKING:
     from ..api_client import ApiClient
 
-app = typer.Typer(no_args_is_help=True, help="Show rollouts, or delete them.")
+app = typer.Typer(no_args_is_help=True, help="Show, compare, end and delete rollouts.")
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 TAIL_POLL_S = 1.0
 TAIL_PAGE = 200
-NEWEST = 1000
 REFUSED = (400, 404, 405, 409)  # refusals that concern one rollout only
-_NO_PATH = ("", ".", "..")  # with one of these a path would name another route
+ENDED = ("completed", "failed", "discarded")
+WIDE = 10_000
 
 
 @app.command("list")
@@ -31,47 +33,88 @@ def list_rollouts(
     task: Annotated[str | None, typer.Option(help="only those of this task id")] = None,
     agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
     mode: Annotated[str | None, typer.Option(help="only those of this mode: train or eval")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="only those with at most this reward")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="only those opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
+    ] = None,
+    grep: Annotated[str | None, typer.Option(help="only those with this text in a request or an answer")] = None,
+    sort: Annotated[str, typer.Option(help="newest, reward, tokens or calls: greatest first")] = "newest",
+    reverse: Annotated[bool, typer.Option("--reverse", help="least first")] = False,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="at most so many")] = 20,
+    cursor: Annotated[str | None, typer.Option(help="go on where an earlier list ended")] = None,
     as_json: Json = False,
 ) -> None:
-    """List rollouts, newest first."""
+    """List rollouts, newest first. Other orders are of the newest 1,000 that fit. A pipe gets whole ids."""
     from rich.console import Console
 
     from ..api_client import ask
     from ..formats import print_json
+    from .listing import checked, collect, since_of
     from .rollout_view import rollouts_table
 
-    filters = {"status": status, "task_id": task, "agent": agent, "mode": mode, "limit": limit}
-    page = ask(load_config(context.obj), lambda api: api.rollouts(**filters))
+    checked(mode, status)
+    filters: dict[str, Any] = {"status": status, "task_id": task, "agent": agent, "mode": mode, "cursor": cursor}
+    filters |= {"min_reward": min_reward, "max_reward": max_reward, "since": since_of(since), "text": grep}
+    found, more = ask(load_config(context.obj), lambda api: collect(api, filters, limit, sort, reverse=reverse))
     if as_json:
-        print_json(page)
+        return print_json({"data": found, "next_cursor": more})
+    console = Console()
+    if console.is_terminal:
+        console.print(rollouts_table(found, time.time(), console.width))
     else:
-        console = Console()
-        console.print(rollouts_table(page["data"], time.time(), console.width))
+        Console(width=WIDE).print(rollouts_table(found, time.time(), None))
+    if more is not None and sort == "newest" and not reverse:
+        typer.echo(f"more: --cursor {more}", err=True)
+    return None
+
+
+Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="ids, or their beginnings")]
 
 
 @app.command()
-def delete(
+def delete(context: typer.Context, rollout_ids: Ids) -> None:
+    """Delete ended rollouts and all their records for good. The exit code is 1 if one was refused."""
+    _each(context, rollout_ids, "deleted", lambda api, one: api.delete_rollout(quote(one, safe="")))
+
+
+@app.command()
+def end(
     context: typer.Context,
-    rollout_ids: Annotated[list[str], typer.Argument(help="ids of ended rollouts")],
+    rollout_ids: Ids,
+    status: Annotated[str, typer.Option(help="completed, failed or discarded")] = "completed",
+    reason: Annotated[str | None, typer.Option(help="why, for people")] = None,
 ) -> None:
-    """Delete rollouts and all their records for good. The exit code is 1 if one was refused."""
+    """End running rollouts without a reward. The exit code is 1 if one was refused."""
+    from ...proxy.errors import ConfigError
+
+    if status not in ENDED:
+        raise ConfigError(f"--status is {', '.join(ENDED[:-1])} or {ENDED[-1]}, got {status!r}")
+    _each(context, rollout_ids, "ended", lambda api, one: api.end_rollout(quote(one, safe=""), status, reason))
+
+
+def _each(
+    context: typer.Context, given: list[str], done: str, work: Callable[[ApiClient, str], Awaitable[None]]
+) -> None:
+    """Do something to each of these rollouts; one that is refused does not keep the others."""
+    from ...proxy.errors import LightningError, NotFound
     from ..api_client import ApiError, ask
+    from .find import with_id
 
-    refused: list[ApiError] = []
+    refused: list[LightningError] = []
 
-    async def delete_all(api: ApiClient) -> None:
-        for rollout_id in rollout_ids:
+    async def all_of_them(api: ApiClient) -> None:
+        for one in given:
             try:
-                await api.delete_rollout(quote(rollout_id, safe=""))
-            except ApiError as error:
-                if error.status_code not in REFUSED:
+                await with_id(api, one, partial(work, api), changes=True)
+            except (ApiError, NotFound) as error:
+                if isinstance(error, ApiError) and error.status_code not in REFUSED:
                     raise
                 refused.append(error)
 
-    ask(load_config(context.obj), delete_all)
-    if deleted := len(rollout_ids) - len(refused):
-        typer.echo(f"deleted {deleted} rollout{'s' * (deleted != 1)}")
+    ask(load_config(context.obj), all_of_them)
+    if number := len(given) - len(refused):
+        typer.echo(f"{done} {number} rollout{'s' * (number != 1)}")
     for error in refused:
         typer.echo(f"lightning-proxy: {error.message}", err=True)
     if refused:
@@ -81,7 +124,7 @@ def delete(
 @app.command()
 def show(
     context: typer.Context,
-    rollout_id: Annotated[str, typer.Argument(help="an id, or its beginning")],
+    rollout_id: Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")],
     full: Annotated[bool, typer.Option("--full", help="show long texts whole")] = False,
     as_json: Json = False,
 ) -> None:
@@ -90,6 +133,7 @@ def show(
 
     from ..api_client import ask
     from ..formats import print_json
+    from .find import find
     from .rollout_view import rollout_detail
 
     rollout = ask(load_config(context.obj), lambda api: find(api, rollout_id))
@@ -97,6 +141,26 @@ def show(
         print_json(rollout)
     else:
         Console(highlight=False).print(rollout_detail(rollout, full))
+
+
+@app.command()
+def diff(
+    context: typer.Context,
+    a: Annotated[str, typer.Argument(metavar="A", help="an id, or its beginning")],
+    b: Annotated[str, typer.Argument(metavar="B", help="another one")],
+) -> None:
+    """Compare two rollouts: their numbers, and the lines of their conversations that differ."""
+    from rich.console import Console
+
+    from ..api_client import ask
+    from .diff import rollout_diff
+    from .find import find
+
+    async def both(api: ApiClient) -> list[dict[str, Any]]:
+        return [await find(api, one) for one in (a, b)]
+
+    first, second = ask(load_config(context.obj), both)
+    Console(highlight=False).print(rollout_diff(first, second))
 
 
 @app.command()
@@ -126,25 +190,6 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
         raise typer.Exit(0) from None
 
 
-async def find(api: ApiClient, rollout_id: str) -> dict[str, Any]:
-    """Return the rollout with this id, or else the only one of the newest whose id begins with it."""
-    from ...proxy.errors import NotFound
-    from ..api_client import ApiError
-
-    if rollout_id not in _NO_PATH:
-        try:
-            return await api.rollout(quote(rollout_id, safe=""))
-        except ApiError as error:
-            if error.status_code not in (400, 404):
-                raise
-    start = rollout_id.removesuffix("…")
-    known = [rollout["rollout_id"] for rollout in (await api.rollouts(limit=NEWEST))["data"]]
-    found = [name for name in known if start and name.startswith(start)]
-    if len(found) != 1:
-        raise NotFound(f"no rollout {rollout_id!r}; {len(found)} of the newest {NEWEST} have an id that begins with it")
-    return await api.rollout(found[0])
-
-
 def changed(page: list[dict[str, Any]], known: dict[str, dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Return the rollouts that are new or changed, oldest first. The first time, the newest ten."""
     if known is None:
@@ -154,9 +199,9 @@ def changed(page: list[dict[str, Any]], known: dict[str, dict[str, Any]] | None)
 
 def reward(
     context: typer.Context,
-    rollout_id: Annotated[str, typer.Argument(help="the rollout's id")],
-    value: Annotated[float, typer.Argument(help="any finite number")],
-    call: Annotated[str | None, typer.Option(help="reward this call, not the whole rollout")] = None,
+    rollout_id: Annotated[str, typer.Argument(metavar="ID", help="the rollout's id, or its beginning")],
+    value: Annotated[float, typer.Argument(metavar="VALUE", help="any finite number")],
+    call: Annotated[str | None, typer.Option(help="reward this call (an id or its beginning), not the rollout")] = None,
     name: Annotated[str, typer.Option(help="the reward's name; the newest value of a name counts")] = "reward",
     comment: Annotated[str | None, typer.Option(help="a note for people")] = None,
     source: Annotated[str, typer.Option(help="who gives it")] = "cli",
@@ -170,13 +215,30 @@ def reward(
     from ...proxy.errors import ConfigError
     from ..api_client import ask
     from ..formats import print_json
+    from .find import with_id
 
     if not math.isfinite(value):
         raise ConfigError(f"the reward must be a finite number, got {value}")
-    body = {"rollout_id": rollout_id, "reward": value, "call_id": call, "name": name, "comment": comment}
-    body |= {"source": source, "final": final, "retrain": retrain}
-    answer = ask(load_config(context.obj), lambda api: api.request("POST", "/reward", body))
+    body = {"reward": value, "name": name, "comment": comment, "source": source, "final": final, "retrain": retrain}
+
+    async def post(api: ApiClient) -> Any:
+        async def to(one: str) -> Any:
+            found = None if call is None else await _call_of(api, one, call)
+            return await api.request("POST", "/reward", body | {"rollout_id": one, "call_id": found})
+
+        return await with_id(api, rollout_id, to, changes=True)
+
+    answer = ask(load_config(context.obj), post)
     if as_json:
         print_json(answer)
     else:
         typer.echo(f"reward {answer['reward_id']} recorded for rollout {answer['rollout_id']}")
+
+
+async def _call_of(api: ApiClient, rollout_id: str, given: str) -> str:
+    """The id of the rollout's call whose id this is, or begins so."""
+    from .find import CUT, only_one
+
+    start = CUT.sub("", given)
+    known = [call["call_id"] for call in (await api.rollout(quote(rollout_id, safe="")))["calls"]]
+    return given if given in known else only_one(given, (name for name in known if name.startswith(start)), "call")

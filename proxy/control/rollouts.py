@@ -13,7 +13,7 @@ from ..errors import InvalidRequest, TooLarge
 from ..gateway.naming import DataPath, name_rollout
 from ..json_text import dumps
 from ..store.keys import hash_key, new_key
-from ..store.search import Wanted, search
+from ..store.rollouts import Wanted
 from ..types import Event, Rollout, RolloutName, check_id
 from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
 from .bodies import Cursor, EndBody, EventBody, EventList, Finite, Id, PathId, RolloutsBody
@@ -93,7 +93,7 @@ async def list_rollouts(
     if sought == Wanted():
         page, following = await p.store.rollouts.page(filters, limit, position)
     else:
-        page, following = await search(p.store.database, filters, sought, limit, position)
+        page, following = await p.store.rollouts.search(filters, sought, limit, position)
     following_cursor = None if following is None else str(following)
     return await large_response(lambda: {"data": [*map(record_view, page)], "next_cursor": following_cursor})
 

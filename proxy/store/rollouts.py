@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
@@ -63,6 +64,32 @@ ROLLOUT_FILTERS = {
     "key_id": "AND rollouts.key_id = :key_id",
     "agent": "",  # ROLLOUTS_PAGE_OF_AGENT
 }
+# Newest first of those whose ids begin alike, by the index on ids.
+ROLLOUTS_PAGE_OF_PREFIX = """
+SELECT rollouts.* FROM rollouts INDEXED BY sqlite_autoindex_rollouts_1
+WHERE rollout_id >= :prefix AND rollout_id < :prefix_end AND +rollouts.n < :cursor {filters}
+ORDER BY +rollouts.n DESC LIMIT :limit
+"""
+_LOOKED_AT = "SELECT n, {fits} AS fits FROM ({page}) AS found ORDER BY n DESC"
+ROLLOUTS_OF_NUMBERS = "SELECT * FROM rollouts WHERE n IN (SELECT value FROM json_each(:numbers)) ORDER BY n DESC"
+_FITS = {
+    "min_reward": "reward >= :min_reward",
+    "max_reward": "reward <= :max_reward",
+    "since": "created_at >= :since",
+    "text": """EXISTS (
+        SELECT 1 FROM calls WHERE calls.rollout_id = found.rollout_id
+        AND (request LIKE :text ESCAPE '!' OR response LIKE :text ESCAPE '!' OR request LIKE :escaped ESCAPE '!')
+        UNION ALL
+        SELECT 1 FROM calls JOIN large_requests USING (call_id) WHERE calls.rollout_id = found.rollout_id
+        AND (large_requests.request LIKE :text ESCAPE '!' OR large_requests.request LIKE :escaped ESCAPE '!')
+    )""",
+}
+AFTER_ALL_IDS = "\x7f"  # after every character of an id
+ALL = 2**62
+# How many rollouts a search looks at: in one statement, and until it answers with what it has found so far.
+CHUNK, MOST = 5_000, 100_000
+TEXT_CHUNK, MOST_TEXTS = 50, 1_000
+MOST_S = 2.0
 ROLLOUT_END = """
 UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at
 WHERE rollout_id = :rollout_id AND status = 'running'
@@ -78,6 +105,17 @@ WHERE reward IS NOT NULL AND foreign_calls = 0 AND policy_version IN (SELECT val
 GROUP BY mode, policy_version
 """
 ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is looked for. `since`: Unix time. `text`: anywhere in requests and answers, whatever the case of ASCII."""
+
+    min_reward: float | None = None
+    max_reward: float | None = None
+    since: float | None = None
+    text: str | None = None
+    prefix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +208,38 @@ class Rollouts:
         """Return a page, newest first, and the next page's cursor (None after the last). Filters: ROLLOUT_FILTERS."""
         page_of = ROLLOUTS_PAGE_OF_AGENT if "agent" in filters else ROLLOUTS_PAGE
         statement = page_of.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
-        rows = await self._db.all(statement, {**filters, "cursor": cursor or 2**62, "limit": limit + 1})
+        rows = await self._db.all(statement, {**filters, "cursor": cursor or ALL, "limit": limit + 1})
         page = rows[:limit]
         size = sum(len(row["metadata"]) for row in page)
         return await aside(size, lambda: [*map(read_rollout, page)]), page[-1]["n"] if len(rows) > limit else None
+
+    async def search(
+        self, filters: dict[str, Any], wanted: Wanted, limit: int, cursor: int | None = None
+    ) -> tuple[list[Rollout], int | None]:
+        """Return what fits, newest first, and where to go on. The page may be short, or empty, and not be the last.
+
+        A search looks at a bounded number of rollouts: no index knows rewards, times and texts.
+        """
+        chunk, most = (TEXT_CHUNK, MOST_TEXTS) if wanted.text is not None else (CHUNK, MOST)
+        statement, values = _search_statement(filters, wanted)
+        numbers: list[int] = []
+        looked, until, position = 0, time.monotonic() + MOST_S, cursor or ALL
+        while True:
+            rows = await self._db.all(statement, {**values, "cursor": position, "limit": chunk})
+            fitting = [row["n"] for row in rows if row["fits"]][: limit - len(numbers)]
+            numbers += fitting
+            looked += len(rows)
+            if len(numbers) == limit and (fitting[-1] != rows[-1]["n"] or len(rows) == chunk):
+                return await self._numbered(numbers), fitting[-1]
+            if len(rows) < chunk:
+                return await self._numbered(numbers), None
+            position = rows[-1]["n"]
+            if looked >= most or time.monotonic() > until:
+                return await self._numbered(numbers), position
+
+    async def _numbered(self, numbers: list[int]) -> list[Rollout]:
+        rows = await self._db.all(ROLLOUTS_OF_NUMBERS, {"numbers": dumps(numbers)})
+        return await aside(sum(len(row["metadata"]) for row in rows), lambda: [*map(read_rollout, rows)])
 
     async def counts(self) -> dict[tuple[str, str], int]:
         """Count rollouts by (mode, status)."""
@@ -211,3 +277,27 @@ class Rollouts:
 
 def read_rollout(row: sqlite3.Row) -> Rollout:
     return read(Rollout, row, metadata=loads(row["metadata"]))
+
+
+def _search_statement(filters: dict[str, Any], wanted: Wanted) -> tuple[str, dict[str, Any]]:
+    page, values = ROLLOUTS_PAGE, dict(filters)
+    if wanted.prefix is not None:
+        page = ROLLOUTS_PAGE_OF_PREFIX
+        values |= {"prefix": wanted.prefix, "prefix_end": wanted.prefix + AFTER_ALL_IDS}
+    elif "agent" in filters:
+        page = ROLLOUTS_PAGE_OF_AGENT
+    given = {name: value for name in _FITS if (value := getattr(wanted, name)) is not None}
+    if wanted.text is not None:
+        given["text"] = _pattern(dumps(wanted.text))
+        # A first request is kept in the agent's own writing; None compares with nothing, at once.
+        given["escaped"] = None if wanted.text.isascii() else _pattern(json.dumps(wanted.text))
+    own = " ".join(ROLLOUT_FILTERS[name] for name in filters)
+    if wanted.prefix is not None and "agent" in filters:
+        own += " AND EXISTS (SELECT 1 FROM rollout_agents AS a WHERE a.agent = :agent AND a.n = rollouts.n)"
+    fits = " AND ".join(text for name, text in _FITS.items() if name in given) or "1"
+    return _LOOKED_AT.format(fits=fits, page=page.format(filters=own)), values | given
+
+
+def _pattern(string: str) -> str:
+    """For LIKE: what stands in this JSON string, anywhere."""
+    return f"%{string[1:-1].replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"

@@ -17,8 +17,12 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store import waiting
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
-from lightning_proxy.proxy.store.search import ROLLOUTS_PAGE_OF_PREFIX
+from lightning_proxy.proxy.store.rollouts import (
+    ROLLOUT_FILTERS,
+    ROLLOUTS_PAGE,
+    ROLLOUTS_PAGE_OF_AGENT,
+    ROLLOUTS_PAGE_OF_PREFIX,
+)
 from lightning_proxy.proxy.store.versions import PINNED_VERSIONS
 
 ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE")

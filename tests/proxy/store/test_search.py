@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.store import search as searching
-from lightning_proxy.proxy.store.search import Wanted, search
+from lightning_proxy.proxy.store import rollouts as searching
+from lightning_proxy.proxy.store.rollouts import Wanted
 from lightning_proxy.proxy.types import Reward, RolloutName
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -23,7 +23,7 @@ async def opened(store: Any, rewards: dict[str, float | None]) -> None:
 
 
 async def ids(store: Any, wanted: Wanted, limit: int = 100, cursor: int | None = None, **filters: str) -> list[str]:
-    return [r.rollout_id for r in (await search(store.database, filters, wanted, limit, cursor))[0]]
+    return [r.rollout_id for r in (await store.rollouts.search(filters, wanted, limit, cursor))[0]]
 
 
 async def test_rewards_times_and_beginnings_of_ids_are_looked_for(running: Running, tmp_path: Path) -> None:
@@ -41,8 +41,8 @@ async def test_rewards_times_and_beginnings_of_ids_are_looked_for(running: Runni
 async def test_pages_of_a_search_go_on_and_end(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         await opened(store, {f"r{i}": float(i % 2) for i in range(6)})
-        first, cursor = await search(store.database, {}, Wanted(min_reward=1), 2)
-        rest, end = await search(store.database, {}, Wanted(min_reward=1), 2, cursor)
+        first, cursor = await store.rollouts.search({}, Wanted(min_reward=1), 2)
+        rest, end = await store.rollouts.search({}, Wanted(min_reward=1), 2, cursor)
         assert ([r.rollout_id for r in first], [r.rollout_id for r in rest], end) == (["r5", "r3"], ["r1"], None)
 
 
@@ -53,7 +53,7 @@ async def test_a_search_looks_at_so_many_and_can_go_on(
     monkeypatch.setattr(searching, "MOST", 4)
     async with running(tmp_path) as system, system.store() as store:
         await opened(store, {f"r{i}": float(i == 0) for i in range(6)})
-        found, cursor = await search(store.database, {}, Wanted(min_reward=1), 9)
+        found, cursor = await store.rollouts.search({}, Wanted(min_reward=1), 9)
         assert found == [] and cursor is not None
         assert await ids(store, Wanted(min_reward=1), cursor=cursor) == ["r0"]
 
