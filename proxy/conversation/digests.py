@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 
-from ..json_text import dumps
 from .atoms import Atom
 
 # Bytes below which something tells nothing of where it comes from: "ok" is said in many rollouts.
@@ -24,6 +23,7 @@ QUOTING_CHARACTERS = 20_000
 # Where texts are cut into fragments, so that one is found again in whatever it is wrapped in: a transcript, JSON, XML.
 _CUTS = re.compile(r'[\n\r\t"<>{}\[\]|:.!?;。！？]+')
 _TRIMMED = " ,'*_#()-\\"
+_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL | re.IGNORECASE)
 
 
 def digest(caller: str, *parts: bytes | str) -> bytes:
@@ -44,16 +44,33 @@ def beginnings(atoms: Iterable[Atom], state: bytes = b"") -> list[bytes]:
     digests = []
     for kind, who, what in atoms:
         is_one_of_a_kind = len(who) >= TELLING_ID
-        shown = what if kind == "text" else dumps(_parsed(what)) if kind == "call" and not is_one_of_a_kind else ""
+        if kind == "text":
+            shown = (same_json(what) if who == "assistant" else None) or what
+        else:
+            shown = same_json(what) or what if kind == "call" and not is_one_of_a_kind else ""
         state = digest("", state, kind, who, shown)
         digests.append(state)
     return digests
 
 
-def origins(caller: str, told: str, answer: Iterable[Atom]) -> set[bytes]:
+def same_json(text: str) -> str | None:
+    """Return one writing of the JSON that a text is, however it is written; None if it is no object and no list."""
+    text = text.strip()
+    if fenced := _FENCED.fullmatch(text):
+        text = fenced[1]
+    value = _parsed(text) if text[:1] in ("{", "[") else None
+    if not isinstance(value, dict | list) or not value:
+        return None
+    try:
+        return orjson.dumps(_even(value), option=orjson.OPT_SORT_KEYS).decode()
+    except (orjson.JSONEncodeError, RecursionError):
+        return None
+
+
+def origins(caller: str, told: str, answer: Iterable[Atom], question: str = "") -> set[bytes]:
     """Return digests that identify this answer: of its ids, and of text that the model alone produced.
 
-    `told`: all that the request says, in one text.
+    `told`: all that the request says, in one text. `question`: the last of it that was said to the model.
     """
     digests = set()
 
@@ -68,6 +85,9 @@ def origins(caller: str, told: str, answer: Iterable[Atom]) -> set[bytes]:
         orders = list(_strings(_parsed(what))) if kind == "call" else []
         for order in orders:
             add("order", order, TELLING_ORDER)
+        if said := same_json(what):
+            digests.add(digest(caller, "json", question, said))
+            add("json", said, TELLING)
         for text in [who, *orders] if kind == "call" else [what]:
             for fragment in _ends(list(_fragments(text))):
                 add("said", fragment, TELLING)
@@ -79,9 +99,17 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
 
     A prompt tells nothing: what one rollout found may be in the prompt of all that follow.
     """
+    question = ""
     for kind, who, what in atoms:
         if who == "system":
             continue
+        if kind == "call" or who == "assistant":
+            # A short one says nothing without its question: "ok": true is the answer to many.
+            if said := same_json(what):
+                yield digest(caller, "json", question, said)
+                yield digest(caller, "json", said)
+        else:
+            question = what
         if kind != "text":
             if who:
                 yield digest(caller, "id", who)
@@ -102,6 +130,21 @@ def _fragments(text: str) -> Iterator[str]:
     """Also of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
     lines = text.replace("\\n", "\n").replace("', '", "\n")
     return (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
+
+
+def _even(value: Any) -> Any:
+    """The value with 3.0 as 3: a client that knows a field to be a float writes it so."""
+    if isinstance(value, dict):
+        return {name: _even(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_even(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+def last_question(atoms: Iterable[Atom]) -> str:
+    """Return the last thing that was said to the model; a prompt of the system is no question."""
+    asked = [what for kind, who, what in atoms if kind != "call" and who not in ("assistant", "system")]
+    return asked[-1] if asked else ""
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -16,7 +16,7 @@ from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVE
 from ..store.store import Store
 from ..types import CallEnd, CallStart, RolloutName
 from .atoms import Atom, answer_atoms, request_atoms
-from .digests import beginnings, digest, origins, quotations
+from .digests import beginnings, digest, last_question, origins, quotations
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,14 @@ class Conversation:
         """Return the digest of all of it in a list; an empty one if nothing is said."""
         return self.begun[-1:]
 
-    def gone_on_with(self, answer: list[Atom]) -> list[bytes]:
-        """Return the digest of all of it and an answer, as `whole`."""
-        return beginnings(answer, *self.whole)[-1:] or self.whole
+    def gone_on_with(self, answer: list[Atom], *, is_forced: bool = False) -> Iterator[list[bytes]]:
+        """Return the digest of all of it and an answer, as `whole`.
+
+        A call that the request forced is a structured answer: it may come back as a text, which is a second digest.
+        """
+        yield beginnings(answer, *self.whole)[-1:] or self.whole
+        if is_forced and len(answer) == 1 and answer[0].kind == "call":
+            yield beginnings([Atom("text", "assistant", answer[0].what)], *self.whole)[-1:]
 
 
 class UnnamedRollouts:
@@ -114,15 +119,23 @@ def _answered(caller: str, start: CallStart, said: Conversation, end: CallEnd, r
     at = start.started_at + end.latency_ms / 1000
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
     within, told = _within(caller, start.rollout), _APART.join(what for _, _, what in said.atoms)
+    question, is_forced = last_question(said.atoms), _forces_a_call(start.request)
     for answer in answer_atoms(response):
-        state = {"digest": digest(within, *said.gone_on_with(answer))}
-        yield CONVERSATION_TIP, row | state
-        yield CONVERSATION_POINT, row | state
-        for origin in origins(within, told, answer):
+        for whole in said.gone_on_with(answer, is_forced=is_forced):
+            state = {"digest": digest(within, *whole)}
+            yield CONVERSATION_TIP, row | state
+            yield CONVERSATION_POINT, row | state
+        for origin in origins(within, told, answer, question):
             yield CONVERSATION_ORIGIN, row | {"digest": origin}
     for name in (response.get("id"), _kept(response)):
         if isinstance(name, str):
             yield CONVERSATION_POINT, row | {"digest": digest(caller, "response", name)}
+
+
+def _forces_a_call(request: Json) -> bool:
+    """Whether the model has to call a function, as clients ask that want an answer of some shape."""
+    choice = request.get("tool_choice")
+    return choice in ("required", "any") or (isinstance(choice, dict) and choice.get("type") not in ("auto", "none"))
 
 
 def _within(caller: str, name: RolloutName) -> str:
