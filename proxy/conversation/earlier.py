@@ -58,6 +58,11 @@ class Earlier:
             self._add(rollout_id, said)
         return found
 
+    def has_lately(self, rollout_id: str, response_id: Any) -> bool:
+        """Return whether a response is in memory, and went through the chat route."""
+        said = self._rollouts.get(rollout_id, {}).get(response_id) if isinstance(response_id, str) else None
+        return said is not None and said.by_chat
+
     def answered(self, start: CallStart, end: CallEnd) -> None:
         """Note that a call was answered, and that its record is durable."""
         if end.status == "ok" and isinstance(end.response, dict):

@@ -48,7 +48,10 @@ class Way(NamedTuple):
 
 
 class ChatRoute:
-    """Sends calls of the policy through the chat route, which alone gives the tokens of their answers."""
+    """Sends calls of the policy through the chat route, which alone gives the tokens of their answers.
+
+    Whoever goes on with such an answer has to take this way, too, also to another model.
+    """
 
     def __init__(self, config: PolicyConfig, store: Store, upstreams: Upstreams) -> None:
         self._translators = TRANSLATORS if config.dialects_through_chat else {}
@@ -60,7 +63,8 @@ class ChatRoute:
 
         Raise NotFound if it continues an unknown response, InvalidRequest if no route can answer it.
         """
-        if asked.endpoint not in self._translators or route.version is None or route.upstream.kind != "vllm":
+        is_policys = route.version is not None and route.upstream.kind == "vllm"
+        if asked.endpoint not in self._translators or not (is_policys or self._goes_on(asked)):
             return Way()
         earlier = await self._earlier(asked)
         if any(said.redacted for said in earlier):  # the model is shown what was said, or nothing
@@ -99,6 +103,11 @@ class ChatRoute:
         except TemplateUnknown:
             template = await self._templates.learned(route, asked.request)
             return await aside(size, partial(make(template).request, asked.body, items))
+
+    def _goes_on(self, asked: Asked) -> bool:
+        """Whether a request goes on with what went through the chat route lately, so that no server knows of it."""
+        previous = asked.body.get("previous_response_id")
+        return asked.endpoint == "responses" and self._said.has_lately(asked.rollout_id, previous)
 
     async def _earlier(self, asked: Asked) -> list[Said]:
         previous = asked.body.get("previous_response_id") if asked.endpoint == "responses" else None

@@ -117,7 +117,9 @@ async def served(
             store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
             upstreams=[
                 UpstreamConfig(name="policy", base_url=policy, retries=0, fallbacks=["other"] if fallback else []),
-                UpstreamConfig(name="other", kind="openai", base_url=other, model_map={"policy": "theirs"}),
+                UpstreamConfig(
+                    name="other", kind="openai", base_url=other, models=["theirs"], model_map={"policy": "theirs"}
+                ),
             ],
             policy=PolicyConfig(publish="lora", directory=tmp_path / "policy"),
             recording=RecordingConfig(redact=redact or RedactConfig()),
@@ -172,6 +174,17 @@ async def test_a_fallback_that_does_not_know_the_response_is_asked_with_the_whol
         await proxy.respond(previous_response_id=second)
         assert len(proxy.vllm.asked[-1][1]["messages"]) == 5
         assert [call["trainable"] for call in await proxy.calls()] == [True, False, True]
+
+
+async def test_another_model_goes_on_with_a_response_of_the_policys(tmp_path: Path) -> None:
+    fallback = PlayedVllm()
+    async with served(tmp_path, PlayedVllm(), fallback=fallback) as proxy:
+        first = await proxy.respond()
+        second = await proxy.respond(model="theirs", previous_response_id=first)
+        await proxy.respond(model="theirs", previous_response_id=second)
+        assert [(path, len(body["messages"])) for path, body in fallback.asked] == [(CHAT, 3), (CHAT, 5)]
+        assert (await proxy.ask(model="theirs", previous_response_id="their_own")) == (404, UNKNOWN)
+        assert fallback.asked[-1][0] == RESPONSES
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
