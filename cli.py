@@ -292,6 +292,20 @@ def export(
     export_command(_load(context, {}), file, format, kind, filters)
 
 
+@app.command(name="import")
+def import_(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="a JSON Lines file, one chat conversation per line")],
+    model: Annotated[str, typer.Option(help="who answered, where a line has no `model`")] = "imported",
+    reward: Annotated[float, typer.Option(help="what a conversation was worth, where a line has no `reward`")] = 1.0,
+) -> None:
+    """Record conversations of others, to imitate with `train --method sft`. The proxy need not run."""
+    from .commands.export.bring_in import import_command
+
+    _write_for_the_owner_only()
+    import_command(_load(context, {}), file, model, reward)
+
+
 @app.command()
 def plan(
     context: typer.Context,

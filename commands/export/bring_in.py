@@ -1,0 +1,203 @@
+"""`import`: records conversations of others, as rollouts that another model answered. The proxy need not run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ...proxy.apis.tokens import NOT_THE_POLICY
+from ...proxy.apis.tools import dicts, tool_calls
+from ...proxy.config.root import Config
+from ...proxy.errors import ConfigError, InvalidRequest, NotFound
+from ...proxy.json_text import dumps
+from ...proxy.recording.recorder import Recorder
+from ...proxy.recording.redact import Redactor
+from ...proxy.store.database import opened
+from ...proxy.store.store import Store
+from ...proxy.types import CallEnd, CallStart, Mode, Reward, RolloutName, check_id
+from ..signals import run_until_signal
+
+Json = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+UPSTREAM = SOURCE = "import"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One line. `answers`: the places of the messages that the model said."""
+
+    name: RolloutName
+    model: str
+    messages: list[Json]
+    tools: list[Json]
+    answers: list[int]
+    reward: float | None
+    failed: bool
+
+
+@dataclass(slots=True)
+class Brought:
+    """How many rollouts were recorded, and how many were there already."""
+
+    rollouts: int = 0
+    known: int = 0
+
+
+def import_command(config: Config, file: Path, model: str, reward: float) -> None:
+    """Run `import`. Raises ConfigError, and imports nothing, if a line is no conversation."""
+    if not math.isfinite(reward):
+        raise ConfigError(f"--reward must be a finite number, got {reward}")
+    lines = sum(1 for _ in conversations(file, model, reward))  # all are looked at before the first is recorded
+    brought = run_until_signal(bring_in(config, file, model, reward, lines))
+    known = f", {brought.known} were there already" if brought.known else ""
+    Console(stderr=True).print(f"{brought.rollouts} rollouts from {file}{known}", markup=False, soft_wrap=True)
+
+
+async def bring_in(config: Config, file: Path, model: str, reward: float, lines: int | None = None) -> Brought:
+    """Record the file's conversations. One that is in the store already is left as it is."""
+    brought = Brought()
+    redactor = Redactor(config.recording.redact, config.keys())
+    async with opened(config.store) as database:
+        store = Store(database)
+        async with Recorder(store, merged=False, redactor=redactor) as recorder:
+            with Progress(console=Console(stderr=True)) as progress:
+                for one in progress.track(conversations(file, model, reward), lines, description="conversations"):
+                    if await _is_known(store, one):
+                        brought.known += 1
+                        continue
+                    await _record(store, recorder, one)
+                    await _end(store, one)
+                    brought.rollouts += 1
+    return brought
+
+
+def conversations(file: Path, model: str, reward: float) -> Iterator[Conversation]:
+    """Yield the file's conversations; ConfigError with the line's number for one that is none."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield _read(line, model, reward)
+                    except (InvalidRequest, ValueError) as error:
+                        raise ConfigError(f"{file}, line {number}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is no text in UTF-8") from None
+
+
+def _read(line: str, model: str, reward: float) -> Conversation:
+    """Read a line; ValueError or InvalidRequest if it is no conversation."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        raise ValueError("it is no object with `messages`")
+    messages = [_message(message, i) for i, message in enumerate(row["messages"], 1)]
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and row["messages"][i].get("weight") != 0]
+    if not answers or answers[0] == 0:
+        raise ValueError("no message of the assistant answers another one")
+    mode = row.get("mode") or "train"
+    if mode not in get_args(Mode):
+        raise ValueError(f"`mode` is train or eval, got {mode!r}")
+    task = row.get("task_id")
+    # The same line is the same rollout, however often it is imported.
+    digest = hashlib.sha256(dumps([messages, row.get("tools"), task]).encode()).hexdigest()[:32]
+    return Conversation(
+        name=RolloutName(f"import-{digest}", task and check_id(str(task), "task_id"), mode=cast(Mode, mode)),
+        model=str(row.get("model") or model),
+        messages=messages,
+        tools=dicts(row.get("tools")),
+        answers=answers,
+        reward=_reward(row, reward),
+        failed=row.get("status") == "failed",
+    )
+
+
+def _reward(row: Json, otherwise: float) -> float | None:
+    """The row's reward. One that failed gets none by default: nobody said that it is good."""
+    found = row.get("reward")
+    if found is None:
+        return None if row.get("status") == "failed" else otherwise
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise ValueError(f"`reward` is no finite number: {found!r}")
+    return float(found)
+
+
+def _message(message: Any, place: int) -> Json:
+    """A message as chat has it; ValueError if it is none."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise ValueError(f"message {place} has no role among {', '.join(ROLES)}")
+    if not isinstance(message.get("content"), str | list | None):
+        raise ValueError(f"message {place}: `content` is neither text nor a list")
+    kept = {name: value for name, value in message.items() if name != "weight"}
+    if not (calls := message.get("tool_calls")):
+        return kept
+    if not isinstance(calls, list) or not all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
+    ):
+        raise ValueError(f"message {place}: `tool_calls` are no calls of functions")
+    return kept | {"tool_calls": [_tool_call(call, place, i) for i, call in enumerate(calls)]}
+
+
+def _tool_call(call: Json, place: int, i: int) -> Json:
+    function = call["function"]
+    if not isinstance(function.get("name"), str):
+        raise ValueError(f"message {place}: a tool call has no name")
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else dumps(arguments or {})
+    made = {"name": function["name"], "arguments": text}
+    return {"id": str(call.get("id") or f"call_{place}_{i}"), "type": "function", "function": made}
+
+
+async def _is_known(store: Store, one: Conversation) -> bool:
+    try:
+        return (await store.rollouts.get(one.name.rollout_id)).status != "running"
+    except NotFound:
+        return False
+
+
+async def _record(store: Store, recorder: Recorder, one: Conversation) -> None:
+    """Record a call for each answer, as the model would have been asked; not those of an import that broke off."""
+    for place in one.answers:
+        start, end = _call(one, place)
+        match await store.calls.status(end.rollout_id, end.call_id):
+            case None:
+                await recorder.start(start)
+            case "incomplete":
+                recorder.resume(start)
+            case _:
+                continue
+        await recorder.end(end)
+
+
+def _call(one: Conversation, place: int) -> tuple[CallStart, CallEnd]:
+    message, rollout_id = one.messages[place], one.name.rollout_id
+    call_id = f"{rollout_id}-{place}"
+    request = {"model": one.model, "messages": one.messages[:place]} | ({"tools": one.tools} if one.tools else {})
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
+    answer = {"object": "chat.completion", "model": one.model, "choices": [choice]}
+    start = CallStart(
+        call_id, one.name, "chat/completions", one.model, None, request, time.time(), upstream=UPSTREAM, pins=False
+    )
+    end = CallEnd(
+        call_id, rollout_id, "ok", answer, None, tool_calls=tool_calls(answer), untrainable_reason=NOT_THE_POLICY,
+        model=one.model, imported=True,
+    )  # fmt: skip
+    return start, end
+
+
+async def _end(store: Store, one: Conversation) -> None:
+    if one.failed:
+        await store.rollouts.end(one.name.rollout_id, "failed", "it had failed when it was imported")
+    if one.reward is not None:
+        await store.rewards.post([Reward(one.name.rollout_id, one.reward, source=SOURCE, final=not one.failed)])
