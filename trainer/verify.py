@@ -34,7 +34,7 @@ MORE_TOKENS = 32
 MOST_TOKENS = 2048
 ROUNDS = 6
 # By so many standard deviations the answers must be nearer to one of them.
-SURE = 3.0
+SURE = 3.2
 ADAPTER_FILE = "adapter_model.safetensors"
 VERIFY_TRIES = 150
 VERIFY_RESTARTS = 3
@@ -238,7 +238,7 @@ class Evidence:
         """Return whether more answers are worth asking for: with luck they make it clear."""
         if not self.rounds:
             return True
-        by_then = (abs(self.deviations) + 1) * math.sqrt(MOST_TOKENS / max(1, self.tokens))
+        by_then = (abs(self.deviations) + 2) * math.sqrt(MOST_TOKENS / max(1, self.tokens))
         more = self._squares > 0 and self.tokens < MOST_TOKENS and self.rounds < ROUNDS
         return more and abs(self.deviations) < SURE <= by_then
 
