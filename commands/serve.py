@@ -21,6 +21,7 @@ import typer
 from ..proxy.config.root import Config
 from ..proxy.errors import LightningError
 from ..proxy.gateway.server import ServerProtocol
+from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import publish_mode
 from .system.processes import address, require_free_port
 
@@ -52,7 +53,8 @@ def serve(config: Config) -> None:
     from ..proxy.reward_function.process import require_function
     from ..proxy.store.keys import require_keys
 
-    publish_mode(config)  # its ConfigError is to be seen before anything starts
+    publish_mode(config)  # their ConfigErrors are to be seen before anything starts
+    check_base_model(config)
     asyncio.run(require_function(config.rewards))
     asyncio.run(require_keys(config))
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")

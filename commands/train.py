@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
+from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import has_gpu
 from ..trainer.plan.settle import settle
 from ..trainer.types import Method
@@ -37,6 +38,8 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
     Method sft is one run, which SIGINT and SIGTERM interrupt; the next one goes on from there.
     """
     require_model(config)
+    if offline is None:
+        check_base_model(config)
     if method == "sft" and _has_launcher():
         raise ConfigError("--method sft runs in one process: start it without a launcher")
     if importlib.util.find_spec("trl") is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
+from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import has_gpu, publish_mode
 from ..proxy.policy.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
 from ..trainer.plan.settle import Settled, settle
@@ -62,6 +63,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
     `alone`: where it leaves no room for a trainer, that is somewhere else.
     """
     model = require_model(config)
+    check_base_model(config)
     settled = _settled(config, alone)
     config = settled.config
     if config.vllm.host not in LOOPBACK:

@@ -1,0 +1,54 @@
+"""Refuses another base model than the one that the store's policy versions were trained on."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from ..config.root import Config
+from ..config.server import StoreConfig
+from ..errors import ConfigError
+
+NEWEST_CHECKPOINT = """
+SELECT checkpoint FROM steps WHERE checkpoint IS NOT NULL
+    AND EXISTS (SELECT 1 FROM policy_versions WHERE publish IS NOT NULL) ORDER BY step DESC LIMIT 1
+"""
+SAVED = "config.json"  # of a checkpoint: every key of the trainer, and policy.model
+
+
+def check_base_model(config: Config) -> None:
+    """Raise ConfigError if `policy.model` is another model than that of the versions in the store.
+
+    A model that is now in another place is known by the last part of its name. The trainer compares weights, too.
+    """
+    model, before = config.policy.model, trained_model(config.store)
+    if model is None or before is None or _last_part(model) == _last_part(before):
+        return
+    store, directory = config.store.path.expanduser().absolute(), config.policy.directory.absolute()
+    raise ConfigError(
+        f"policy.model is {model}, and the policy versions in {store} were trained on {before}: set it back, or start "
+        f"anew with another store.url and policy.directory (now {directory}); `lightning-proxy policy export` takes "
+        "the trained versions along"
+    )
+
+
+def trained_model(config: StoreConfig) -> str | None:
+    """Return the model that the store's versions were trained on; None if there are none, or nothing here says it."""
+    path = config.path.expanduser().absolute()
+    if not path.is_file():
+        return None
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            row = connection.execute(NEWEST_CHECKPOINT).fetchone()
+        saved: Any = None if row is None else json.loads((Path(row[0]) / SAVED).read_text())
+    except (sqlite3.Error, OSError, ValueError):  # whoever opens them for good says what is wrong with them
+        return None
+    model = saved.get("policy.model") if isinstance(saved, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def _last_part(model: str) -> str:
+    return Path(model).expanduser().name
