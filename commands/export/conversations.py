@@ -10,7 +10,7 @@ from ...proxy.control.views import call_view
 from ...proxy.conversation.transcript import Turn, read
 from ...proxy.recording.redact import REASON
 from ...proxy.types import ModelCall, Rollout
-from ..show.conversation import core
+from ..show.conversation import beginnings
 
 Json = dict[str, Any]
 
@@ -39,15 +39,12 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
 def ends(turns: Sequence[Turn]) -> list[int]:
     """Return the places of the turns that were answered and that no later turn goes on with, or says again."""
     latest: dict[int, int] = {}
-    wholes: list[int | None] = []
+    wholes: list[int] = []
     for i, turn in enumerate(turns):
-        digest = hash(())
-        for message in turn.whole:
-            latest[digest] = i
-            digest = hash((digest, core(message)))
-        latest[digest] = i
-        wholes.append(digest if turn.said else None)
-    return [i for i, whole in enumerate(wholes) if whole is not None and latest[whole] == i]
+        digests = [*beginnings(turn.whole)]
+        latest.update(dict.fromkeys(digests, i))
+        wholes.append(digests[-1])
+    return [i for i, (turn, whole) in enumerate(zip(turns, wholes, strict=True)) if turn.said and latest[whole] == i]
 
 
 def _ended(call: ModelCall) -> bool:

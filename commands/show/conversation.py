@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...proxy.conversation.transcript import Turn
@@ -14,13 +14,23 @@ Core = tuple[Any, ...]
 
 def additions(turns: Sequence[Turn]) -> list[list[Message]]:
     """Return each call's new messages: all after the longest beginning that it shares with an earlier call."""
-    earlier: list[list[Core]] = []
+    earlier: set[int] = set()
     added = []
     for turn in turns:
-        shown = [core(message) for message in turn.shown]
-        added.append(turn.shown[max((_shared(shown, known) for known in earlier), default=0) :])
-        earlier.append(shown + [core(message) for message in turn.said])
+        digests = [*beginnings(turn.whole)]
+        shared = next((i for i in range(len(turn.shown), 0, -1) if digests[i] in earlier), 0)
+        added.append(turn.shown[shared:])
+        earlier.update(digests)
     return added
+
+
+def beginnings(messages: Sequence[Message]) -> Iterator[int]:
+    """Yield a digest of every beginning of a conversation, from the empty one to the whole."""
+    digest = hash(())
+    yield digest
+    for message in messages:
+        digest = hash((digest, core(message)))
+        yield digest
 
 
 def core(message: Message) -> Core:
@@ -46,8 +56,3 @@ def text(message: Message) -> str:
         return "" if content is None else str(content)
     parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]
     return "\n".join(str(part.get("text", f"[{part.get('type', '?')}]")) for part in parts)
-
-
-def _shared(a: Sequence[Core], b: Sequence[Core]) -> int:
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)

@@ -85,6 +85,13 @@ def test_a_rollout_shows_its_tool_calls_and_what_failed() -> None:
     assert "add failed" in page
 
 
+def test_what_is_no_chat_is_shown_as_it_came() -> None:
+    search = {"type": "web_search_call", "id": "w1", "action": {"query": "weather"}}
+    answered = {"id": "r1", "output": [search, {"type": "message", "role": "assistant", "content": "Rain."}]}
+    page = printed(rollout([call([], {}, endpoint="responses", request={"input": "Sun?"}, response=answered)]))
+    assert [word for word in ("Sun?", '"weather"', "Rain.") if word not in page] == []
+
+
 def test_long_texts_are_cut_unless_asked_for() -> None:
     long = rollout([call([said("user", "start " + "x" * 5000 + " end")], said("assistant", "y"))])
     assert "characters, --full shows them" in printed(long).replace("\n", " ")
