@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from .commands import keys, store
+from .commands import init, keys, store
 from .commands.show import policy, rollouts
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes leave no room for words at 80 columns, and are noise in a pipe
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Train the model behind any agent with reinforcement learning by changing OPENAI_BASE_URL.",
 )
 
@@ -41,11 +42,12 @@ app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
 app.add_typer(store.app, name="store")
+app.command()(init.init)
 # Without this setting a negative reward would be read as an option.
 app.command(context_settings={"ignore_unknown_options": True})(rollouts.reward)
 
 Model = Annotated[str | None, typer.Option(help="a Hugging Face id or a directory (policy.model)")]
-Port = Annotated[int | None, typer.Option(help="the proxy's port (proxy.port)")]
+Port = Annotated[int | None, typer.Option(metavar="N", help="the proxy's port (proxy.port)")]
 Logs = Annotated[Path, typer.Option(help="directory for the logs of vLLM, proxy and trainer")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 AHEAD = (
@@ -53,7 +55,7 @@ AHEAD = (
 )
 REFILL = "open at most so many further groups for each task, in place of groups whose rewards are all equal"
 Command = Annotated[list[str], typer.Argument(help="the agent program, after `--`")]
-Concurrency = Annotated[int, typer.Option(min=1, help="how many programs run at once")]
+Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")]
 Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
 Outputs = Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")]
 
@@ -117,7 +119,9 @@ def train(
     context: typer.Context,
     model: Model = None,
     once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then exit")] = False,
-    max_steps: Annotated[int | None, typer.Option(help="stop after so many steps (trainer.max_steps)")] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(metavar="N", help="stop after so many steps (trainer.max_steps)")
+    ] = None,
     method: Annotated[
         str, typer.Option(help="`rl`, or `sft`: imitate the best rollouts once, then exit (trainer.sft)")
     ] = "rl",
@@ -129,7 +133,8 @@ def train(
         Path | None, typer.Option(help="with --offline: a store or an export to read", show_default="store.url")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="with --offline or sft: passes over the data (trainer.sft.epochs)")
+        int | None,
+        typer.Option(metavar="N", min=1, help="with --offline or sft: passes over data (trainer.sft.epochs)"),
     ] = None,
     directory: Annotated[
         Path | None,
@@ -174,16 +179,22 @@ def run(
     tasks: Annotated[Path, typer.Option(help="a JSON Lines file, one task per line")],
     group_size: Annotated[
         int | None,
-        typer.Option(min=1, max=1000, help="rollouts per task", show_default="trainer.group_size; 1 with --mode eval"),
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=1000,
+            help="rollouts per task",
+            show_default="trainer.group_size; 1 with --mode eval",
+        ),
     ] = None,
     concurrency: Concurrency = 8,
     mode: Annotated[str, typer.Option(help="`train`, or `eval`: recorded but never trained on")] = "train",
-    repeat: Annotated[int, typer.Option(min=1, help="passes over the tasks")] = 1,
+    repeat: Annotated[int, typer.Option(metavar="N", min=1, help="passes over the tasks")] = 1,
     ahead: Annotated[
         float | None,
-        typer.Option(min=0, max=1000, help=AHEAD),
+        typer.Option(metavar="N", min=0, max=1000, help=AHEAD),
     ] = None,
-    refill: Annotated[int, typer.Option(min=0, max=1000, help=REFILL)] = 0,
+    refill: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help=REFILL)] = 0,
     preload: Preload = "",
     logs: Outputs = None,
     as_json: Json = False,
@@ -209,10 +220,10 @@ def evaluate(
             help="what answers, by commas: live, a policy version, a model, power:4; the first is the baseline"
         ),
     ] = "live",
-    samples: Annotated[int, typer.Option(min=1, max=1000, help="rollouts per task and model")] = 1,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="rollouts per task and model")] = 1,
     concurrency: Concurrency = 8,
     pass_at: Annotated[float, typer.Option(help="a rollout passes with at least this reward")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="seed of the intervals")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="seed of the intervals")] = 0,
     promote: Annotated[
         bool, typer.Option("--promote", help="make versions live in turn if they are not served side by side")
     ] = False,
@@ -235,14 +246,14 @@ def evaluate(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 90,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps")] = 90,
     seed: Annotated[int, typer.Option(help="seed of tasks and trainer")] = 0,
     directory: Annotated[
         Path, typer.Option("--dir", help="working directory; an earlier demo's is emptied first")
     ] = Path("lightning-demo"),
     model: Annotated[Path | None, typer.Option(help="the model's directory; it is made on first use")] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="answers per held-out task in each evaluation")] = 8,
-    ahead: Annotated[float, typer.Option(min=0, help=AHEAD)] = 0.0,
+    repeat: Annotated[int, typer.Option(metavar="N", min=1, help="answers per held-out task in each evaluation")] = 8,
+    ahead: Annotated[float, typer.Option(metavar="N", min=0, help=AHEAD)] = 0.0,
     api: Annotated[
         Literal["chat", "messages", "responses"], typer.Option(help="the API that the demo's agent speaks")
     ] = "chat",

@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="Make and revoke the keys of agents
 T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 Name = Annotated[str, typer.Argument(metavar="NAME")]
-Number = Annotated[int | None, typer.Option(min=1, max=2**31 - 1, help="default: proxy.limits")]
+Number = Annotated[int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help="default: proxy.limits")]
 
 
 @app.command()

@@ -41,7 +41,7 @@ def list_rollouts(
     grep: Annotated[str | None, typer.Option(help="only those with this text in a request or an answer")] = None,
     sort: Annotated[str, typer.Option(help="newest, reward, tokens or calls: greatest first")] = "newest",
     reverse: Annotated[bool, typer.Option("--reverse", help="least first")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="at most so many")] = 20,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="at most so many")] = 20,
     cursor: Annotated[str | None, typer.Option(help="go on where an earlier list ended")] = None,
     as_json: Json = False,
 ) -> None:

@@ -52,7 +52,7 @@ def test_a_wrong_key_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("proxy: {prot: 1}\n")
     done = lightning("serve", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "lightning-proxy: config.yaml: proxy.prot: unknown key\n"
+    assert done.stderr == "lightning-proxy: config.yaml: proxy.prot: unknown key; did you mean port?\n"
 
 
 def test_a_missing_configuration_file_ends_with_one_line_and_code_2(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""`init`: writes a small commented configuration from options."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ..proxy.config.file import load_config
+from ..proxy.errors import ConfigError, LightningError
+
+# What a value may be written as without quotes, in YAML.
+_PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:"
+COLUMN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options: None leaves out what has a default."""
+
+    model: str | None
+    port: int
+    store: Path
+    upstream: str | None
+    kind: str
+    group_size: int
+    tasks_per_step: int
+
+
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the file to write")] = Path("config.yaml"),
+    model: Annotated[str | None, typer.Option(help="a Hugging Face id or a directory, to train")] = None,
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="the proxy's port")] = 8080,
+    upstream: Annotated[
+        str | None, typer.Option(metavar="URL", help="a model server that runs already, with /v1")
+    ] = None,
+    kind: Annotated[Literal["vllm", "openai", "litellm"], typer.Option(help="what the upstream is")] = "vllm",
+    store: Annotated[Path, typer.Option(help="the file of what is recorded")] = Path("lightning.db"),
+    group_size: Annotated[int, typer.Option(metavar="N", min=2, max=1000, help="rollouts of a task")] = 8,
+    tasks_per_step: Annotated[int, typer.Option(metavar="N", min=1, help="groups that make a step")] = 8,
+    force: Annotated[bool, typer.Option("--force", help="write over a file that is there")] = False,
+) -> None:
+    """Write a small commented configuration."""
+    asked = Asked(model, port, store, upstream, kind, group_size, tasks_per_step)
+    typer.echo(write(file, asked, force=force), err=True)
+
+
+def write(path: Path, asked: Asked, *, force: bool) -> str:
+    """Write the file and return what to do next. Raise ConfigError for a wrong option, LightningError if it fails."""
+    if path.exists() and not force:
+        raise LightningError(f"{path} is there already; --force writes it again")
+    text = configuration(asked)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text)
+        try:
+            load_config(part)
+        except ConfigError as error:
+            raise ConfigError(error.message.replace(str(part), str(path))) from None
+        part.replace(path)
+    except OSError as error:
+        raise LightningError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    option = "" if path == Path("config.yaml") else f"--config {path} "
+    command = "up" if asked.model and not asked.upstream else "serve"
+    return f"wrote {path}; next: lightning-proxy {option}{command}"
+
+
+def configuration(asked: Asked) -> str:
+    """Return the configuration as YAML."""
+    lines = [
+        "# Every key that is not here has its default.",
+        "# A variable can set each key, too: LIGHTNING_PROXY__PORT=9000.",
+        "",
+        "proxy:",
+        _line("port", asked.port, f"agents use http://127.0.0.1:{asked.port}/v1", 2),
+        "",
+        "store:",
+        _line("url", f"sqlite:///{asked.store}", "what is recorded", 2),
+    ]
+    if asked.upstream is not None:
+        told = {"vllm": "recorded with token ids, and trained on"}.get(asked.kind, "recorded")
+        lines += ["", "upstreams:", _line("- name", "policy", "", 2), _line("kind", asked.kind, told, 4)]
+        lines += [_line("base_url", asked.upstream, "what answers the agents", 4)]
+    if asked.model is None:
+        lines += ["", "# To train: a Hugging Face id or a directory.", "# policy:", "#   model: Qwen/Qwen3-0.6B"]
+        return "\n".join(lines) + "\n"
+    lines += ["", "policy:", _line("model", asked.model, "what vLLM serves and the trainer trains", 2), "", "trainer:"]
+    lines += [_line("group_size", asked.group_size, "rollouts of a task, compared with each other", 2)]
+    lines += [_line("tasks_per_step", asked.tasks_per_step, "groups that make a step", 2)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, value: object, comment: str, indent: int) -> str:
+    text = str(value)
+    shown = text if isinstance(value, int) or _is_plain(text) else json.dumps(text)
+    line = f"{' ' * indent}{name}: {shown}"
+    return f"{line:<{COLUMN - 1}} # {comment}" if comment else line
+
+
+def _is_plain(text: str) -> bool:
+    return text[:1].isalpha() and not text.endswith(":") and all(character in _PLAIN for character in text)
