@@ -26,7 +26,7 @@ from ..proxy.policy.mode import publish_mode
 from .system.processes import address, require_free_port
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 UVICORN: dict[str, Any] = {
     "http": ServerProtocol,
@@ -124,11 +124,44 @@ def _app(config: Config) -> ASGIApp:
     logging.getLogger("uvicorn.error").addFilter(_is_fault)
     gc.freeze()  # what was imported stays; looking through it again and again cost a tenth of the throughput
     gc.set_threshold(10_000, 20, 20)  # calls leave hardly any cycles to look for
-    return create_app(config)
+    return _Plain(create_app(config))
+
+
+class _Plain:
+    """The app, whose start says in one line why it failed, if that is an error of ours."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            return await self._app(scope, receive, send)
+        failed: list[Message] = []
+
+        async def hold(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed":
+                failed.append(message)
+            else:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, hold)
+        except LightningError as error:
+            typer.echo(f"lightning-proxy: {error.message}", err=True)
+            await send({"type": "lifespan.startup.failed", "message": ""})
+        except BaseException:
+            for message in failed:
+                await send(message)
+            raise
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """False for a call that is cut off because the proxy ends: it is recorded, and needs no traceback of uvicorn's."""
+    """False for a call that is cut off because the proxy ends: it is recorded, and needs no traceback of uvicorn's.
+
+    Nor is there anything to add to the reason why it could not start.
+    """
+    if record.msg == "Application startup failed. Exiting.":
+        return False
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import urllib.request
@@ -76,6 +77,20 @@ def test_a_port_in_use_ends_with_one_line_before_anything_starts(tmp_path: Path,
     assert "proxy.port" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "lightning-logs" / "vllm.log").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_store_that_cannot_be_read_is_one_line_without_a_traceback(tmp_path: Path, workers: int) -> None:
+    settings = {"proxy": {"port": 0, "workers": workers}, "store": {"url": "sqlite:///records.db"}}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    assert lightning("keys", "create", "somebody", cwd=tmp_path).returncode == 0
+    with sqlite3.connect(tmp_path / "records.db") as db:
+        db.execute("DROP TABLE keys")
+    done = in_a_process("serve", cwd=tmp_path)
+    told = "lightning-proxy: the store cannot be read: no such table: keys"
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr and told in done.stderr.splitlines()
+    assert workers > 1 or done.stderr.splitlines() == [told]
 
 
 def test_a_host_that_is_not_this_machine_is_named_in_place_of_the_port(tmp_path: Path) -> None:
