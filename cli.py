@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from .commands import init, keys, store
+from .commands.export import command as data
 from .commands.show import policy, rollouts
 
 if TYPE_CHECKING:
@@ -274,47 +275,8 @@ def status(context: typer.Context, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
-def export(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="the file to write; `-` is standard output")],
-    kind: Annotated[str, typer.Option(help="`transitions`, or `sft`: conversations")] = "transitions",
-    format: Annotated[str | None, typer.Option(help="jsonl or parquet", show_default="by the file's suffix")] = None,
-    mode: Annotated[
-        str | None, typer.Option(help="only rollouts of this mode: train, eval or all", show_default="all; sft: train")
-    ] = None,
-    status: Annotated[
-        str | None,
-        typer.Option(
-            help="only running, completed, failed or discarded ones, or all",
-            show_default="all; sft: completed and failed",
-        ),
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
-    since: Annotated[
-        str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
-    ] = None,
-) -> None:
-    """Write what was recorded as JSON Lines or Parquet. The proxy need not run."""
-    from .commands.export.export import export_command
-
-    filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
-    export_command(_load(context, {}), file, format, kind, filters)
-
-
-@app.command(name="import")
-def import_(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="a JSON Lines file, one chat conversation per line")],
-    model: Annotated[str, typer.Option(help="who answered, where a line has no `model`")] = "imported",
-    reward: Annotated[float, typer.Option(help="what a conversation was worth, where a line has no `reward`")] = 1.0,
-) -> None:
-    """Record conversations of others, to imitate with `train --method sft`. The proxy need not run."""
-    from .commands.export.bring_in import import_command
-
-    _write_for_the_owner_only()
-    import_command(_load(context, {}), file, model, reward)
+app.command()(data.export)
+app.command(name="import")(data.import_)
 
 
 @app.command()

@@ -1,0 +1,52 @@
+"""`export` and `import`: what was recorded leaves, and conversations of others come."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...proxy.config.file import load_config
+
+
+def export(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="the file to write; `-` is standard output")],
+    kind: Annotated[str, typer.Option(help="`transitions`, or `sft`: conversations")] = "transitions",
+    format: Annotated[str | None, typer.Option(help="jsonl or parquet", show_default="by the file's suffix")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="only rollouts of this mode: train, eval or all", show_default="all; sft: train")
+    ] = None,
+    status: Annotated[
+        str | None,
+        typer.Option(
+            help="only running, completed, failed or discarded ones, or all",
+            show_default="all; sft: completed and failed",
+        ),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
+    ] = None,
+) -> None:
+    """Write what was recorded as JSON Lines or Parquet. The proxy need not run."""
+    from .export import export_command
+
+    filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
+    export_command(load_config(context.obj), file, format, kind, filters)
+
+
+def import_(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="a JSON Lines file, one chat conversation per line")],
+    model: Annotated[str, typer.Option(help="who answered, where a line has no `model`")] = "imported",
+    reward: Annotated[float, typer.Option(help="what a conversation was worth, where a line has no `reward`")] = 1.0,
+) -> None:
+    """Record conversations of others, to imitate with `train --method sft`. The proxy need not run."""
+    from .bring_in import import_command
+
+    os.umask(0o077)  # what users said is the owner's alone
+    import_command(load_config(context.obj), file, model, reward)
