@@ -144,7 +144,7 @@ async def _sampled(server: VllmServer, more: Json, answers: int, tokens: int) ->
         asked: Json = {"messages": [{"role": "user", "content": ASKED[number % len(ASKED)]}], "max_tokens": tokens}
         request = {**asked, "seed": number, **more}
         sent, _ = inject(request | {"model": model}, "chat")
-        answer = await server._request("POST", "/v1/chat/completions", sent)
+        answer = await server._request("POST", "/v1/chat/completions", sent, dict)
         found = Tokens()
         found.add(answer)
         return _call(number, request, found)
