@@ -66,7 +66,7 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
 
     from .formats import print_json
 
-    keys = _with_keyring(context, lambda ring: ring.all())
+    keys = _with_keyring(context, lambda ring: ring.all()) if _has_store(context) else []
     if as_json:
         print_json({"data": [_view(key) for key in keys]})
     else:
@@ -76,11 +76,14 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def revoke(context: typer.Context, name: Name) -> None:
     """End a key and the rollout keys that it asked for."""
+    from ..proxy.errors import NotFound
 
     async def work(ring: Keyring) -> list[StoredKey]:
         await ring.revoke(name)
         return await ring.all()
 
+    if not _has_store(context):
+        raise NotFound(f"no key {name!r}: there is no store yet")
     left = any(key.live for key in _with_keyring(context, work))
     typer.echo(f"revoked {name!r}")
     if not left:
@@ -90,8 +93,13 @@ def revoke(context: typer.Context, name: Name) -> None:
 @app.command()
 def purge(context: typer.Context) -> None:
     """Delete revoked keys. If no key is left here or in the configuration, this machine may call without one again."""
-    n = _with_keyring(context, lambda ring: ring.purge())
+    n = _with_keyring(context, lambda ring: ring.purge()) if _has_store(context) else 0
     typer.echo(f"deleted {n} revoked key{'s' * (n != 1)}")
+
+
+def _has_store(context: typer.Context) -> bool:
+    """Whether there is a store to look at. Only what writes to it makes one."""
+    return load_config(context.obj).store.path.expanduser().is_file()
 
 
 def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]]) -> T:

@@ -109,7 +109,7 @@ class PolicyServer:
         self.refuses = ""  # the path of an operator's request that is to fail
         self.base = "base"
         self.processed_logprobs, self.stable_template, self.returns_token_ids = True, True, True
-        self.renders, self.takes_tokens, self.sees_files = True, True, True
+        self.renders, self.takes_tokens, self.sees_files, self.parses_tools = True, True, True, True
         self.defaults: dict[str, Any] = {}  # its own sampling parameters
         self.delays: list[float] = []  # of the next answers, in seconds
         self.headers: list[dict[str, str]] = []
@@ -191,6 +191,9 @@ class PolicyServer:
         await asyncio.sleep(self.delays.pop(0) if self.delays else 0)
         if self.fails:
             return web.json_response({"error": {"message": "busy"}}, status=self.fails)
+        if body.get("tools") and not self.parses_tools:
+            said = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+            return web.json_response({"error": {"message": said, "type": "BadRequestError", "code": 400}}, status=400)
         if body["model"] not in {"base", *self.adapters}:
             error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
             return web.json_response({"error": error}, status=404)

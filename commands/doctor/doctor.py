@@ -21,6 +21,7 @@ from ..plan import plan_line
 from ..signals import run_until_signal
 from .checks import Check, checks_table, failed, ok
 from .proxy import check_alias, check_proxy, check_publish, check_rewards, check_store
+from .training import check_training
 from .vllm import VllmChecks
 
 TIMEOUT_S = 120.0  # the first answer of a fresh vLLM is slow
@@ -83,6 +84,9 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
             yield await check_alias(config, session, api)
     if proxy.outcome != "failed":
         yield await check_rewards(api)
+        if policy is not None:
+            async for check in check_training(config):
+                yield check
 
 
 async def _check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig, url: str) -> Check:

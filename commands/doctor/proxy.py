@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +20,7 @@ from ..api_client import ApiClient, ApiError, ProxyNotThere
 from .checks import Check, failed, ok, warning
 
 LOW_DISK_GIB = 1.0
+REFUSED = (401, 403)
 NEWEST = 200
 QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
 
@@ -25,6 +28,8 @@ QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens
 async def check_store(config: StoreConfig) -> Check:
     """Check that the store can be opened and written, on a disk with room."""
     path = config.path.expanduser().absolute()
+    if not path.exists():
+        return _check_place(path)
     try:
         database = await Database.open(config)
         try:
@@ -37,6 +42,15 @@ async def check_store(config: StoreConfig) -> Check:
     if free < LOW_DISK_GIB:
         return warning("store", f"{path}: only {free:.1f} GiB free", "make room: a full disk stops agents with 503")
     return ok("store", f"{path}, writable, {free:.0f} GiB free")
+
+
+def _check_place(path: Path) -> Check:
+    """Check that a store can be made there, without making one."""
+    above = next(parent for parent in path.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        return failed("store", f"{path} cannot be made: {above} is not writable", "set store.url to another place")
+    free = shutil.disk_usage(above).free / 2**30
+    return ok("store", f"{path} is not there yet: the first start makes it; {free:.0f} GiB free")
 
 
 async def check_proxy(api: ApiClient) -> Check:
@@ -61,7 +75,7 @@ async def check_publish(config: Config, api: ApiClient) -> list[Check]:
 
 
 async def check_alias(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> Check:
-    """Check that a call for the policy alias is answered and recorded well enough to train on."""
+    """Check that a call for the policy alias is answered and recorded well enough to train on. It is deleted again."""
     name, alias = "alias", config.policy.alias
     rollout = f"doctor-{uuid4().hex}"
     try:
@@ -70,7 +84,7 @@ async def check_alias(config: Config, session: aiohttp.ClientSession, api: ApiCl
         return failed(name, f"no answer for model {alias!r} through the proxy: {error}", "look at the proxy's log")
     try:
         call = (await api.rollout(rollout))["calls"][0]
-        await api.end_rollout(rollout, "discarded", "a check of lightning-proxy doctor")
+        left = await _clear(api, rollout)
     except ApiError as error:
         return failed(name, f"the call was not recorded: {error.message}", "look at the proxy's log")
     if status != 200:
@@ -78,7 +92,19 @@ async def check_alias(config: Config, session: aiohttp.ClientSession, api: ApiCl
     if not call["trainable"]:
         return failed(name, f"its calls cannot be trained on: {call['untrainable_reason']}", "see the checks above")
     tokens = f"{len(call['prompt_token_ids'])}+{len(call['response_token_ids'])} tokens"
-    return ok(name, f"{alias!r} answers through the proxy; recorded as trainable, {tokens}")
+    return ok(name, f"{alias!r} answers through the proxy; recorded as trainable, {tokens}{left}")
+
+
+async def _clear(api: ApiClient, rollout: str) -> str:
+    """End the check's rollout and delete it. Return what to say if it stays."""
+    await api.end_rollout(rollout, "discarded", "a check of lightning-proxy doctor")
+    try:
+        await api.delete_rollout(rollout)
+    except ApiError as error:
+        if error.status_code not in REFUSED:
+            raise
+        return f"; rollout {rollout} stays: only an admin's key deletes it"
+    return ""
 
 
 async def _call(config: Config, session: aiohttp.ClientSession, api: ApiClient, rollout: str) -> tuple[int, Any]:

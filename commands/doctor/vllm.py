@@ -23,6 +23,7 @@ from .shared import NAME, check_shared
 RESTART = "start the server with `lightning-proxy vllm`"
 QUESTION = [{"role": "user", "content": "What is two plus two?"}]
 ANSWER = "The answer is four."
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 TOP = 5
 # The sampling parameters for which a model's generation configuration may have defaults.
 SHOWN = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
@@ -64,7 +65,7 @@ class VllmChecks:
         yield self._context(length if isinstance(length, int) else None)
         checks = (
             ("tokens", self._tokens), ("logprobs", self._logprobs), ("sampling", self._sampling),
-            ("template", self._template),
+            ("template", self._template), ("tools", self._tools),
         )  # fmt: skip
         exact = self._config.policy.token_continuity == "exact"
         continuity = (("continuity", self._continuity),) if exact else ()
@@ -146,6 +147,17 @@ class VllmChecks:
         found = f"a second turn changes token {same + 1} of the {len(whole)} before it: a row for each call"
         fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
         return warning(name, found, fix)
+
+    async def _tools(self, name: str) -> Check:
+        """Check that a request with tools is answered."""
+        body = {"model": self._model, "messages": QUESTION, "tools": [TOOL], "max_tokens": 1}
+        status, answer = await self._send("POST", "/v1/chat/completions", body)
+        if status < 400:
+            return ok(name, "a request with tools is answered")
+        found = f"a request with tools gets HTTP {status}: agents with tools get the same"
+        if "tool" in str(answer).lower():
+            return warning(name, found, f"{RESTART}, or add --enable-auto-tool-choice --tool-call-parser NAME")
+        return warning(name, f"{found} ({str(answer)[:200]})", "look at vLLM's log")
 
     async def _continuity(self, name: str) -> Check:
         """Check the two routes that `policy.token_continuity: exact` needs."""

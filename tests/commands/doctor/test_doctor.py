@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.doctor.doctor import run_checks
+from lightning_proxy.proxy.types import Reward, RolloutName
+from lightning_proxy.trainer.main import only_trainer
+from support.command_line import lightning
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -28,12 +31,69 @@ async def test_a_whole_system_passes(running: Running, tmp_path: Path, publish: 
         code, found = await outcomes(system)
         assert set(found.values()) == {"ok"}
         wanted = {"configuration", "store", "proxy", "upstream policy", "context length", "tokens", "logprobs"}
+        wanted |= {"sampling", "template", "tools", "publishing", "operator", "alias", "rewards", "trainer"}
         wanted |= {"shared directory"} if publish == "lora" else set()
-        assert found.keys() == wanted | {"sampling", "template", "publishing", "operator", "alias", "rewards"}
+        assert found.keys() == wanted | {"next step"}
         assert system.vllm.adapters == {}
         assert code == 0
-        _, rollouts = await system.call("GET", "/rollouts")
-        assert {(r["mode"], r["status"]) for r in rollouts["data"]} == {("eval", "discarded")}
+        assert (await system.call("GET", "/rollouts"))[1]["data"] == []
+
+
+async def test_what_an_agents_key_cannot_delete_is_told(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_API_KEY", "agent")
+    async with running(tmp_path, api_keys=["agent"], admin_keys=["admin"]) as system:
+        code, out, _ = await system.lightning("doctor", "--json")
+        alias = next(check for check in json.loads(out) if check["name"] == "alias")
+        assert (code, alias["outcome"]) == (0, "ok")
+        assert "stays: only an admin's key deletes it" in alias["found"]
+
+
+async def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(running: Running, tmp_path: Path) -> None:
+    async def checks() -> dict[str, Any]:
+        return {check["name"]: check for check in json.loads((await system.lightning("doctor", "--json"))[1])}
+
+    async with running(tmp_path) as system, system.store() as store:
+        size, wanted = system.config.trainer.group_size, system.config.trainer.tasks_per_step
+        for task in range(wanted):
+            names = [f"r{task}-{i}" for i in range(size - (task == 0))]
+            await store.rollouts.open([(RolloutName(name, f"t{task}"), f"hash of {name}") for name in names], {})
+            await store.rewards.post([Reward(name, 0.5) for name in names])
+            for name in names:
+                await system.chat(name)
+        found = await checks()
+        assert found["trainer"]["outcome"] == "ok"
+        assert found["next step"]["found"].endswith("; 1 more has begun, 1 rollouts short")
+        await store.rollouts.open([(RolloutName("last", "t0"), "hash of last")], {})
+        await store.rewards.post([Reward("last", 0.5)])
+        found = await checks()
+        assert (found["trainer"]["outcome"], found["trainer"]["found"]) == (
+            "warning", "none runs, and a step could be made"
+        )  # fmt: skip
+        assert found["next step"]["found"].endswith("it can be made")
+        with only_trainer(tmp_path / "policy", system.config.store.path):
+            assert (await checks())["trainer"]["found"] == "one runs on this store"
+
+
+async def test_tools_that_a_server_does_not_parse_are_told(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        system.vllm.parses_tools = False
+        code, out, _ = await system.lightning("doctor")
+        assert code == 0
+        assert "a request with tools gets HTTP 400" in " ".join(out.split())
+        assert "--tool-call-parser NAME" in " ".join(out.split())
+
+
+async def test_looking_makes_no_store(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/new/s.db'}}\n")
+    found = {check.name: check for check in await run_checks(path)}
+    assert (found["store"].outcome, "not there yet" in found["store"].found) == ("ok", True)
+    assert lightning("--config", path, "keys", "list").returncode == 0
+    assert lightning("--config", path, "keys", "purge").returncode == 0
+    assert lightning("--config", path, "keys", "revoke", "nobody").returncode == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +182,7 @@ async def test_a_wrong_key_is_a_failed_check(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("proxy: {prot: 1}\n")
     (only,) = await run_checks(path)
-    assert (only.outcome, only.found) == ("failed", f"{path}: proxy.prot: unknown key")
+    assert (only.outcome, only.found) == ("failed", f"{path}: proxy.prot: unknown key; did you mean port?")
 
 
 async def test_a_store_that_cannot_be_opened_is_a_failed_check(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Checks whether a trainer runs, and what is missing for its next step. It only looks at the store's files."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from ...proxy.config.root import Config
+from ...proxy.config.server import StoreConfig
+from ...proxy.config.trainer import TrainerConfig
+from ...proxy.errors import StoreUnavailable
+from ...proxy.store.database import opened
+from ...proxy.store.store import Store
+from ...proxy.store.waiting import Group
+from .checks import Check, failed, ok, warning
+
+
+async def check_training(config: Config) -> AsyncIterator[Check]:
+    """Yield what is to be said of the trainer and of its next step."""
+    if not config.store.path.expanduser().is_file():
+        return
+    try:
+        async with opened(config.store) as database:
+            groups = await Store(database).waiting.groups(config.trainer.failed_reward is not None)
+    except StoreUnavailable as error:
+        yield failed("next step", error.message, "see the store's check above")
+        return
+    enough = full_groups(groups, config.trainer) >= config.trainer.tasks_per_step
+    if trainer_runs(config.store):
+        yield ok("trainer", "one runs on this store")
+    elif enough:
+        yield warning("trainer", "none runs, and a step could be made", "start it with `lightning-proxy train`")
+    else:
+        yield ok("trainer", "none runs on this machine; `lightning-proxy train` starts one")
+    yield ok("next step", what_is_missing(groups, config.trainer))
+
+
+def trainer_runs(store: StoreConfig) -> bool:
+    """Return whether a trainer on this machine holds the store's lock."""
+    path = store.path.expanduser().resolve()
+    try:
+        with Path(f"{path}-trainer").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there was never one
+        return False
+    return False
+
+
+def full_groups(groups: list[Group], trainer: TrainerConfig) -> int:
+    """Count the groups that a step can take, all siblings of which have ended."""
+    return sum(group.group_id is None and group.ended >= trainer.group_size for group in groups)
+
+
+def what_is_missing(groups: list[Group], trainer: TrainerConfig) -> str:
+    """Say how many groups are full, and what a step still needs."""
+    wanted, full = trainer.tasks_per_step, full_groups(groups, trainer)
+    begun = [group for group in groups if group.group_id is None and group.ended < trainer.group_size]
+    told = f"{full} of the {wanted} groups that it takes are full (of {trainer.group_size} ended rollouts)"
+    if full >= wanted:
+        return f"{told}: it can be made"
+    if not begun:
+        return f"{told}; no other group has begun"
+    lacking = sum(trainer.group_size - group.ended for group in begun)
+    return f"{told}; {len(begun)} more {'has' if len(begun) == 1 else 'have'} begun, {lacking} rollouts short"
