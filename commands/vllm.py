@@ -17,6 +17,7 @@ from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import has_gpu, publish_mode
 from ..proxy.policy.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
 from ..trainer.plan.settle import Settled, settle
+from .parsers import parsers_of
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
     if publish_mode(config) == "lora":
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
         argv += ["--max-loras", str(options.max_loras * (1 + len(config.policy.adapters)))]
+    argv += parsers_of(model, options.extra_args).argv
     argv += ["--middleware", GUARD]
     argv += ["--enable-scale-out"]  # routes from messages to tokens, for token continuity and power sampling
     environment = _environment(config, model, gpu) | visible_gpus(settled.vllm_devices)
@@ -117,7 +119,14 @@ def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
 def exec_vllm(config: Config) -> None:
     """Replace this process by vLLM. Does not return."""
     program = vllm_program(config, alone=True)
+    if told := without_tools(config):
+        print(f"lightning-proxy: {told}", file=sys.stderr, flush=True)
     os.execvpe(program.argv[0], program.argv, {**os.environ, **program.env})
+
+
+def without_tools(config: Config) -> str | None:
+    """Return what to warn of if this vLLM will refuse requests with tools."""
+    return parsers_of(require_model(config), config.vllm.extra_args).warning
 
 
 def _served_rank(rank: int) -> int:

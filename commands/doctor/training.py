@@ -64,4 +64,5 @@ def what_is_missing(groups: list[Group], trainer: TrainerConfig) -> str:
     if not begun:
         return f"{told}; no other group has begun"
     lacking = sum(trainer.group_size - group.ended for group in begun)
-    return f"{told}; {len(begun)} more {'has' if len(begun) == 1 else 'have'} begun, {lacking} rollouts short"
+    short = f"{lacking} rollout{'s' * (lacking != 1)} short"
+    return f"{told}; {len(begun)} more {'has' if len(begun) == 1 else 'have'} begun, {short}"

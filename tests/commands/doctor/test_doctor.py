@@ -64,7 +64,7 @@ async def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(running: Run
                 await system.chat(name)
         found = await checks()
         assert found["trainer"]["outcome"] == "ok"
-        assert found["next step"]["found"].endswith("; 1 more has begun, 1 rollouts short")
+        assert found["next step"]["found"].endswith("; 1 more has begun, 1 rollout short")
         await store.rollouts.open([(RolloutName("last", "t0"), "hash of last")], {})
         await store.rewards.post([Reward("last", 0.5)])
         found = await checks()
