@@ -267,11 +267,18 @@ def demo(
 
 
 @app.command()
-def status(context: typer.Context, as_json: Json = False) -> None:
+def status(
+    context: typer.Context,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="show it again and again, until Ctrl-C")] = False,
+    as_json: Json = False,
+) -> None:
     """Show the state of the running system. The exit code is 1 if it is not ready."""
     from .commands.show.status import show_status
+    from .commands.show.watch import watch_status
 
-    if not show_status(_load(context, {}), as_json=as_json):
+    if watch:
+        watch_status(_load(context, {}), as_json=as_json)
+    elif not show_status(_load(context, {}), as_json=as_json):
         raise typer.Exit(1)
 
 
