@@ -50,6 +50,7 @@ app.command(context_settings={"ignore_unknown_options": True})(rollouts.reward)
 Model = Annotated[str | None, typer.Option(help="a Hugging Face id or a directory (policy.model)")]
 Port = Annotated[int | None, typer.Option(metavar="N", help="the proxy's port (proxy.port)")]
 Logs = Annotated[Path, typer.Option(help="directory for the logs of vLLM, proxy and trainer")]
+LogFormat = Annotated[Literal["text", "json"], typer.Option("--log-format", help="lines for people or for programs")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 AHEAD = (
     "pause new rollouts while more than this many steps' worth are not yet in the live weights; 0 keeps you on-policy"
@@ -106,13 +107,17 @@ def serve(
         str | None, typer.Option(metavar="URL", help="a vLLM's URL, with /v1; in place of all `upstreams`")
     ] = None,
     model: Annotated[str | None, typer.Option(help="what that server calls the model (policy.model)")] = None,
+    log_format: LogFormat = "text",
+    calls: Annotated[
+        bool | None, typer.Option("--calls/--no-calls", help="a line for each call", show_default="on a terminal")
+    ] = None,
 ) -> None:
     """Run the proxy alone."""
     from .commands.serve import serve as run
 
     _write_for_the_owner_only()
     upstreams = None if upstream is None else [{"name": "policy", "base_url": upstream}]
-    run(_load(context, {"proxy.port": port, "upstreams": upstreams, "policy.model": model}))
+    run(_load(context, {"proxy.port": port, "upstreams": upstreams, "policy.model": model}), log_format, calls=calls)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -14,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -23,6 +24,7 @@ from ..proxy.errors import LightningError
 from ..proxy.gateway.server import ServerProtocol
 from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import publish_mode
+from .lines import CallLines, LogFormat, say, set_up
 from .system.processes import address, require_free_port
 
 if TYPE_CHECKING:
@@ -42,11 +44,12 @@ UVICORN: dict[str, Any] = {
     "timeout_worker_healthcheck": 30,  # a worker takes seconds to start on a busy machine
 }
 
+SERVING = UVICORN | {"log_config": None}  # ours: lines.set_up
 ORPHAN_S = 8.0  # that a worker may take to end after its supervisor
 
 
-def serve(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM.
+def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None = None) -> None:
+    """Serve until SIGINT or SIGTERM. `calls`: a line for each; None: on a terminal.
 
     LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
     """
@@ -58,14 +61,23 @@ def serve(config: Config) -> None:
     asyncio.run(require_function(config.rewards))
     asyncio.run(require_keys(config))
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
+    shown = Shown(log_format, sys.stderr.isatty() if calls is None else calls)
+    set_up(log_format)
     if config.proxy.workers == 1:
-        _serve_here(config)
+        _serve_here(config, shown)
     else:
         with tempfile.TemporaryDirectory(prefix="lightning-metrics-") as shared:
-            _serve_in_workers(config, shared)
+            _serve_in_workers(config, shown, shared)
 
 
-def _serve_here(config: Config) -> None:
+class Shown(NamedTuple):
+    """How a server says what happens, and whether it tells of each call."""
+
+    format: LogFormat
+    calls: bool
+
+
+def _serve_here(config: Config, shown: Shown) -> None:
     from uvicorn import Config as Settings
     from uvicorn import Server
     from uvicorn.config import STARTUP_FAILURE
@@ -76,14 +88,16 @@ def _serve_here(config: Config) -> None:
             if self.started:
                 _tell(config, self.servers[0].sockets[0].getsockname()[1])
 
-    server = Telling(Settings(_app(config), host=config.proxy.host, port=config.proxy.port, **UVICORN))
+    lines = CallLines(each=shown.calls)
+    server = Telling(Settings(_app(config, lines), host=config.proxy.host, port=config.proxy.port, **SERVING))
     with suppress(KeyboardInterrupt):
         server.run()
+    lines.tell()
     if not server.started:
         raise typer.Exit(STARTUP_FAILURE)
 
 
-def _serve_in_workers(config: Config, shared: str) -> None:
+def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
     """Serve in several workers, under uvicorn's supervisor, which starts one again that dies.
 
     The supervisor is no public API: pyproject.toml bounds uvicorn to the version that the tests ran with.
@@ -97,7 +111,12 @@ def _serve_in_workers(config: Config, shared: str) -> None:
     os.environ[SHARED] = shared  # the workers are started anew, not forked
     proxy = config.proxy
     server = Server(
-        partial(_worker, config), factory=True, host=proxy.host, port=proxy.port, workers=proxy.workers, **UVICORN
+        partial(_worker, config, shown),
+        factory=True,
+        host=proxy.host,
+        port=proxy.port,
+        workers=proxy.workers,
+        **SERVING,
     )
     listener = server.bind_socket()
     listener.listen(server.backlog)  # clients that come before the workers do wait for them
@@ -110,21 +129,22 @@ def _serve_in_workers(config: Config, shared: str) -> None:
 
 def _tell(config: Config, port: int) -> None:
     url = f"http://{address(config.proxy.host, port)}/v1"
-    typer.echo(f"serving: OPENAI_BASE_URL={url}; records in {config.store.path}; Ctrl-C stops", err=True)
+    say(f"serving: OPENAI_BASE_URL={url}; records in {config.store.path}; Ctrl-C stops", event="serving", url=url)
 
 
-def _worker(config: Config) -> ASGIApp:
+def _worker(config: Config, shown: Shown) -> ASGIApp:
+    set_up(shown.format)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    return _app(config)
+    return _app(config, CallLines(each=shown.calls))
 
 
-def _app(config: Config) -> ASGIApp:
+def _app(config: Config, lines: CallLines) -> ASGIApp:
     from ..proxy.app import create_app
 
     logging.getLogger("uvicorn.error").addFilter(_is_fault)
     gc.freeze()  # what was imported stays; looking through it again and again cost a tenth of the throughput
     gc.set_threshold(10_000, 20, 20)  # calls leave hardly any cycles to look for
-    return _Plain(create_app(config))
+    return _Plain(create_app(config, (lines.call_ended,)))
 
 
 class _Plain:

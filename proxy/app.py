@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -26,7 +26,7 @@ from .conversation.through_chat import ChatRoute
 from .conversation.unnamed import UnnamedRollouts
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
 from .gateway.asgi import Reply
-from .gateway.call import Gateway
+from .gateway.call import Gateway, Listener
 from .gateway.reading import Bodies
 from .gateway.relay import Relay, is_data_path
 from .otel.export import listening, require_sdk
@@ -54,13 +54,16 @@ from .upstreams.http import make_session
 from .upstreams.litellm.upstream import LitellmUpstream
 
 
-def create_app(config: Config) -> ASGIApp:
-    """Return the whole proxy as an app. Its parts open and close with the server. Raise ConfigError."""
+def create_app(config: Config, heard_by: Sequence[Listener] = ()) -> ASGIApp:
+    """Return the whole proxy as an app. Its parts open and close with the server. Raise ConfigError.
+
+    `heard_by`: what is told of each recorded call.
+    """
     require_sdk(config.telemetry)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with open_parts(config) as parts:
+        async with open_parts(config, heard_by) as parts:
             app.state.parts = parts
             yield
 
@@ -76,7 +79,7 @@ def create_app(config: Config) -> ASGIApp:
 
 
 @asynccontextmanager
-async def open_parts(config: Config) -> AsyncIterator[Parts]:
+async def open_parts(config: Config, heard_by: Sequence[Listener] = ()) -> AsyncIterator[Parts]:
     """Open the proxy's parts for the duration of the block, and close them in reverse order."""
     metrics, vouching = Metrics(), _vouching(config)
     redactor = Redactor(config.recording.redact, [*config.keys(), *(own[KEY_HEADER] for own in vouching.values())])
@@ -104,7 +107,8 @@ async def open_parts(config: Config) -> AsyncIterator[Parts]:
         listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
         gateway = Gateway(
             config, router, upstreams, recorder, metrics,
-            unnamed=UnnamedRollouts(store), exact=exact, chat_route=chat_route, listeners=listeners,
+            unnamed=UnnamedRollouts(store), exact=exact, chat_route=chat_route,
+            listeners=(*listeners, *heard_by),
         )  # fmt: skip
         bodies = Bodies(config.proxy)
         relay = Relay(config, keys, gateway, bodies)

@@ -1,0 +1,96 @@
+"""What a running server says: lines with times, or JSON; calls as they come on a terminal, elsewhere counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Literal
+
+from ..proxy.types import CallEnd, CallStart
+from .formats import count, duration, plain
+
+LogFormat = Literal["text", "json"]
+
+log = logging.getLogger("lightning_proxy.serving")
+EACH_S, COUNTED_S = 0.5, 10.0
+MOST = 10  # calls that are told of at once
+COLOURS = {"ok": "32", "error": "31", "cancelled": "33"}
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        shown = text if record.exc_info or "\n" in text else plain(text).plain
+        colour = getattr(record, "colour", "") if sys.stderr.isatty() else ""
+        shown = f"\x1b[{colour}m{shown}\x1b[0m" if colour else shown
+        return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {shown}"
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+        said = {"time": at, "level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            said["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(said | getattr(record, "fields", {}), ensure_ascii=False)
+
+
+def set_up(format: LogFormat) -> None:
+    """Send all that is logged to stderr, in this format."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Json() if format == "json" else _Text())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    log.setLevel(logging.INFO)
+
+
+def say(message: str, **fields: Any) -> None:
+    """Log a message; `fields` are for JSON."""
+    log.info("%s", message, extra={"fields": fields})
+
+
+class CallLines:
+    """Tells of calls that have ended: of each, or how many there were, and of each that failed."""
+
+    def __init__(self, *, each: bool) -> None:
+        self._each = each
+        self._waiting: list[tuple[CallStart, CallEnd]] = []
+        self._counts: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
+        """Note the call; what is noted is told soon."""
+        self._counts[end.status] += 1
+        if len(self._waiting) < MOST and (self._each or end.status == "error"):
+            self._waiting.append((start, end))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(EACH_S if self._each else COUNTED_S, self.tell)
+
+    def tell(self) -> None:
+        """Tell of what was noted since the last time."""
+        waiting, counts, self._waiting, self._counts, self._timer = self._waiting, self._counts, [], Counter(), None
+        for start, end in waiting:
+            fields = {"event": "call", "call_id": end.call_id, "rollout_id": end.rollout_id, "status": end.status}
+            log.info("%s", call_line(start, end), extra={"fields": fields, "colour": COLOURS.get(end.status, "")})
+        if counts.total() > (len(waiting) if self._each else 0):
+            told = ", ".join(f"{count(n)} {status}" for status, n in counts.items())
+            say(f"{count(counts.total())} call{'s' * (counts.total() != 1)}: {told}", event="calls", **counts)
+
+
+def call_line(start: CallStart, end: CallEnd) -> str:
+    """Return one ended call in one line."""
+    tokens = sum(len(choice.token_ids) for choice in end.choices)
+    version = "" if start.policy_version is None or end.fallback else f"version {start.policy_version}"
+    facts = [
+        f"{end.status:<9} {start.endpoint}", f"rollout {end.rollout_id}",
+        f"task {start.rollout.task_id}" if start.rollout.task_id else "", version or (start.model or ""),
+        f"{len(end.prompt_token_ids)}+{tokens} tokens" if tokens else "", duration(end.latency_ms / 1000),
+        "" if end.status != "error" else f"HTTP {end.http_status}: {(end.error or '')[:200]}",
+        f"not trainable: {end.untrainable_reason}" if end.status == "ok" and end.untrainable_reason else "",
+    ]  # fmt: skip
+    return "  ".join(filter(None, facts))
