@@ -106,9 +106,8 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = ()) -> Async
         exact = _exact(config, upstreams, store, chat_route, metrics)
         listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
         gateway = Gateway(
-            config, router, upstreams, recorder, metrics,
-            unnamed=UnnamedRollouts(store), exact=exact, chat_route=chat_route,
-            listeners=(*listeners, *heard_by),
+            config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
+            chat_route=chat_route, listeners=(*listeners, *heard_by),
         )  # fmt: skip
         bodies = Bodies(config.proxy)
         relay = Relay(config, keys, gateway, bodies)
