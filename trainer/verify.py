@@ -34,7 +34,7 @@ MORE_TOKENS = 32
 MOST_TOKENS = 2048
 ROUNDS = 6
 # By so many standard deviations the answers must be nearer to one of them.
-SURE = 3.2
+SURE = 3.5
 ADAPTER_FILE = "adapter_model.safetensors"
 VERIFY_TRIES = 150
 VERIFY_RESTARTS = 3
