@@ -23,6 +23,7 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
         after = system.run_agents(repeat=1, mode="eval")["mean_reward"]
     assert before < 0.35
     assert after > before + 0.25, (before, after)
+    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
     if publish == "lora":
         version = system.live()["version"]
         base, trained = system.evaluate("base", str(version))
@@ -37,7 +38,6 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
     ]
     assert all(call["status"] == "ok" and call["trainable"] for call in calls)
     assert len({v for call in calls for v in call["policy_versions"]}) > 1
-    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
     written = [file for part in ("logs", "policy") for file in (system.directory / part).rglob("*") if file.is_file()]
     assert written and not [file for file in written if file.stat().st_mode & 0o077], "only their owner reads them"
     system.promote(0)

@@ -146,10 +146,13 @@ class System:
         return summary
 
     def evaluate(self, *models: str) -> list[dict[str, Any]]:
-        """What `lightning-proxy eval` finds on the agent's last tasks, a row for each model."""
+        """What `lightning-proxy eval` finds on the agent's last tasks, a row for each model.
+
+        One program at a time: vLLM on a CPU mixes an adapter with the base model in one batch.
+        """
         done = subprocess.run(
             [*CLI, "--config", str(self.config), "eval", "--tasks", "tasks.jsonl", "--models", ",".join(models),
-             "--samples", "4", "--json", *LIGHT, "--", sys.executable, "agent.py"],
+             "--samples", "2", "--concurrency", "1", "--json", *LIGHT, "--", sys.executable, "agent.py"],
             capture_output=True, text=True, cwd=self.directory, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
