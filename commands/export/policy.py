@@ -76,11 +76,16 @@ def has_files(version: PolicyVersion) -> bool:
 
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes `target` if the block ends without an error. Raises LightningError."""
+    """Yield an empty directory that becomes `target` if the block ends without an error. Raises LightningError.
+
+    Only its owner may read it: weights hold what users said.
+    """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        temporary.mkdir(parents=True)
+        temporary.mkdir(mode=0o700, parents=True)
         yield temporary
+        for path in (temporary, *temporary.rglob("*")):
+            path.chmod(0o700 if path.is_dir() else 0o600)
         if target.exists():
             target.rmdir()
         temporary.rename(target)

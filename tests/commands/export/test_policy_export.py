@@ -73,6 +73,8 @@ async def test_both_forms_have_the_weights_that_were_published(publish: str, bas
         assert (tmp_path / form / "adapter_config.json").exists() == (form == "adapter")
         torch.testing.assert_close(logits(loaded(base, tmp_path / form)), served, atol=1e-5, rtol=1e-4)
         assert not (tmp_path / form / "COMPLETE").exists()
+        files = [tmp_path / form, *(tmp_path / form).rglob("*")]
+        assert not [file for file in files if file.stat().st_mode & 0o077], "only their owner reads them"
 
 
 async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path, tmp_path: Path) -> None:
