@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from .commands import init, keys, store
+from .commands import init, keys, look, store
 from .commands.export import command as data
 from .commands.show import policy, rollouts
 
@@ -51,6 +51,7 @@ Model = Annotated[str | None, typer.Option(help="a Hugging Face id or a director
 Port = Annotated[int | None, typer.Option(metavar="N", help="the proxy's port (proxy.port)")]
 Logs = Annotated[Path, typer.Option(help="directory for the logs of vLLM, proxy and trainer")]
 LogFormat = Annotated[Literal["text", "json"], typer.Option("--log-format", help="lines for people or for programs")]
+Calls = Annotated[bool | None, typer.Option(help="a line for each call", show_default="on a terminal")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 AHEAD = (
     "pause new rollouts while more than this many steps' worth are not yet in the live weights; 0 keeps you on-policy"
@@ -85,7 +86,13 @@ def main(
 
 
 @app.command()
-def up(context: typer.Context, model: Model = None, port: Port = None, logs: Logs = Path("lightning-logs")) -> None:
+def up(
+    context: typer.Context,
+    model: Model = None,
+    port: Port = None,
+    logs: Logs = Path("lightning-logs"),
+    log_format: LogFormat = "text",
+) -> None:
     """Run the whole system: policy server (vLLM), proxy, trainer. Ctrl-C stops all of it."""
     from rich.console import Console
 
@@ -96,7 +103,7 @@ def up(context: typer.Context, model: Model = None, port: Port = None, logs: Log
     overrides = {"policy.model": model, "proxy.port": port}
     _write_for_the_owner_only()
     launch = Launch(context.obj, overrides)
-    run_until_signal(run(_load(context, overrides), launch, logs, Console()))
+    run_until_signal(run(_load(context, overrides), launch, logs, Console(), log_format))
 
 
 @app.command()
@@ -108,9 +115,7 @@ def serve(
     ] = None,
     model: Annotated[str | None, typer.Option(help="what that server calls the model (policy.model)")] = None,
     log_format: LogFormat = "text",
-    calls: Annotated[
-        bool | None, typer.Option("--calls/--no-calls", help="a line for each call", show_default="on a terminal")
-    ] = None,
+    calls: Calls = None,
 ) -> None:
     """Run the proxy alone."""
     from .commands.serve import serve as run
@@ -165,8 +170,12 @@ def train(
     overrides = {"trainer.sft.min_reward": min_reward, "trainer.sft.epochs": epochs if sft else None}
     _write_for_the_owner_only()
     config = _load(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
-    offline_run = Offline(data, directory, epochs or 1) if offline else None
-    run(config, once=once, offline=offline_run, method=cast(Method, method))
+    run(
+        config,
+        once=once,
+        offline=Offline(data, directory, epochs or 1) if offline else None,
+        method=cast(Method, method),
+    )
 
 
 @app.command()
@@ -243,10 +252,11 @@ def evaluate(
     from .commands.eval.report import Scoring
 
     modules = preload.split(",") if preload else []
-    scoring = Scoring(pass_at, seed)
     eval_command(
         _load(context, {}),
-        EvalRequest(tasks, models, command, modules, samples, concurrency, promote, scoring, out, logs, as_json),
+        EvalRequest(
+            tasks, models, command, modules, samples, concurrency, promote, Scoring(pass_at, seed), out, logs, as_json
+        ),
     )
 
 
@@ -271,22 +281,7 @@ def demo(
     run(DemoOptions(steps, seed, directory, model, repeat, ahead, api))
 
 
-@app.command()
-def status(
-    context: typer.Context,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="show it again and again, until Ctrl-C")] = False,
-    as_json: Json = False,
-) -> None:
-    """Show the state of the running system. The exit code is 1 if it is not ready."""
-    from .commands.show.status import show_status
-    from .commands.show.watch import watch_status
-
-    if watch:
-        watch_status(_load(context, {}), as_json=as_json)
-    elif not show_status(_load(context, {}), as_json=as_json):
-        raise typer.Exit(1)
-
-
+app.command()(look.status)
 app.command()(data.export)
 app.command(name="import")(data.import_)
 
@@ -306,13 +301,7 @@ def plan(
     plan_command(_load(context, {"policy.model": model}), gpus, as_json=as_json)
 
 
-@app.command()
-def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Check the whole chain and say what to fix. The exit code is 1 if a check failed."""
-    from .commands.doctor.doctor import doctor as run
-
-    if not run(context.obj, as_json=as_json):
-        raise typer.Exit(1)
+app.command()(look.doctor)
 
 
 def _write_for_the_owner_only() -> None:

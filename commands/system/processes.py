@@ -20,6 +20,7 @@ import aiohttp
 
 from ...proxy.errors import ConfigError, LightningError
 from ...proxy.store.copies import make_private
+from ..formats import duration
 from .port_holder import holder_of
 
 T = TypeVar("T")
@@ -161,6 +162,7 @@ class Supervisor:
     async def wait_healthy(self, child: Child) -> None:
         """Wait until the child's health URL answers 200. ChildDied if it ends before, LightningError if it is late."""
         self._say(f"waiting for {child.spec.name}")
+        started = time.monotonic()
         ended = asyncio.ensure_future(child.process.wait())
         healthy = asyncio.ensure_future(_until_healthy(child.spec.health_url))
         either: set[asyncio.Future[Any]] = {ended, healthy}
@@ -168,6 +170,7 @@ class Supervisor:
             await _until_one_is_done(either, child.spec)
             if ended.done():
                 raise child.death()
+            self._say(f"{child.spec.name} is ready after {duration(time.monotonic() - started)}")
         except TimeoutError:
             late = f"{child.spec.name} was not ready after {child.spec.start_timeout_s:.0f} s"
             raise LightningError(f"{late}; the end of {child.log}:\n{tail(child.log)}") from None

@@ -35,8 +35,18 @@ def teller(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
     return tell
 
 
-async def tell_steps(config: StoreConfig, console: Console) -> None:
-    """Print every step that another process finishes from now on, and why it stops. Runs until cancelled."""
+async def tell_steps(
+    config: StoreConfig,
+    console: Console,
+    show: Callable[[int, Mapping[str, Any]], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Print every step that another process finishes from now on, and why it stops. Runs until cancelled.
+
+    `show` and `say`, if given, show it in another way.
+    """
+    show = show or (lambda step, metrics: console.print(step_line(step, metrics, console.width), soft_wrap=True))
+    say = say or (lambda what: console.print(what, style="red"))
     async with opened(config) as database:
         store = Store(database)
         last, stopped = await store.steps.last(), None
@@ -45,9 +55,9 @@ async def tell_steps(config: StoreConfig, console: Console) -> None:
             with suppress(StoreUnavailable):  # busy; the next poll will do
                 for step in reversed(await store.steps.newest(NEWEST)):
                     if step.step > told and "publish_s" in step.metrics:
-                        console.print(step_line(step.step, step.metrics, console.width), soft_wrap=True)
+                        show(step.step, step.metrics)
                         told = step.step
                 if stopped != (collapse := await store.steps.collapse()):
-                    console.print(f"stopped: {collapse.story}" if collapse else "not stopped any more", style="red")
+                    say(f"stopped: {collapse.story}" if collapse else "not stopped any more")
                 stopped = collapse
             await asyncio.sleep(POLL_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,9 +53,17 @@ class System:
     """
 
     def __init__(
-        self, config: Config, launch: Launch, logs: Path, say: Callable[[str], None], *, needs_trainer: bool = True
+        self,
+        config: Config,
+        launch: Launch,
+        logs: Path,
+        say: Callable[[str], None],
+        *,
+        needs_trainer: bool = True,
+        serve_options: Sequence[str] = (),
     ) -> None:
         self._config, self._launch, self._needs_trainer = config, launch, needs_trainer
+        self._serve_options = serve_options
         self._supervisor = Supervisor(logs, say)
         self._stack = AsyncExitStack()
         self.trainer: Child | None = None
@@ -74,7 +82,14 @@ class System:
                 progress=partial(downloaded, model, settings.extra_args),
             )  # fmt: skip
             proxy_url = f"http://{address(self._config.proxy.host, self._config.proxy.port)}/readyz"
-            serve = ChildSpec("proxy", self._launch.argv("serve"), self._launch.env(), proxy_url, 60, restarts=RESTARTS)
+            serve = ChildSpec(
+                "proxy",
+                self._launch.argv("serve", *self._serve_options),
+                self._launch.env(),
+                proxy_url,
+                60,
+                restarts=RESTARTS,
+            )
             for spec in (vllm, serve):
                 await self._supervisor.wait_healthy(await self._supervisor.start(spec))
             train = ChildSpec(

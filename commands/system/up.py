@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from ...proxy.config.root import Config
 from ...trainer.plan.settle import settle
+from ..lines import LogFormat
 from ..plan import plan_tables
 from ..vllm import without_tools
 from .processes import address
 from .steps import tell_steps
 from .system import Launch, System
+from .view import UpView
 
 
-async def up(config: Config, launch: Launch, logs: Path, console: Console) -> None:
-    """Run vLLM, proxy and trainer until cancelled or until vLLM or the proxy is lost, with a line per training step."""
-
-    def say(what: str) -> None:
-        console.print(f"[dim]{what}[/]")
-
+async def up(config: Config, launch: Launch, logs: Path, console: Console, log_format: LogFormat = "text") -> None:
+    """Run vLLM, proxy and trainer until cancelled or until vLLM or the proxy is lost; show their calls and steps."""
     settled = settle(config)
-    if settled.plan is not None:
+    if settled.plan is not None and log_format == "text":
         console.print(*plan_tables(settled), sep="\n")
-    if told := without_tools(config):
-        console.print(told, style="yellow", markup=False)
-    async with System(config, launch, logs, say, needs_trainer=False) as system:
-        url = f"http://{address(config.proxy.host, config.proxy.port)}/v1"
-        console.print(f"ready: OPENAI_BASE_URL={url}, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops")
-        await system.guard(tell_steps(config.store, console))
+    with UpView(console, log_format) as view:
+        if told := without_tools(config):
+            view.say(told, "yellow")
+        parts = System(config, launch, logs, view.say, needs_trainer=False, serve_options=view.serve_options)
+        async with parts as system:
+            url = f"http://{address(config.proxy.host, config.proxy.port)}/v1"
+            ready = f"ready: OPENAI_BASE_URL={url}, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops"
+            view.say(ready, "bold")
+            await system.guard(_show(config, logs / "proxy.log", view))
+
+
+async def _show(config: Config, log: Path, view: UpView) -> None:
+    steps = tell_steps(config.store, view.console, view.step, partial(view.say, style="red"))
+    await asyncio.gather(view.follow(log), steps)

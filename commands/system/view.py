@@ -1,0 +1,88 @@
+"""What `up` shows: a view that lives on a terminal, lines with times elsewhere, or JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..formats import plain
+from ..lines import LogFormat
+from ..show.steps import step_line
+
+WAITING = "waiting for "
+POLL_S = 0.5
+
+
+class UpView:
+    """`with UpView(console, format) as view:`. What is waited for is shown with the time that it takes."""
+
+    def __init__(self, console: Console, format: LogFormat = "text") -> None:
+        self.console, self._format = console, format
+        self._is_live = console.is_terminal and format == "text"
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not self._is_live)
+
+    @property
+    def serve_options(self) -> tuple[str, ...]:
+        """The options of the proxy, whose lines are shown here."""
+        return ("--log-format", self._format, *(["--calls"] if self._is_live else []))
+
+    def __enter__(self) -> UpView:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, what: str, style: str = "dim") -> None:
+        """Show what happens. The text itself may be anything."""
+        if self._is_live:
+            for task in self._progress.task_ids:
+                self._progress.remove_task(task)
+            if what.startswith(WAITING):
+                self._progress.add_task(what)
+                return
+        self._print(what, style, event="up")
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a step that is done."""
+        if self._format == "json":
+            self._print(step_line(step, metrics).plain, event="step", step=step, metrics=dict(metrics))
+        else:
+            line = step_line(step, metrics, self.console.width - len("00:00:00 ") if self._is_live else None)
+            self.console.print(plain(time.strftime("%H:%M:%S "), "dim") + line, soft_wrap=True)
+
+    async def follow(self, log: Path) -> None:
+        """Show the lines that are added to a log, until cancelled. They have their own times."""
+        size, rest = log.stat().st_size, ""
+        while True:
+            await asyncio.sleep(POLL_S)
+            now = log.stat().st_size if log.exists() else 0
+            if now < size:  # it was begun anew
+                size, rest = 0, ""
+            with log.open("rb") as file:
+                file.seek(size)
+                added = file.read()
+                size = file.tell()
+            *lines, rest = (rest + added.decode(errors="replace")).split("\n")
+            for line in lines:
+                self.console.print(plain(line), soft_wrap=True, highlight=False)
+
+    def _print(self, what: str, style: str = "", **fields: Any) -> None:
+        if self._format == "json":
+            at = datetime.now().astimezone().isoformat(timespec="milliseconds")
+            said = json.dumps({"time": at, "level": "info", "message": what, **fields}, ensure_ascii=False)
+            self.console.print(plain(said), soft_wrap=True, highlight=False)
+        else:
+            self.console.print(plain(f"{time.strftime('%H:%M:%S')} {what}", style), soft_wrap=True, highlight=False)
