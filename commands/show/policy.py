@@ -36,7 +36,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def export(
     context: typer.Context,
-    version: Annotated[int, typer.Argument(metavar="N", min=0)],
+    version: Annotated[int, typer.Argument(metavar="N")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
     form: Annotated[
         str | None,
@@ -54,7 +54,7 @@ def export(
 
 @app.command()
 def promote(
-    context: typer.Context, version: Annotated[int, typer.Argument(metavar="N", min=0)], as_json: Json = False
+    context: typer.Context, version: Annotated[int, typer.Argument(metavar="N")], as_json: Json = False
 ) -> None:
     """Make a version live. The trainer goes on from it."""
     _change(context, "/policy/promote", {"version": version}, as_json)
