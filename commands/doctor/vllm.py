@@ -102,7 +102,7 @@ class VllmChecks:
         wanted = answer["usage"]["completion_tokens"]
         if len(ids) != wanted:
             return failed(name, f"{len(ids)} token ids where usage says {wanted}", "use another vLLM version")
-        return ok(name, "ids and log-probabilities come back, as many as usage says")
+        return ok(name, "the server says which tokens it wrote, and how likely each was")
 
     async def _logprobs(self, name: str) -> Check:
         """Halving the temperature doubles the gaps between log-probabilities taken after temperature."""
@@ -116,7 +116,7 @@ class VllmChecks:
         if ratio < 1.5:
             fix = f"{RESTART}, or add --logprobs-mode processed_logprobs"
             return failed(name, "they are taken before temperature, not from what was sampled", fix)
-        return ok(name, "they are those of the distribution that was sampled")
+        return ok(name, "taken after temperature, as training needs them")
 
     async def _sampling(self, name: str) -> Check:
         """Check that the trainer can learn how an answer was sampled, and tell what the server adds by itself."""
@@ -143,7 +143,7 @@ class VllmChecks:
         whole = first + answer
         same = next((i for i, (a, b) in enumerate(zip(whole, second, strict=False)) if a != b), len(second))
         if same >= len(whole):
-            return ok(name, "prefix-stable: a conversation is trained on as one row")
+            return ok(name, "a second turn begins as the first one was: a conversation is trained on as one row")
         found = f"a second turn changes token {same + 1} of the {len(whole)} before it: a row for each call"
         fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
         return warning(name, found, fix)
@@ -156,7 +156,8 @@ class VllmChecks:
             return ok(name, "a request with tools is answered")
         found = f"a request with tools gets HTTP {status}: agents with tools get the same"
         if "tool" in str(answer).lower():
-            return warning(name, found, f"{RESTART}, or add --enable-auto-tool-choice --tool-call-parser NAME")
+            fix = "add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args, and start it again"
+            return warning(name, found, fix)
         return warning(name, f"{found} ({str(answer)[:200]})", "look at vLLM's log")
 
     async def _continuity(self, name: str) -> Check:
@@ -179,13 +180,13 @@ class VllmChecks:
             if status in (404, 405):
                 fix = f"{RESTART}, or set VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
                 return failed(name, "lora: adapters cannot be loaded", fix)
-            return ok(name, "lora: adapters can be loaded")
+            return ok(name, "lora: new weights can be loaded while the old ones serve")
         for path in ("/weight_info", "/is_paused"):
             status, _ = await self._send("GET", path)
             if status >= 400:
                 fix = f"{RESTART}, or set VLLM_SERVER_DEV_MODE=1 on a server that only this machine reaches"
                 return failed(name, f"merged: {path} answers HTTP {status}", fix)
-        return ok(name, "merged: weights can be replaced in place")
+        return ok(name, "merged: weights can be replaced while it serves")
 
     async def _shared(self, name: str) -> Check:
         """Check that every server that answers sees where new weights are written; the first that does not counts."""
@@ -203,9 +204,9 @@ class VllmChecks:
         method, path = ("POST", "/v1/load_lora_adapter") if self._publish == "lora" else ("GET", "/is_paused")
         status, _ = await self._send(method, path, {}, {"Origin": "https://page.example"})
         if status in (401, 403):
-            return ok(name, "operator routes are closed to others")
+            return ok(name, "only we can change its weights")
         if status in (404, 405):
-            return ok(name, "there are none that could replace its weights")
+            return ok(name, "nothing that reaches it can change its weights")
         found = "a web page, or any program that reaches this vLLM, can replace its weights"
         return warning(name, found, f"{RESTART}, or give it our guard (docs/security.md)")
 
