@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from ..config.root import Config
 from ..config.server import StoreConfig
 from ..errors import ConfigError
+from ..store.publishing import newest_checkpoint
 
-NEWEST_CHECKPOINT = """
-SELECT checkpoint FROM steps WHERE checkpoint IS NOT NULL
-    AND EXISTS (SELECT 1 FROM policy_versions WHERE publish IS NOT NULL) ORDER BY step DESC LIMIT 1
-"""
 SAVED = "config.json"  # of a checkpoint: every key of the trainer, and policy.model
 
 
@@ -37,14 +32,10 @@ def check_base_model(config: Config) -> None:
 
 def trained_model(config: StoreConfig) -> str | None:
     """Return the model that the store's versions were trained on; None if there are none, or nothing here says it."""
-    path = config.path.expanduser().absolute()
-    if not path.is_file():
-        return None
+    checkpoint = newest_checkpoint(config)
     try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            row = connection.execute(NEWEST_CHECKPOINT).fetchone()
-        saved: Any = None if row is None else json.loads((Path(row[0]) / SAVED).read_text())
-    except (sqlite3.Error, OSError, ValueError):  # whoever opens them for good says what is wrong with them
+        saved: Any = None if checkpoint is None else json.loads((Path(checkpoint) / SAVED).read_text())
+    except (OSError, ValueError):  # whoever opens it for good says what is wrong with it
         return None
     model = saved.get("policy.model") if isinstance(saved, dict) else None
     return model if isinstance(model, str) else None

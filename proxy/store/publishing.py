@@ -6,6 +6,7 @@ import sqlite3
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 from ..config.server import StoreConfig
 from ..types import PublishMode
@@ -13,6 +14,10 @@ from .database import Database
 from .rows import read
 
 DECIDED = "SELECT mode, decided_by, at FROM publishing WHERE n = 1"
+NEWEST_CHECKPOINT = """
+SELECT checkpoint FROM steps WHERE checkpoint IS NOT NULL
+    AND EXISTS (SELECT 1 FROM policy_versions WHERE publish IS NOT NULL) ORDER BY step DESC LIMIT 1
+"""
 DECIDE = """
 INSERT INTO publishing (n, mode, decided_by, at) VALUES (1, :mode, :by, :at)
 ON CONFLICT (n) DO UPDATE SET mode = excluded.mode, decided_by = excluded.decided_by, at = excluded.at
@@ -47,12 +52,24 @@ class Publishing:
 
 def kept_mode(config: StoreConfig) -> PublishMode | None:
     """Return the mode that the store has, at once and without making one; None where nothing is decided."""
+    mode: PublishMode | None = _at_once(config, DECIDED)
+    return mode
+
+
+def newest_checkpoint(config: StoreConfig) -> str | None:
+    """Return the directory of the newest checkpoint, read likewise; None where nothing was published."""
+    checkpoint: str | None = _at_once(config, NEWEST_CHECKPOINT)
+    return checkpoint
+
+
+def _at_once(config: StoreConfig, statement: str) -> Any:
+    """The first column of what the statement finds."""
     path = config.path.expanduser().absolute()
     if not path.is_file():
         return None
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            row = connection.execute(DECIDED).fetchone()
+            row = connection.execute(statement).fetchone()
     except sqlite3.Error:  # an older store; whoever opens it for good says what is wrong with any other
         return None
     return None if row is None else row[0]

@@ -361,13 +361,13 @@ async def test_a_failed_call_is_no_transition(running: Running, tmp_path: Path) 
 
 async def test_what_is_sent_again_or_went_through_the_proxy_counts_once(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
-        await system.chat("r1")  # the answer's id is "x"
+        _, answer = await system.chat("r1")
         named = {"lightning.rollout_id": "r1"}
         for _ in range(2):
             await system.call("POST", "/otlp/v1/traces", by_hand(CHAT | named))
         await system.call("POST", "/otlp/v1/traces", by_hand(CHAT | named, "00000000000000bb"))
         await system.call(
-            "POST", "/otlp/v1/traces", by_hand(CHAT | named | {"gen_ai.response.id": "x"}, "0" * 15 + "c")
+            "POST", "/otlp/v1/traces", by_hand(CHAT | named | {"gen_ai.response.id": answer["id"]}, "0" * 15 + "c")
         )
         _, rollout = await system.call("GET", "/rollouts/r1")
     assert [call["upstream"] for call in rollout["calls"]] == ["policy", "otlp"]

@@ -54,15 +54,16 @@ SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sq
     "json_each"  # a list that a statement is given
 }
 SMALL |= {"reward_function", "awaiting_rewards"}
-# Run by `keys purge` and `store info`, when a rollout is deleted, now and then, or over what its index holds.
+# Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
+# holds, or over the newest calls alone.
 WHOLE = {
-    "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "PAGES", "CLAIMABLE_GROUPS",
-    "DELETE FROM keys WHERE revoked_at IS NOT NULL", "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at",
+    "UNTRAINABLE", "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "PAGES",
+    "CLAIMABLE_GROUPS", "DELETE FROM keys WHERE revoked_at IS NOT NULL", "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at",
 }  # fmt: skip
-# Sort what belongs to one step, rollout or tool-call id.
+# Sort what belongs to a few steps, one rollout or tool-call id, or the newest calls.
 SORTS = {
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "CLAIMABLE_GROUPS",
-    "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT",
+    "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT",
 }  # fmt: skip
 SORTED = ("SELECT * FROM rollouts WHERE step =", "SELECT * FROM tool_calls WHERE", "SELECT * FROM rewards WHERE")
 
