@@ -58,7 +58,8 @@ SMALL |= {"reward_function", "awaiting_rewards"}
 # holds, or over the newest calls alone.
 WHOLE = {
     "UNTRAINABLE", "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "PAGES",
-    "CLAIMABLE_GROUPS", "DELETE FROM keys WHERE revoked_at IS NOT NULL", "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at",
+    "CLAIMABLE_GROUPS", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
+    "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at",
 }  # fmt: skip
 # Sort what belongs to a few steps, one rollout or tool-call id, or the newest calls.
 SORTS = {
