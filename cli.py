@@ -180,7 +180,7 @@ def train(
 
 @app.command()
 def vllm(context: typer.Context, model: Model = None) -> None:
-    """Run vLLM alone, with the options that the proxy and the trainer need."""
+    """Run vLLM alone, as proxy and trainer need it."""
     from .commands.vllm import exec_vllm
 
     _write_for_the_owner_only()
@@ -214,7 +214,7 @@ def run(
     logs: Outputs = None,
     as_json: Json = False,
 ) -> None:
-    """Run an agent program once per task and sibling, each in a rollout of its own."""
+    """Run an agent program over tasks. Each task gets siblings, each sibling a rollout of its own."""
     from .commands.run.command import RunRequest, run_command
 
     modules = preload.split(",") if preload else []
@@ -295,7 +295,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show how the memory of GPUs is shared out between vLLM and the trainer. Nothing is started."""
+    """Show what fits on which GPUs. Nothing is started."""
     from .commands.plan import plan_command
 
     plan_command(_load(context, {"policy.model": model}), gpus, as_json=as_json)

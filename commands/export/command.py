@@ -45,7 +45,10 @@ def import_(
     model: Annotated[str, typer.Option(help="who answered, where a line has no `model`")] = "imported",
     reward: Annotated[float, typer.Option(help="what a conversation was worth, where a line has no `reward`")] = 1.0,
 ) -> None:
-    """Record conversations of others, to imitate with `train --method sft`. The proxy need not run."""
+    """Record conversations of others, to imitate. The proxy need not run.
+
+    `train --method sft` learns from them.
+    """
     from .bring_in import import_command
 
     os.umask(0o077)  # what users said is the owner's alone
