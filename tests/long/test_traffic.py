@@ -63,12 +63,13 @@ class Replay:
 
 
 async def replay(traffic: Traffic, directory: Path, key: Callable[[Call], str]) -> dict[int, str]:
+    """Ask again, at a server that answers in the API in which it was asked."""
     player = Replay(traffic, key)
-    async with (
-        serving(app(player.answer)) as upstream,
-        proxy_of(config_of(upstream, directory)) as proxy,
-    ):
-        await player.run(proxy)
+    async with serving(app(player.answer)) as upstream:
+        config = config_of(upstream, directory)
+        policy = config.policy.model_copy(update={"dialects_through_chat": False})
+        async with proxy_of(config.model_copy(update={"policy": policy})) as proxy:
+            await player.run(proxy)
     return player.found
 
 
