@@ -31,6 +31,7 @@ from .gateway.reading import Bodies
 from .gateway.relay import Relay, is_data_path
 from .otel.export import listening, require_sdk
 from .otel.receive import router as otlp_router
+from .page import feed
 from .policy.mode import ModeInUse
 from .policy.model_check import ModelCheck
 from .policy.operator import KEY_HEADER, operator_headers
@@ -70,7 +71,8 @@ def create_app(config: Config, heard_by: Sequence[Listener] = ()) -> ASGIApp:
     control = FastAPI(title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, redoc_url=None)
     for resource in (rewards, rollouts, policy, status, health):
         control.include_router(resource.router)
-    control.include_router(otlp_router)
+    for side_room in (otlp_router, feed.router):
+        control.include_router(side_room)
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)
     control.add_exception_handler(HTTPException, _http_error)

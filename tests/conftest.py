@@ -246,8 +246,16 @@ class PolicyServer:
 class System:
     """A running proxy, its configuration, and the policy server behind it."""
 
-    def __init__(self, config: Config, url: str, session: aiohttp.ClientSession, vllm: PolicyServer) -> None:
-        self.config, self.url, self.session, self.vllm = config, url, session, vllm
+    def __init__(
+        self, config: Config, server: uvicorn.Server, session: aiohttp.ClientSession, vllm: PolicyServer
+    ) -> None:
+        self.config, self.session, self.vllm = config, session, vllm
+        self._server = server
+        self.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        """Stop the proxy, as at SIGTERM."""
+        self._server.should_exit = True
 
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -344,10 +352,9 @@ async def _running(
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
     try:
         async with aiohttp.ClientSession() as session:
-            yield System(config, f"http://127.0.0.1:{port}", session, vllm)
+            yield System(config, server, session, vllm)
     finally:
         server.should_exit = True
         await task

@@ -1,4 +1,4 @@
-"""Changes three details of the way in which uvicorn reads HTTP/1.1.
+"""Changes three details of the way in which uvicorn reads HTTP/1.1, and tells running answers that the server stops.
 
 Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
 HTTP/2 with every request, and uvicorn would lose its body. A WebSocket is a 501. What is no HTTP is refused in OpenAI's
@@ -9,6 +9,7 @@ on the size and time of a head are for a reverse proxy to set.
 from __future__ import annotations
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _BODY = b'{"error":{"message":"this is no valid HTTP request","type":"invalid_request_error","param":null,"code":null}}'
@@ -19,6 +20,14 @@ _SOCKET = (
     b'"code":null}}'
 )
 _NO_SOCKETS = _HEAD % (b"501 Not Implemented", len(_SOCKET)) + _SOCKET
+
+
+_STOPPING = "lightning_proxy.stopping"
+
+
+def is_stopping(scope: Scope) -> bool:
+    """Return whether the server waits for this answer to end, so that it can stop."""
+    return _STOPPING in scope
 
 
 class ServerProtocol(HttpToolsProtocol):
@@ -51,6 +60,12 @@ class ServerProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+
+    def shutdown(self) -> None:
+        if self.cycle is not None:
+            scope: Scope = self.cycle.scope  # type: ignore[assignment]  # uvicorn's has a fixed set of keys
+            scope[_STOPPING] = True
+        super().shutdown()
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Read the request once more, without what asks for the upgrade: the parser would leave its body unread."""

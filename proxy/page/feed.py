@@ -1,0 +1,78 @@
+"""`GET /feed`: what happens, as server-sent events, as it happens. Contract, section 3."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from time import monotonic
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import StreamingResponse
+
+from ..access.auth import Caller
+from ..control.answers import ERRORS
+from ..control.door import AgentRoute
+from ..control.requests import caller_of, parts_for_all
+from ..errors import InvalidRequest, LightningError
+from ..gateway.server import is_stopping
+from ..json_text import dumps
+from ..store.reports.feed import Feed, Happened
+
+router = APIRouter(tags=["page"], responses=ERRORS, route_class=AgentRoute)
+
+LOOK_S = 0.25  # from one look at the store to the next
+QUIET_S = 15.0  # after which a comment says that the feed is still there
+AT_ONCE = 500  # events that are read and sent at a time
+
+# Neither a browser nor a proxy on the way is to keep events back.
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_EVENTS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@router.get("/feed", response_class=StreamingResponse, responses=_EVENTS)  # type: ignore[arg-type]
+async def feed(
+    request: Request,
+    cursor: str | None = None,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> StreamingResponse:
+    """Calls, rewards, rollouts, training steps and policy versions as they come, until the client or the proxy stops.
+
+    It goes on after `cursor`, the `id` of an event, or begins now. `missed` comes first if events after the cursor are
+    no longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
+    """
+    p, caller = await parts_for_all(request), caller_of(request)
+    events = Feed(p.store.database)
+    after = events.newest() if (given := cursor or last_event_id) is None else _number(given)
+    whole = given is None or await events.knows(after)
+    frames = _frames(request, events, after if whole else events.newest(), caller, whole)
+    return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
+
+
+def _number(cursor: str) -> int:
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
+        raise InvalidRequest("cursor must be the id of an event of this feed", param="cursor")
+    return int(cursor)
+
+
+async def _frames(request: Request, events: Feed, cursor: int, caller: Caller, whole: bool) -> AsyncIterator[bytes]:
+    yield b"id: %d\n\n" % cursor if whole else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
+    told = monotonic()
+    try:
+        while not is_stopping(request.scope):
+            if events.newest() == cursor:
+                if monotonic() > told + QUIET_S:
+                    told = monotonic()
+                    yield b":\nid: %d\n\n" % cursor
+                await asyncio.sleep(LOOK_S)
+                continue
+            happened, cursor = await events.after(cursor, AT_ONCE, own=caller.own, key_id=caller.key_id)
+            if happened:
+                told = monotonic()
+                yield b"".join(map(_frame, happened))
+    except LightningError as error:
+        yield b": %s\n\n" % error.message.replace("\n", " ").encode()
+
+
+def _frame(one: Happened) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (one.n, one.kind.encode(), dumps(one.data).encode())

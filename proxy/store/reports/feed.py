@@ -1,0 +1,106 @@
+"""What happened, in the order in which it was committed, by whichever process. Triggers of migration 0008 write it."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...json_text import dumps, loads
+from ..database import Database
+
+Kind = Literal["call", "reward", "rollout", "step", "version"]
+
+BOUNDS = "SELECT (SELECT MIN(n) FROM feed) AS oldest, (SELECT MAX(n) FROM feed) AS newest"
+NEWEST = "SELECT MAX(n) AS newest FROM feed"
+AFTER = "SELECT n, kind, ref FROM feed WHERE n > :cursor ORDER BY n LIMIT :limit"
+
+# By kind: its rows, with `ref`. `own`: of the rollouts that a key opened, where that is all its owner sees.
+FEED_CALLS = """
+SELECT calls.call_id AS ref, calls.call_id, calls.rollout_id, calls.seq, calls.agent, calls.status, calls.model,
+    calls.policy_version, calls.latency_ms, calls.finish_reason, rollouts.task_id
+FROM json_each(:refs) AS wanted CROSS JOIN calls ON calls.call_id = wanted.value JOIN rollouts USING (rollout_id)
+WHERE NOT :own OR rollouts.key_id IS :key_id
+"""
+FEED_REWARDS = """
+SELECT reward_id AS ref, reward_id, rewards.rollout_id, call_id, name, rewards.value AS reward, source,
+    rewards.created_at AS at
+FROM json_each(:refs) AS wanted CROSS JOIN rewards ON reward_id = wanted.value JOIN rollouts USING (rollout_id)
+WHERE NOT :own OR rollouts.key_id IS :key_id
+"""
+FEED_ROLLOUTS = """
+SELECT rollout_id AS ref, rollout_id, task_id, mode, status, reward
+FROM json_each(:refs) AS wanted CROSS JOIN rollouts ON rollout_id = wanted.value
+WHERE NOT :own OR rollouts.key_id IS :key_id
+"""
+FEED_STEPS = """
+SELECT step AS ref, step, status, version, metrics
+FROM json_each(:refs) AS wanted CROSS JOIN steps ON step = wanted.value
+"""
+FEED_VERSIONS = """
+SELECT policy_versions.version AS ref, policy_versions.version, status, verified,
+    policy_versions.version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) AS live
+FROM json_each(:refs) AS wanted CROSS JOIN policy_versions ON policy_versions.version = wanted.value
+"""
+_ROWS: dict[str, str] = {
+    "call": FEED_CALLS,
+    "reward": FEED_REWARDS,
+    "rollout": FEED_ROLLOUTS,
+    "step": FEED_STEPS,
+    "version": FEED_VERSIONS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """One thing that happened, `n`th of all. `data` is as it is now: it may have changed again since."""
+
+    n: int
+    kind: Kind
+    data: dict[str, Any]
+
+
+class Feed:
+    """The newest 10,000 things that happened."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def newest(self) -> int:
+        """Return the number of what happened last; 0 if nothing ever did. It runs at once, in the event loop."""
+        row = self._db.one_now(NEWEST)
+        return (row and row["newest"]) or 0
+
+    async def knows(self, cursor: int) -> bool:
+        """Return whether all that happened after `cursor` is still here."""
+        row = await self._db.one(BOUNDS)
+        oldest, newest = (row["oldest"], row["newest"]) if row and row["newest"] else (1, 0)
+        return bool(oldest - 1 <= cursor <= newest)
+
+    async def after(
+        self, cursor: int, limit: int, *, own: bool = False, key_id: str | None = None
+    ) -> tuple[list[Happened], int]:
+        """Return the next at most `limit` things after `cursor`, oldest first, and the cursor after them.
+
+        What is gone is left out, as is what happened again among them. `own`: only rollouts that `key_id` opened.
+        """
+        rows = await self._db.all(AFTER, {"cursor": cursor, "limit": limit})
+        last = {(row["kind"], row["ref"]): row["n"] for row in rows}
+        found: list[Happened] = []
+        for kind, statement in _ROWS.items():
+            if not (refs := [ref for one, ref in last if one == kind]):
+                continue
+            params: dict[str, object] = {"refs": dumps(refs)}
+            if ":own" in statement:
+                params |= {"own": own, "key_id": key_id}
+            found += [_happened(last[kind, row["ref"]], kind, row) for row in await self._db.all(statement, params)]
+        return sorted(found, key=lambda one: one.n), rows[-1]["n"] if rows else cursor
+
+
+def _happened(n: int, kind: str, row: sqlite3.Row) -> Happened:
+    data = {name: value for name, value in dict(row).items() if name != "ref"}
+    if kind == "step":
+        data["reward"] = loads(data.pop("metrics")).get("reward")
+    if kind == "version":
+        data |= {"live": bool(data["live"]), "verified": bool(data["verified"])}
+    return Happened(n, kind, data)  # type: ignore[arg-type]
