@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from fastapi import Request, Response
+from fastapi import Request, Response, Security
+from fastapi.params import Depends
 from fastapi.routing import APIRoute
+from fastapi.security import APIKeyHeader, HTTPBearer
+from fastapi.security.base import SecurityBase
 from starlette.types import Receive
 
 from ..access.auth import Caller, Keys
@@ -18,11 +21,33 @@ from ..gateway.asgi import ClientDisconnected, read_headers
 from ..json_text import loads_in_turns
 from .parts import Parts
 
+# For the OpenAPI document alone: `Keys` reads them, and is asked first.
+_ANY = HTTPBearer(
+    scheme_name="key",
+    description="Any of the proxy's keys. None is needed until the first one is made.",
+    auto_error=False,
+)
+_ANY_AS_HEADER = APIKeyHeader(
+    name="x-api-key", scheme_name="key in a header", description="The same keys.", auto_error=False
+)
+_ADMIN = HTTPBearer(
+    scheme_name="admin key",
+    description="An admin's key. Where there is none, any key that sees all rollouts.",
+    auto_error=False,
+)
+
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class AgentRoute(APIRoute):
     """A route for agents and admins. The handler finds the caller in `request.state.caller`."""
+
+    schemes: ClassVar[tuple[SecurityBase, ...]] = (_ANY, _ANY_AS_HEADER)
+
+    def __init__(self, *args: Any, dependencies: Sequence[Depends] | None = None, **named: Any) -> None:
+        known = {id(one.dependency) for one in dependencies or ()}  # a router that is included makes its routes anew
+        added = [Security(one) for one in self.schemes if id(one) not in known]
+        super().__init__(*args, dependencies=[*(dependencies or ()), *added], **named)
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
@@ -48,6 +73,8 @@ class AgentRoute(APIRoute):
 
 class AdminRoute(AgentRoute):
     """A route for admins, and for agents while there is no admin's key."""
+
+    schemes = (_ADMIN,)
 
     def require(self, keys: Keys, caller: Caller) -> None:
         keys.require_admin(caller)

@@ -435,6 +435,22 @@ async def test_readiness_metrics_and_unknown_routes(running: Running, tmp_path: 
         assert (await system.call("GET", "/openapi.json"))[0] == 200
 
 
+async def test_the_document_says_which_key_a_route_needs(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        _, document = await system.call("GET", "/openapi.json")
+    assert {*document["components"]["securitySchemes"]} == {"key", "key in a header", "admin key"}
+    needed = {
+        f"{method.upper()} {path}": [name for one in route.get("security", []) for name in one]
+        for path, item in document["paths"].items()
+        for method, route in item.items()
+    }
+    assert {route for route, names in needed.items() if names == ["admin key"]} == {
+        "DELETE /rollouts/{rollout_id}", "POST /policy/promote", "POST /policy/rollback"
+    }  # fmt: skip
+    assert {route for route, names in needed.items() if not names} == {"GET /healthz", "GET /readyz", "GET /metrics"}
+    assert needed["POST /reward"] == ["key", "key in a header"]
+
+
 async def test_a_store_that_is_larger_than_it_is_to_be_is_degraded(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, store={"retention": {"max_gib": 1e-6}}) as system:
         await system.chat("runs")
