@@ -9,7 +9,7 @@ import signal
 import socket
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import yaml
 from aiohttp import web
 
 CHUNKS = 5
+CHECKOUT = (sys.executable, "-m", "lightning_proxy.cli")
 
 
 async def answer_slowly(request: web.Request) -> web.StreamResponse:
@@ -52,7 +53,8 @@ async def models(_: web.Request) -> web.Response:
 class Proxy:
     """`lightning-proxy serve` on a store of its own, started and killed at will."""
 
-    def __init__(self, directory: Path, upstream_port: int) -> None:
+    def __init__(self, directory: Path, upstream_port: int, program: Sequence[str | Path]) -> None:
+        self.program = program
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -69,8 +71,8 @@ class Proxy:
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self, limits: Callable[[], None] | None = None) -> None:
-        argv = ("-m", "lightning_proxy.cli", "--config", str(self.config), "serve")
-        self.process = await asyncio.create_subprocess_exec(sys.executable, *argv, preexec_fn=limits)
+        argv = (*self.program, "--config", self.config, "serve")
+        self.process = await asyncio.create_subprocess_exec(*argv, preexec_fn=limits)
         async with aiohttp.ClientSession() as session:
             for _ in range(300):
                 with contextlib.suppress(aiohttp.ClientError):
@@ -91,14 +93,14 @@ class Proxy:
 
 
 @asynccontextmanager
-async def proxy_in_front(directory: Path) -> AsyncIterator[Proxy]:
+async def proxy_in_front(directory: Path, program: Sequence[str | Path] = CHECKOUT) -> AsyncIterator[Proxy]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer_slowly)
     app.router.add_get("/v1/models", models)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    proxy = Proxy(directory, runner.addresses[0][1])
+    proxy = Proxy(directory, runner.addresses[0][1], program)
     try:
         yield proxy
     finally:

@@ -1,0 +1,29 @@
+"""Adds the README as a package index shows it, with links that lead somewhere, to what pyproject.toml says."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+PROJECT = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
+RELATIVE_LINK = re.compile(r"(!?)(\[[^\]]*\]\()(?!#|[a-z]+:)")
+
+
+def with_absolute_links(readme: str) -> str:
+    """Let the links to files lead to those of the released version, and images to the bytes themselves."""
+    repository, tag = PROJECT["urls"]["Repository"], f"v{PROJECT['version']}"
+    return RELATIVE_LINK.sub(
+        lambda link: f"{link[0]}{repository}/{'raw' if link[1] else 'blob'}/{tag}/",
+        readme,
+    )
+
+
+setup(
+    script_name="setup.py",  # else it is taken for a module of the package, which lies beside it
+    long_description=with_absolute_links((HERE / "README.md").read_text()),
+    long_description_content_type="text/markdown",
+)

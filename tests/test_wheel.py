@@ -1,0 +1,134 @@
+"""What a user installs: built as a release is, put into a fresh environment without extras, and used."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import BytesParser
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from support.paths import ROOT
+from support.served import Client, proxy_in_front
+
+PACKAGES = ("proxy", "trainer", "commands", "client")
+MODULES = ("__init__.py", "__main__.py", "cli.py", "py.typed")
+
+
+def shipped() -> set[str]:
+    """Every file of the package, the data that its modules read included."""
+    files = [path for top in PACKAGES for path in (ROOT / top).rglob("*") if path.is_file()]
+    files += [path for path in (ROOT / "examples" / "addition").iterdir() if path.is_file()]
+    return {*MODULES, *(str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc")}
+
+
+def uv(*arguments: str | Path) -> None:
+    """The one on PATH, or that of `make setup`, as in the Makefile."""
+    program = shutil.which("uv") or Path(sys.prefix) / ".uv" / "bin" / "uv"
+    done = subprocess.run([program, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the sdist, the wheel that is built from it, and below `straight/` the one from the checkout."""
+    clean, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in (*MODULES, "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clean)
+    for name in (*PACKAGES, "examples", "tests", "docs"):
+        shutil.copytree(ROOT / name, clean / name, ignore=ignored)
+    uv("build", "--quiet", "--out-dir", out, clean)
+    uv("build", "--quiet", "--wheel", "--out-dir", out / "straight", clean)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment that has the wheel and what it requires, without extras."""
+    environment = tmp_path_factory.mktemp("fresh") / "venv"
+    uv("venv", "--quiet", "--python", sys.executable, environment)
+    uv("pip", "install", "--quiet", "--python", environment / "bin" / "python", wheel)
+    return environment / "bin"
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def metadata(wheel: Path) -> Message:
+    (found,) = (data for name, data in contents(wheel).items() if name.endswith(".dist-info/METADATA"))
+    return BytesParser().parsebytes(found)
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+    held = {name.removeprefix("lightning_proxy/") for name in contents(wheel) if ".dist-info/" not in name}
+    assert held == shipped()
+
+
+def test_the_sdist_builds_the_same_wheel_as_the_checkout(built: Path, wheel: Path) -> None:
+    (straight,) = (built / "straight").glob("*.whl")
+    assert contents(wheel) == contents(straight)
+
+
+def test_the_metadata_says_what_an_index_shows(wheel: Path) -> None:
+    told = metadata(wheel)
+    assert told["License-Expression"] == "MIT" and told["License-File"] == "LICENSE"
+    assert told["Author"] and told["Keywords"] and told["Project-URL"].startswith("Repository, https://")
+    classifiers = told.get_all("Classifier", [])
+    oldest = told["Requires-Python"].removeprefix(">=")
+    assert {f"Programming Language :: Python :: {oldest}", "Operating System :: POSIX :: Linux"} <= set(classifiers)
+    assert set(told.get_all("Provides-Extra", [])) >= {"cpu", "vllm", "train"}
+
+
+def test_every_link_of_the_shown_readme_leads_to_a_file_of_the_release(wheel: Path) -> None:
+    told = metadata(wheel)
+    repository = told["Project-URL"].removeprefix("Repository, ")
+    targets = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", told.get_payload())
+    assert len(targets) > 20
+    for image, target in targets:
+        assert target.startswith("https://"), target
+        if target.startswith(repository):
+            kind, tag, path = target.removeprefix(repository + "/").partition("#")[0].split("/", 2)
+            assert (kind, tag) == ("raw" if image else "blob", f"v{told['Version']}")
+            assert (ROOT / path).exists(), target
+
+
+async def test_a_fresh_environment_serves_and_records_a_call(fresh: Path, tmp_path: Path) -> None:
+    program = fresh / "lightning-proxy"
+    async with proxy_in_front(tmp_path, [program]) as proxy, aiohttp.ClientSession() as session:
+        await proxy.start()
+        client = Client(proxy, "c")
+        await client.turn(session, "r1", stream=True)
+        assert client.statuses == {200}
+        command = [program, "--config", proxy.config, "rollouts", "list", "--json"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True)
+        (rollout,) = json.loads(listed.stdout)["data"]
+        assert (rollout["rollout_id"], rollout["reward"]) == ("r1", 1)
+
+
+def test_a_fresh_environment_says_its_version(fresh: Path, wheel: Path) -> None:
+    asked = subprocess.run([fresh / "lightning-proxy", "--version"], capture_output=True, text=True, check=True)
+    assert asked.stdout == f"lightning-proxy {metadata(wheel)['Version']}\n"
+
+
+@pytest.mark.parametrize(("command", "extras"), [("train", "[train]"), ("vllm", "[vllm]"), ("up", "[vllm]")])
+def test_a_command_that_needs_an_extra_names_it(fresh: Path, tmp_path: Path, command: str, extras: str) -> None:
+    asked = [fresh / "lightning-proxy", command, "--model", "any"]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and extras in done.stderr
+    assert "Traceback" not in done.stderr
