@@ -18,7 +18,13 @@ from support.examples import learned
 from support.paths import ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *DOCS, *sorted(ROOT.glob("examples/*/README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    ROOT / "CHANGELOG.md",
+    *DOCS,
+    *sorted(ROOT.glob("examples/*/README.md")),
+]
 # Fences and code spans show brackets that are no links.
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")

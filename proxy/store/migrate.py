@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from importlib import resources
 
-# `user_version` of a store is this and the number of its last script. Releases before 1.0 counted from 0.
+# `user_version` of a store is this and the number of its last script. Development versions before 0.1.0 counted from 0.
 FIRST = 100
 
 
@@ -20,7 +20,7 @@ def require_ours(connection: sqlite3.Connection) -> None:
         raise sqlite3.NotSupportedError("a newer lightning-proxy has worked on it; update this one, or set store.url")
     if 0 < version <= FIRST:
         raise sqlite3.NotSupportedError(
-            "a lightning-proxy before 1.0 made it, which this one cannot read; "
+            "a lightning-proxy before 0.1.0 made it, which this one cannot read; "
             "set store.url to a new file, or export the old one with the release that made it"
         )
     if version == 0 and has_tables:

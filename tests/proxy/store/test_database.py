@@ -35,7 +35,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 @pytest.mark.parametrize(
     ("version", "refusal"),
     [
-        (13, "a lightning-proxy before 1.0 made it"),
+        (13, "a lightning-proxy before 0.1.0 made it"),
         (0, "it belongs to another program"),
         (9999, "a newer lightning-proxy has worked on it"),
     ],
