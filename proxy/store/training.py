@@ -8,7 +8,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,14 @@ RETURNING step
 """
 CLAIM = "UPDATE rollouts SET step = :step WHERE rollout_id = :rollout_id AND step IS NULL"
 DROP = "UPDATE rollouts SET dropped = :reason, dropped_by = :step WHERE rollout_id = :rollout_id"
+CREDIT_FORGET = """
+DELETE FROM call_credit WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id AND step = :step)
+"""
+CREDIT = """
+INSERT INTO call_credit (n, seq, step, "return", advantage, "row", placed)
+SELECT n, :seq, :step, :returned, :advantage, :row, :placed
+FROM rollouts WHERE rollout_id = :rollout_id AND step = :step
+"""
 GROUP_JOIN = """
 UPDATE rollouts SET group_id = (SELECT n FROM rollouts WHERE rollout_id = :first)
 WHERE rollout_id = :rollout_id AND group_id IS NULL
@@ -44,6 +52,7 @@ UPDATE steps SET status = 'trained', checkpoint = :checkpoint, metrics = :metric
 """
 STEP_METRICS = "UPDATE steps SET metrics = :metrics WHERE step = :step"
 STEP_RELEASE = (
+    "DELETE FROM call_credit WHERE n IN (SELECT n FROM rollouts WHERE step = :step)",
     """
     UPDATE rollouts SET group_id = NULL
     WHERE group_id IN (SELECT n FROM rollouts WHERE step = :step OR dropped_by = :step)
@@ -71,6 +80,7 @@ FORGET_TRAINING = (
     "DELETE FROM awaiting_rewards",
     "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL, group_id = NULL "
     "WHERE step IS NOT NULL OR dropped IS NOT NULL OR group_id IS NOT NULL",
+    "DELETE FROM call_credit",
     "DELETE FROM steps",
     "UPDATE policy_versions SET step = NULL, path = NULL, status = 'ready' WHERE version > 0",
 )
@@ -98,6 +108,21 @@ class TrainedData:
     tasks: int
     first: float | None
     last: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallCredit:
+    """How a step trains a call. `returned`: its return.
+
+    `row`: the index of its rollout's training row, None if it is in none; `placed` says why (trainer/rows/samples.py).
+    """
+
+    rollout_id: str
+    seq: int
+    returned: float
+    advantage: float
+    row: int | None
+    placed: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +176,20 @@ class Steps:
         base: int,
         dropped: Mapping[str, Sequence[str]] = MappingProxyType({}),
         groups: Sequence[ComparedGroup] = (),
+        credit: Sequence[CallCredit] = (),
     ) -> int:
-        """Give rollouts to a new step and return its number. `dropped`, `groups` as in `drop`; undone with the step."""
+        """Give rollouts to a new step and return its number. `dropped`, `groups` as in `drop`; undone with the step.
+
+        `credit`, of the rollouts' calls, takes the place of what an earlier step that took them had written.
+        """
 
         def work(db: sqlite3.Connection) -> int:
             (inserted,) = db.execute(STEP_NEW, {"base": base, "at": time.time()}).fetchall()
             step = int(inserted["step"])
-            db.executemany(CLAIM, [{"step": step, "rollout_id": r} for r in rollout_ids])
+            claimed = [{"step": step, "rollout_id": r} for r in rollout_ids]
+            db.executemany(CLAIM, claimed)
+            db.executemany(CREDIT_FORGET, claimed)
+            db.executemany(CREDIT, [asdict(call) | {"step": step} for call in credit])
             db.executemany(DROP, _drops(dropped, step))
             _join(db, groups)
             return step

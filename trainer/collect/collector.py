@@ -14,14 +14,14 @@ from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import NotFound
 from ...proxy.store.store import Store
-from ...proxy.store.training import ComparedGroup
+from ...proxy.store.training import CallCredit, ComparedGroup
 from ...proxy.store.waiting import EQUAL_REWARDS, Group
 from ...proxy.types import ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.baselines import ACROSS_TASKS
-from ..credit.strategies import group_advantages
+from ..credit.strategies import group_advantages, group_returns
 from ..report.batch_metrics import Seen
-from ..rows.samples import RolloutSamples, rollout_samples
+from ..rows.samples import Placement, RolloutSamples, rollout_samples
 from ..types import Batch, Sample, Sibling
 from .sampled import Sampled
 from .siblings import AskJudge, Siblings
@@ -85,8 +85,9 @@ class Collector:
         self._seen.add(take.seen)
         seen, self._seen = self._seen, Seen()
         self._told.clear()
+        step = await self._store.steps.claim(take.rollout_ids, take.live, take.dropped, take.groups, take.credit)
         return Batch(
-            step=await self._store.steps.claim(take.rollout_ids, take.live, take.dropped, take.groups),
+            step=step,
             samples=tuple(take.samples),
             rollout_ids=take.rollout_ids,
             metrics={**seen.metrics(), **take.metrics()},
@@ -245,44 +246,54 @@ class Collector:
             take.counts["groups_equal"] += len(group) > 1
             take.drop(_why_nothing(group, self._agents), (member.rollout for member in members))
             return
-        for member, own in zip(members, advantages, strict=True):
-            self._take_rollout(take, member.rollout, member.sibling.calls, own)
+        returns = group_returns(group, self._config)
+        for i, member in enumerate(members):
+            self._take_rollout(take, member, returns[i], advantages[i])
 
     def _take_rollout(
-        self, take: Take, rollout: Rollout, calls: Sequence[ModelCall], advantages: Sequence[float | None]
+        self, take: Take, member: Member, returns: Sequence[float | None], advantages: Sequence[float | None]
     ) -> None:
-        taught = [(call, a) for call, a in zip(calls, advantages, strict=True) if a is not None]
+        rollout, calls = member.rollout, member.sibling.calls
+        triples = zip(calls, returns, advantages, strict=True)
+        taught = [(call, r, a) for call, r, a in triples if r is not None and a is not None]
         take.counts["calls_of_others"] += len(calls) - len(taught)
-        made = self._rows([call for call, _ in taught], [a for _, a in taught], rollout)
+        made = self._rows([call for call, _, _ in taught], [a for _, _, a in taught], rollout)
         take.counts.update(made.counts)
-        not_followed = Counter(why for call, _ in taught if (why := self._sampled.why_not(call)))
+        not_followed = Counter(why for call, _, _ in taught if (why := self._sampled.why_not(call)))
         take.seen.not_followed += not_followed
         if not made.samples:
             take.drop(_why_no_rows(made.counts, not_followed), [rollout])
             return
         take.samples += made.samples
         take.rollouts.append(rollout)
-        take.staleness.append(max(0, take.live - _oldest_version([call for call, _ in taught], take.live)))
+        take.credit += [
+            CallCredit(rollout.rollout_id, call.seq, returned, advantage, *placement)
+            for (call, returned, advantage), placement in zip(taught, made.placements, strict=True)
+        ]
+        take.staleness.append(max(0, take.live - _oldest_version([call for call, _, _ in taught], take.live)))
 
     def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
         """The rows of a rollout, those of each adapter apart: another adapter's answers are context in its prompts."""
         task_id, limit = rollout.task_id or rollout.rollout_id, self._config.max_sample_tokens or sys.maxsize
         samples: list[Sample] = []
         counts: Counter[str] = Counter()
+        placements: dict[int, Placement] = {}
         for adapter in sorted({self._adapter_of(call.agent) for call in calls}):
-            own = [(c, a) for c, a in zip(calls, advantages, strict=True) if self._adapter_of(c.agent) == adapter]
+            own = [i for i, call in enumerate(calls) if self._adapter_of(call.agent) == adapter]
             made = rollout_samples(
-                [call for call, _ in own],
-                [a for _, a in own],
+                [calls[i] for i in own],
+                [advantages[i] for i in own],
                 task_id=task_id,
                 max_tokens=limit,
                 vocabulary=self._vocabulary,
                 adapter=adapter,
                 sampled=self._sampled.of,
             )
+            for i, (row, placed) in zip(own, made.placements, strict=True):
+                placements[i] = Placement(None if row is None else len(samples) + row, placed)
             samples += made.samples
             counts += made.counts
-        return RolloutSamples(tuple(samples), counts)
+        return RolloutSamples(tuple(samples), counts, tuple(placements[i] for i in range(len(calls))))
 
 
 def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:

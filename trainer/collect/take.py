@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from ...proxy.store.training import ComparedGroup
+from ...proxy.store.training import CallCredit, ComparedGroup
 from ...proxy.types import Rollout
 from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
 from ..types import Sample, Sibling
@@ -39,6 +39,7 @@ class Take:
     staleness: list[int] = field(default_factory=list)
     dropped: dict[str, list[str]] = field(default_factory=dict)
     groups: list[ComparedGroup] = field(default_factory=list)
+    credit: list[CallCredit] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)  # rollouts by adapter
     seen: Seen = field(default_factory=Seen)
     earlier: dict[str, Sibling] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Take:
         self.rollouts += other.rollouts
         self.staleness += other.staleness
         self.groups += other.groups
+        self.credit += other.credit
         self.compared += other.compared
         self.seen.add(other.seen)
         for reason, rollout_ids in other.dropped.items():

@@ -20,16 +20,16 @@ from .baselines import Baseline, group_baselines
 # The parts of a request that the model is shown, for calls without token ids.
 SHOWN = ("system", "instructions", "messages", "prompt", "input", "tools")
 
-Advantages = list[list[float]]
-Credit = Callable[[Sequence[Sibling], TrainerConfig], Advantages]
+Values = list[list[float]]
+Credit = Callable[[Sequence[Sibling], TrainerConfig], Values]
 
 
-def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
+def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3)."""
     return _of_rollouts(group, [sibling.rewards.total for sibling in group], config)
 
 
-def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
+def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Compare the rewards from each call on with those of the siblings at the same step.
 
     The k-th decision of an agent is compared with the siblings' k-th decisions of that agent. Such a baseline depends
@@ -37,7 +37,7 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
     one baseline for the whole rollout (Greensmith, Bartlett & Baxter 2004; Peters & Schaal 2008, section 3.1). A
     rollout that outlasts its siblings keeps the baseline of the last step that it shared.
     """
-    returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
+    returns = call_returns(group, config)
     found = [[0.0] * len(sibling.calls) for sibling in group]
     for agent in {call.agent for sibling in group for call in sibling.calls}:
         steps = [[i for i, c in enumerate(s.calls) if c.is_decision and c.agent == agent] for s in group]
@@ -48,14 +48,14 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
     return found
 
 
-def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
+def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Compute A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
 
     A(rollout) compares the sums of all rewards, those of the calls and the rollout's own. A(step) compares the
     discounted returns of an agent's calls that had the same state (prompt), anywhere in the group. It is 0 for a state
     that only one call had.
     """
-    returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
+    returns = call_returns(group, config)
     same: dict[Hashable, list[tuple[int, int]]] = {}
     for i, sibling in enumerate(group):
         for j, call in enumerate(sibling.calls):
@@ -75,44 +75,76 @@ STRATEGIES: Mapping[str, Credit] = MappingProxyType(
 )
 
 
+def rollout_returns(group: Sequence[Sibling], _: TrainerConfig) -> Values:
+    """Give every call the return of its rollout."""
+    return [[sibling.rewards.total] * len(sibling.calls) for sibling in group]
+
+
+def call_returns(group: Sequence[Sibling], config: TrainerConfig) -> Values:
+    """Give every call the discounted rewards from it on."""
+    return [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
+
+
+# The return that each strategy compares. `anchor` compares those of rollouts, too.
+RETURNS: Mapping[str, Credit] = MappingProxyType(
+    {"uniform": rollout_returns, "discounted": call_returns, "anchor": call_returns, "judge": call_returns}
+)
+
+
 def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
     """Return one advantage per call, and None for calls of agents that are not trained.
 
     An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
     about it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
     """
+    return _by_agent(group, config, STRATEGIES)
+
+
+def group_returns(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
+    """Return the return of each call, from which `group_advantages` makes its advantage; None as there."""
+    return _by_agent(group, config, RETURNS)
+
+
+def _by_agent(
+    group: Sequence[Sibling], config: TrainerConfig, strategies: Mapping[str, Credit]
+) -> list[list[float | None]]:
     agents = TrainedAgents(config.agents)
     found: list[list[float | None]] = [[None] * len(sibling.calls) for sibling in group]
     for role in sorted({role for s in group for call in s.calls if (role := agents.role(call.agent))}):
         own = [[j for j, call in enumerate(s.calls) if agents.role(call.agent) == role] for s in group]
-        for i, values in enumerate(_of_agent(group, own, config, alone=bool(agents.named))):
+        for i, values in enumerate(_of_agent(group, own, config, strategies, alone=bool(agents.named))):
             for j, value in zip(own[i], values, strict=True):
                 found[i][j] = value
     return found
 
 
 def _of_agent(
-    group: Sequence[Sibling], own: Sequence[Sequence[int]], config: TrainerConfig, *, alone: bool
-) -> Advantages:
-    """The advantages of an agent's calls, which are at positions `own` of each sibling.
+    group: Sequence[Sibling],
+    own: Sequence[Sequence[int]],
+    config: TrainerConfig,
+    strategies: Mapping[str, Credit],
+    *,
+    alone: bool,
+) -> Values:
+    """The values of an agent's calls, which are at positions `own` of each sibling.
 
     With `alone`, only siblings in which the agent decided something are compared.
     """
     there = [i for i, s in enumerate(group) if not alone or any(s.calls[j].is_decision for j in own[i])]
     shown = [own[i] if config.agent_credit == "own" else range(len(group[i].calls)) for i in there]
-    compared = _by_strategy([group[i].only(places) for i, places in zip(there, shown, strict=True)], config)
+    compared = _by_strategy([group[i].only(places) for i, places in zip(there, shown, strict=True)], config, strategies)
     found = [[0.0] * len(places) for places in own]
     for i, places, values in zip(there, shown, compared, strict=True):
         found[i] = [values[places.index(j)] for j in own[i]]
     return found
 
 
-def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> Advantages:
+def _by_strategy(group: Sequence[Sibling], config: TrainerConfig, strategies: Mapping[str, Credit]) -> Values:
     """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named)."""
     if isinstance(config.credit, str):
-        return STRATEGIES[config.credit](group, config)
+        return strategies[config.credit](group, config)
     names: set[str] = {*config.credit.values(), "uniform"}
-    found = {name: STRATEGIES[name](group, config) for name in names}
+    found = {name: strategies[name](group, config) for name in names}
     return [
         [found[strategy_of(call.agent, config.credit)][i][j] for j, call in enumerate(sibling.calls)]
         for i, sibling in enumerate(group)
@@ -146,7 +178,7 @@ def state_of(call: ModelCall) -> Hashable:
     return call.prompt_token_ids or json.dumps(shown, sort_keys=True)
 
 
-def _of_rollouts(group: Sequence[Sibling], returns: Sequence[float], config: TrainerConfig) -> Advantages:
+def _of_rollouts(group: Sequence[Sibling], returns: Sequence[float], config: TrainerConfig) -> Values:
     """Give every call of a rollout the advantage of that rollout's return."""
     compared = _compared(config.baseline, returns)
     return [[advantage] * len(sibling.calls) for sibling, advantage in zip(group, compared, strict=True)]
@@ -160,10 +192,10 @@ def _compared(baseline: str, values: Sequence[float]) -> list[float]:
     return [own.advantage(value) for own, value in zip(baselines, values, strict=True)]
 
 
-def _step_advantages(name: str, returns: Sequence[Sequence[float]]) -> Advantages:
+def _step_advantages(name: str, returns: Sequence[Sequence[float]]) -> Values:
     """The advantage of each sibling's return at each step, compared with its siblings at the same step."""
     baselines: dict[int, Baseline] = {}
-    found: Advantages = [[] for _ in returns]
+    found: Values = [[] for _ in returns]
     for step in range(max(map(len, returns), default=0)):
         there = [i for i, own in enumerate(returns) if step < len(own)]
         if len(there) > 1:

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,9 +51,20 @@ CALL_COUNTS = (
 )
 
 
+class Placement(NamedTuple):
+    """The row of a call's answer, by its index; None if it is in none.
+
+    `placed`: `first` of its rollout (or adapter), or what counts it in CALL_COUNTS without the first word: `merged`,
+    `drift`, …, `too_long`.
+    """
+
+    row: int | None
+    placed: str
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutSamples:
-    """The rows of one rollout, and counts of its calls by the names in CALL_COUNTS.
+    """The rows of one rollout, counts of its calls by the names in CALL_COUNTS, and where each call went, in order.
 
     `calls` are in a row, `calls_merged` of them after another call. All others are left out: `calls_untrainable` have
     no usable token ids; `calls_not_followed` were sampled in a way that cannot be computed again; `calls_ambiguous`
@@ -62,6 +74,7 @@ class RolloutSamples:
 
     samples: tuple[Sample, ...]
     counts: Counter[str]
+    placements: tuple[Placement, ...] = ()
 
 
 @dataclass(slots=True)
@@ -141,20 +154,23 @@ def rollout_samples(
     """
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
+    placements: list[Placement] = []
     for call, advantage in zip(calls, advantages, strict=True):
         sampling = sampled(call)
         if reason := _unusable(call, sampling, max_tokens, vocabulary):
             counts[reason] += 1
+            placements.append(Placement(None, _without_first_word(reason)))
             continue
         assert sampling is not None
-        row, outcome = _place(rows, np.array(call.prompt_token_ids, np.int64))
-        if row is None:
-            row = _Row()
-            rows.append(row)
-        row.add(call, advantage, sampling)
+        index, outcome = _place(rows, np.array(call.prompt_token_ids, np.int64))
+        if index == len(rows):
+            rows.append(_Row())
+        rows[index].add(call, advantage, sampling)
         counts.update(["calls", outcome] if outcome else ["calls"])
+        placements.append(Placement(index, _without_first_word(outcome) if outcome else "first"))
     rollout_id = calls[0].rollout_id if calls else ""
-    return RolloutSamples(tuple(row.sample(rollout_id, task_id, adapter) for row in rows), counts)
+    samples = tuple(row.sample(rollout_id, task_id, adapter) for row in rows)
+    return RolloutSamples(samples, counts, tuple(placements))
 
 
 def merge_rate(counts: Mapping[str, int]) -> float:
@@ -183,17 +199,22 @@ def _unusable(call: ModelCall, sampling: Sampling | None, max_tokens: int, vocab
     return "rows_too_long" if len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens else None
 
 
-def _place(rows: Sequence[_Row], prompt: Ints) -> tuple[_Row | None, str | None]:
-    """The row that a call with this prompt continues, or None with the reason (None for the first call)."""
+def _place(rows: Sequence[_Row], prompt: Ints) -> tuple[int, str | None]:
+    """The index of the row that a call with this prompt continues, or of a new one; and why (None: the first call)."""
     if not rows:
-        return None, None
+        return 0, None
     shared = [shared_prefix(row.ids, prompt) for row in rows]
-    continued = [row for row, n in zip(rows, shared, strict=True) if n == len(row.ids) < len(prompt)]
+    continued = [i for i, n in enumerate(shared) if n == len(rows[i].ids) < len(prompt)]
     if continued:
-        return max(continued, key=lambda row: len(row.ids)), "calls_merged"
+        return max(continued, key=lambda i: len(rows[i].ids)), "calls_merged"
     # Among rows that share as much, the agent most likely went on from the newest.
     n, index = max((n, i) for i, n in enumerate(shared))
-    return None, _fork(rows[index], n, len(prompt))
+    return len(rows), _fork(rows[index], n, len(prompt))
+
+
+def _without_first_word(count: str) -> str:
+    """`drift` for `forks_drift`, `too_long` for `rows_too_long`."""
+    return count.partition("_")[2]
 
 
 def _fork(nearest: _Row, shared: int, prompt: int) -> str:

@@ -13,7 +13,13 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.types import Reward
 from lightning_proxy.trainer.credit.baselines import group_baselines
 from lightning_proxy.trainer.credit.rewards import weighted_rewards
-from lightning_proxy.trainer.credit.strategies import discounted_returns, group_advantages, state_of
+from lightning_proxy.trainer.credit.strategies import (
+    STRATEGIES,
+    discounted_returns,
+    group_advantages,
+    group_returns,
+    state_of,
+)
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
 
@@ -41,6 +47,15 @@ def test_uniform_gives_every_call_the_advantage_of_the_rollouts_own_return() -> 
 
 def test_uniform_sums_the_rewards_of_calls_where_the_rollout_has_none() -> None:
     assert group_advantages([sibling(None, 1.0, 2.0), sibling(None, 1.0)], config()) == [[1.0, 1.0], [-1.0]]
+
+
+@pytest.mark.parametrize(
+    ("credit", "returns"),
+    [("uniform", [[4.0, 4.0], [1.0]])] + [(name, [[3.0, 4.0], [1.0]]) for name in STRATEGIES if name != "uniform"],
+)
+def test_the_return_of_a_call_is_what_its_strategy_compares(credit: str, returns: list[list[float]]) -> None:
+    group = [sibling(4.0, 1.0, 0.0), sibling(1.0, 0.0)]
+    assert group_returns(group, config(credit=credit, discount=0.5, judge={"model": "j"})) == returns
 
 
 def test_an_unknown_strategy_is_named() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.types import Choice, ModelCall
-from lightning_proxy.trainer.rows.samples import RolloutSamples, merge_rate, rollout_samples
+from lightning_proxy.trainer.rows.samples import Placement, RolloutSamples, merge_rate, rollout_samples
 from lightning_proxy.trainer.types import Sampling
 
 
@@ -145,17 +145,19 @@ def test_an_untrainable_call_is_only_context() -> None:
 
 @pytest.mark.parametrize("unusable", [call([], [1]), call([1], []), call([1], [2], temperature=0)])
 def test_calls_without_a_prompt_an_answer_or_a_distribution_are_left_out(unusable: ModelCall) -> None:
-    assert rows(unusable) == RolloutSamples((), Counter(calls_untrainable=1))
+    assert rows(unusable) == RolloutSamples((), Counter(calls_untrainable=1), (Placement(None, "untrainable"),))
 
 
 def test_calls_with_several_answers_are_left_out_and_counted() -> None:
-    assert rows(call([1], [2], choices=2)) == RolloutSamples((), Counter(calls_ambiguous=1))
+    made = rows(call([1], [2], choices=2))
+    assert made == RolloutSamples((), Counter(calls_ambiguous=1), (Placement(None, "ambiguous"),))
 
 
 def test_rows_over_the_limit_are_dropped_and_counted() -> None:
     made = rows(call([1, 2], [3]), call([9], [8]), max_tokens=2)
     assert [s.token_ids for s in made.samples] == [(9, 8)]
     assert made.counts["rows_too_long"] == 1
+    assert made.placements == ((None, "too_long"), (0, "first"))
 
 
 def test_calls_with_tokens_that_the_model_does_not_have_are_left_out_and_counted() -> None:
@@ -185,6 +187,9 @@ def test_no_calls_give_no_rows() -> None:
 def test_why_a_call_opens_a_row_is_counted(calls: list[tuple[list[int], list[int]]], counted: set[str]) -> None:
     made = rows(*(call(*each) for each in calls))
     assert dict(made.counts) == {"calls": len(calls), **dict.fromkeys(counted, 1)}
+    first, *others = made.placements
+    assert (first, {f"{'calls' if p == 'merged' else 'forks'}_{p}" for _, p in others}) == ((0, "first"), counted)
+    assert [len(sample.call_ids) for sample in made.samples] == [*Counter(row for row, _ in made.placements).values()]
 
 
 def test_after_a_drift_the_sampled_answer_is_trained_where_it_was_sampled_and_the_other_is_context() -> None:
