@@ -15,7 +15,7 @@ from ..json_text import dumps
 from ..store.keys import hash_key, new_key
 from ..store.rollouts import Wanted
 from ..types import Event, Rollout, RolloutName, check_id
-from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
+from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, TrainingRows, Transitions, answers
 from .bodies import Cursor, EndBody, EventBody, EventList, Finite, Id, PathId, RolloutsBody
 from .door import AdminRoute, AgentRoute
 from .parts import Parts
@@ -29,8 +29,9 @@ from .requests import (
     parts_for_all,
     redacted_text,
 )
+from .training_rows import Forest, TrainedRow, prefix_runs, rows_of
 from .transitions import transitions
-from .views import record_view, rollout_detail
+from .views import credit_view, record_view, rollout_detail
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
@@ -115,6 +116,40 @@ async def get_transitions(request: Request, rollout_id: PathId) -> Response:
     rollout, calls = await p.store.rollouts.get(rollout_id), await p.store.calls.of(rollout_id)
     events = await p.store.events.of(rollout_id)
     return await large_response(lambda: {"data": [*map(record_view, transitions(rollout, calls, events))]})
+
+
+@router.get("/{rollout_id}/rows", response_model=None, responses=answers(TrainingRows))
+async def get_rows(request: Request, rollout_id: PathId) -> Response:
+    """How the rollout was trained: credit by call, its siblings, its rows, and the group's rows as one prefix tree.
+
+    A caller who may not see a sibling is told nothing of it. Supervised fine-tuning assigns no credit.
+    """
+    p, caller = await parts_for(request, rollout_id), caller_of(request)
+    rollout = await p.store.rollouts.get(rollout_id)
+    credit = p.store.credit
+    calls, own_rows = await credit.of(rollout_id), await _rows_of(p, rollout_id)
+    key_id = caller.key_id if caller.own else None
+    group = await credit.group_of(rollout_id, key_id, siblings=caller.rollout is None)
+    forest = Forest([])
+    forest.add(own_rows)
+    for sibling in (s for s in group if s.advantage is not None and s.rollout_id != rollout_id):
+        forest.add(await _rows_of(p, sibling.rollout_id))
+    found = {
+        "rollout_id": rollout_id,
+        "task_id": rollout.task_id,
+        "step": rollout.step,
+        "dropped": rollout.dropped,
+        "group": [*map(record_view, group)],
+        "calls": [*map(credit_view, calls)],
+        "rows": [row.view() for row in own_rows],
+        "tree_left_out": forest.left_out,
+    }
+    return await large_response(lambda: found | {"tree": prefix_runs(forest.rows)})
+
+
+async def _rows_of(p: Parts, rollout_id: str) -> list[TrainedRow]:
+    tokens = await p.store.credit.tokens_of(rollout_id)
+    return rows_of(rollout_id, tokens, p.config.policy.adapter_of)
 
 
 @router.post("/{rollout_id}/events", response_model=None, responses=answers(EventRecorded | list[EventRecorded]))

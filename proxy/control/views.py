@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from ..store.reports.credit import CreditedCall
 from ..types import Event, ModelCall, PolicyVersion, Reward, Rollout
 from .answers import Call
 
@@ -43,6 +44,13 @@ def reward_view(reward: Reward) -> dict[str, Any]:
     view = record_view(reward)
     view["reward"] = view.pop("value")
     del view["retrain"]
+    return view
+
+
+def credit_view(call: CreditedCall) -> dict[str, Any]:
+    """Return how a call was trained as JSON; its return has the name `return`."""
+    view = record_view(call)
+    view["return"] = view.pop("returned")
     return view
 
 

@@ -10,6 +10,7 @@ from .events import Events
 from .keys import Keyring
 from .probes import Probes
 from .publishing import Publishing
+from .reports.credit import Credit
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import Steps
@@ -30,6 +31,7 @@ class Store:
         self.probes = Probes(database)
         self.publishing = Publishing(database)
         self.steps = Steps(database, self.versions)
+        self.credit = Credit(database)
         self.waiting = Waiting(database)
         self.endings = Endings(database)
         self.keys = Keyring(database)

@@ -17,6 +17,7 @@ import pytest
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import Keyring, Scope, hash_key, new_key
 from lightning_proxy.proxy.store.migrate import FIRST
+from lightning_proxy.proxy.store.training import ComparedGroup
 from lightning_proxy.proxy.types import Limits
 from support.paths import ROOT
 
@@ -182,6 +183,23 @@ async def test_a_key_of_scope_own_sees_and_rewards_what_was_opened_with_it(runni
         assert len((await system.call("GET", "/rollouts", **AGENT))[1]["data"]) == 4
         for method, path in (("POST", "/policy/rollback"), ("DELETE", "/rollouts/called")):
             assert (await system.call(method, path, **mine))[0] == 401
+
+
+async def test_siblings_of_another_key_are_not_shown_and_a_rollouts_own_key_sees_none(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path, api_keys=["agent"]) as system:
+        mine, theirs = await key_of(system, "mine"), await key_of(system, "theirs")
+        first, own = await open_one(system, mine, task_id="t")
+        second, _ = await open_one(system, mine, task_id="t")
+        third, _ = await open_one(system, theirs, task_id="t")
+        async with system.store() as store:
+            both = [first, second, third]
+            await store.steps.claim(both, 0, groups=[ComparedGroup("t", both)])
+        for key, seen in ((AGENT, both), (mine, [first, second]), (own, [first])):
+            status, answer = await system.call("GET", f"/rollouts/{first}/rows", **key)
+            assert (status, [sibling["rollout_id"] for sibling in answer["group"]]) == (200, seen)
+        assert (await system.call("GET", f"/rollouts/{first}/rows", **theirs))[0] == 404
 
 
 async def test_the_command_line_makes_keys_for_their_own_rollouts(running: Running, tmp_path: Path) -> None:

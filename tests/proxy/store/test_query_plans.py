@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import AsyncIterator, Iterator
 from importlib import import_module
@@ -32,9 +31,8 @@ def statements() -> Iterator[tuple[str, str]]:
     """Every statement of the store: module constants by name, those that stand in a method by their first words."""
     for found in walk_packages(store.__path__, f"{store.__name__}."):
         module = import_module(found.name)
-        if found.ispkg:
-            continue
-        tree = ast.parse(inspect.getsource(module))
+        assert module.__file__ is not None
+        tree = ast.parse(Path(module.__file__).read_text())
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         texts = [(name, text) for name, text in vars(module).items() if isinstance(text, str)]
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
@@ -67,7 +65,7 @@ WHOLE = {
 # Sort what belongs to a few steps, one rollout or tool-call id, or the newest calls.
 SORTS = {
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "CLAIMABLE_GROUPS",
-    "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT",
+    "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT", "COMPARED_WITH",
 }  # fmt: skip
 SORTED = ("SELECT * FROM rollouts WHERE step =", "SELECT * FROM tool_calls WHERE", "SELECT * FROM rewards WHERE")
 
