@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .access.auth import Keys
 from .access.local import require_local
 from .config.root import Config
-from .control import health, policy, rewards, rollouts, status
+from .control import health, policy, rewards, rollouts, status, tasks
 from .control.parts import Parts
 from .conversation.exact import ExactTokens, RecentTurns
 from .conversation.through_chat import ChatRoute
@@ -69,7 +69,7 @@ def create_app(config: Config, heard_by: Sequence[Listener] = ()) -> ASGIApp:
             yield
 
     control = FastAPI(title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, redoc_url=None)
-    for resource in (rewards, rollouts, policy, status, health):
+    for resource in (rewards, rollouts, tasks, policy, status, health):
         control.include_router(resource.router)
     for side_room in (otlp_router, feed.router):
         control.include_router(side_room)

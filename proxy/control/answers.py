@@ -183,6 +183,41 @@ class TrainingRows(BaseModel):
     tree_left_out: int
 
 
+class TaskReward(BaseModel):
+    rollout_id: str
+    reward: float
+    at: float
+    mode: Mode
+    policy_version: int | None
+
+
+class TaskSeen(BaseModel):
+    """A task, in the newest rollouts. Mean, `std`, `min` and `max` are those of the rewards of `rewarded` rollouts.
+
+    `solved`: `never` if each reward is the lowest that any task got, `always` if each is the highest. `recent`: the
+    newest 32 rollouts that have a reward, oldest first; `at` is Unix time.
+    """
+
+    task_id: str
+    rollouts: int
+    rewarded: int
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    solved: Literal["never", "always", "sometimes"] | None
+    last_at: float
+    recent: list[TaskReward]
+
+
+class TaskPage(BaseModel):
+    """`of_newest`: how many rollouts were looked at."""
+
+    data: list[TaskSeen]
+    next_cursor: str | None
+    of_newest: int
+
+
 class Policy(BaseModel):
     alias: str
     live_version: int

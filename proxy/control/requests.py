@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 
 from ..access.auth import Caller
 from ..conversation.unnamed import credentials
+from ..errors import InvalidRequest
 from ..json_text import dumps, encoded_parts
 from ..types import check_id
 from .parts import Parts
@@ -43,6 +44,15 @@ async def parts_for_all(request: Request) -> Parts:
     p = parts(request)
     await p.keys.require(caller_of(request), [])
     return p
+
+
+def position_of(cursor: str | None) -> int | None:
+    """Return where a page goes on. Raise InvalidRequest for a cursor that no page gave."""
+    if cursor is None:
+        return None
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
+        raise InvalidRequest("cursor must be the next_cursor of an earlier page", param="cursor")
+    return int(cursor)
 
 
 def own_key(request: Request, idempotency_key: str | None) -> str | None:

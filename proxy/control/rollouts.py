@@ -9,7 +9,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from ..aside import aside
-from ..errors import InvalidRequest, TooLarge
+from ..errors import TooLarge
 from ..gateway.naming import DataPath, name_rollout
 from ..json_text import dumps
 from ..store.keys import hash_key, new_key
@@ -27,6 +27,7 @@ from .requests import (
     parts,
     parts_for,
     parts_for_all,
+    position_of,
     redacted_text,
 )
 from .training_rows import Forest, TrainedRow, prefix_runs, rows_of
@@ -84,13 +85,11 @@ async def list_rollouts(
     `since` is Unix time, `text` is looked for in requests and answers, `prefix` is the beginning of an id. With one of
     these, or with a reward, a bounded number is looked at: a page may be short, and `next_cursor` goes on.
     """
-    p, caller = await parts_for_all(request), caller_of(request)
-    if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-        raise InvalidRequest("cursor must be the next_cursor of an earlier page", param="cursor")
+    p, caller, position = await parts_for_all(request), caller_of(request), position_of(cursor)
     wanted = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
     wanted |= {"key_id": caller.key_id if caller.own else None}
     filters = {name: value for name, value in wanted.items() if value is not None}
-    sought, position = Wanted(min_reward, max_reward, since, text, prefix), int(cursor) if cursor else None
+    sought = Wanted(min_reward, max_reward, since, text, prefix)
     if sought == Wanted():
         page, following = await p.store.rollouts.page(filters, limit, position)
     else:

@@ -11,6 +11,7 @@ from .keys import Keyring
 from .probes import Probes
 from .publishing import Publishing
 from .reports.credit import Credit
+from .reports.tasks import Tasks
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import Steps
@@ -32,6 +33,7 @@ class Store:
         self.publishing = Publishing(database)
         self.steps = Steps(database, self.versions)
         self.credit = Credit(database)
+        self.tasks = Tasks(database)
         self.waiting = Waiting(database)
         self.endings = Endings(database)
         self.keys = Keyring(database)

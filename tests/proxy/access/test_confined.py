@@ -180,6 +180,9 @@ async def test_a_key_of_scope_own_sees_and_rewards_what_was_opened_with_it(runni
         assert len((await system.call("GET", "/rollouts?agent=a", **mine))[1]["data"]) == 1
         for path in ("/rollouts", "/rollouts?task_id=t", "/rollouts?agent=a"):
             assert (await system.call("GET", path, **theirs))[1]["data"] == []
+        for query, key, tasks in (("", mine, ["t"]), ("?task_id=t", mine, ["t"]), ("", theirs, []), ("", AGENT, ["t"])):
+            answer = (await system.call("GET", f"/tasks{query}", **key))[1]
+            assert [task["task_id"] for task in answer["data"]] == tasks
         assert len((await system.call("GET", "/rollouts", **AGENT))[1]["data"]) == 4
         for method, path in (("POST", "/policy/rollback"), ("DELETE", "/rollouts/called")):
             assert (await system.call(method, path, **mine))[0] == 401

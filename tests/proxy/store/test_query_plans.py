@@ -16,6 +16,7 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store import waiting
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.reports.tasks import TASK_ROLLOUTS
 from lightning_proxy.proxy.store.rollouts import (
     ROLLOUT_FILTERS,
     ROLLOUTS_PAGE,
@@ -47,6 +48,11 @@ PAGES = {
     for name in ("", "status", "task_id", "mode", "key_id")
 } | {"page by agent": ROLLOUTS_PAGE_OF_AGENT.format(filters="")}
 
+PAGES |= {
+    f"tasks by {name or 'nothing'}": TASK_ROLLOUTS.format(filters=ROLLOUT_FILTERS.get(name, ""))
+    for name in ("", "mode", "task_id", "key_id")
+}
+
 STATEMENTS = PAGES | dict(statements())
 
 # Grow with steps, versions and keys, not with calls; or are no tables.
@@ -56,11 +62,11 @@ SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sq
 }
 SMALL |= {"reward_function", "awaiting_rewards"}
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
-# holds, or over the newest calls alone.
+# holds, or over the newest calls or rollouts alone.
 WHOLE = {
     "UNTRAINABLE", "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "PAGES",
     "CLAIMABLE_GROUPS", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
-    "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at",
+    "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing",
 }  # fmt: skip
 # Sort what belongs to a few steps, one rollout or tool-call id, or the newest calls.
 SORTS = {
