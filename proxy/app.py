@@ -31,7 +31,7 @@ from .gateway.reading import Bodies
 from .gateway.relay import Relay, is_data_path
 from .otel.export import listening, require_sdk
 from .otel.receive import router as otlp_router
-from .page import feed
+from .page import feed, page
 from .policy.mode import ModeInUse
 from .policy.model_check import ModelCheck
 from .policy.operator import KEY_HEADER, operator_headers
@@ -71,7 +71,7 @@ def create_app(config: Config, heard_by: Sequence[Listener] = ()) -> ASGIApp:
     control = FastAPI(title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, redoc_url=None)
     for resource in (rewards, rollouts, tasks, policy, status, health):
         control.include_router(resource.router)
-    for side_room in (otlp_router, feed.router):
+    for side_room in (otlp_router, feed.router, page.router):
         control.include_router(side_room)
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)

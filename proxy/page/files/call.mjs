@@ -1,0 +1,104 @@
+// One call of a rollout: what was new in its request, the answer, its tools, its tokens, and how it was trained.
+import { milliseconds, mean, number, plural, pretty, signed, text } from "./format.mjs";
+import { html, useMemo, useState } from "./html.mjs";
+import { answered, asked, shared } from "./messages.mjs";
+import { Badge, Reward, Said } from "./parts.mjs";
+import { Tokens } from "./tokens.mjs";
+
+// Where a call's tokens went, in words. docs/metrics.md says more.
+export const PLACED = {
+  first: "begins the rollout's first row",
+  merged: "continues the row of the call before it",
+  drift: "begins a row: the last answer came back tokenised differently",
+  edited: "begins a row: the history was changed, or continued from earlier",
+  repeated: "begins a row: the same prompt, or less of it, was sent again",
+  adjoining: "begins a row: nothing came after the last answer",
+  new: "begins a row: another agent or a new conversation",
+  untrainable: "left out: no token ids, log-probabilities or answer, or temperature 0",
+  not_followed: "left out: sampled in a way that the trainer cannot compute again",
+  ambiguous: "left out: several answers, so the reward belongs to none",
+  not_finite: "left out: a recorded log-probability is no number",
+  other_tokens: "left out: another model sampled tokens that this one does not have",
+  too_long: "left out: the row is longer than the trainer takes",
+};
+
+export function Call({ call, before, credit }) {
+  const [tokens, setTokens] = useState(false);
+  const [json, setJson] = useState(false);
+  const request = useMemo(() => asked(call.request), [call.request]);
+  const earlier = useMemo(() => (before ? [...asked(before.request), ...answered(before.response)] : []), [before]);
+  return html`<article class="call" id=${`call-${call.seq}`}>
+    <${Head} call=${call} credit=${credit} />
+    <${Request} messages=${request} known=${shared(request, earlier)} told=${before?.tool_calls.some(({ result }) => result !== null)} />
+    <div class=${tokens ? "answer with-tokens" : "answer"}>
+      <div>${answered(call.response).map((message) => html`<${Message} ...${message} answer />`)}
+        ${call.error && html`<p class="failure">${text(call.error)}</p>`}</div>
+      ${tokens && html`<${Tokens} ids=${call.response_token_ids} logprobs=${call.logprobs} />`}
+    </div>
+    ${call.tool_calls.filter(({ result }) => result !== null).map((tool) => html`<${ToolResult} tool=${tool} />`)}
+    <footer>
+      ${call.response_token_ids.length > 0 && html`<button aria-expanded=${tokens} onClick=${() => setTokens(!tokens)}>tokens</button>`}
+      <button aria-expanded=${json} onClick=${() => setJson(!json)}>JSON</button>
+      <small class="id" title="call id">${call.call_id}</small>
+    </footer>
+    ${json && html`<${Said}>${text({ request: call.request, response: call.response, sampling: call.sampling })}<//>`}
+  </article>`;
+}
+
+function Head({ call, credit }) {
+  const versions = call.policy_versions.length > 1 ? call.policy_versions.join(" → ") : call.policy_version;
+  return html`<header>
+    <h3 class="pick" tabindex="-1">call ${call.seq}</h3>
+    ${call.status !== "ok" && html`<${Badge} kind="bad">${call.status}${call.http_status >= 400 ? ` ${call.http_status}` : ""}<//>`}
+    ${call.agent && html`<${Badge}>${call.agent}<//>`}
+    <span>${call.model}${versions !== null && html`<small> version ${versions}</small>`}</span>
+    <span class="muted">${milliseconds(call.latency_ms)}${call.ttft_ms !== null && `, first token ${milliseconds(call.ttft_ms)}`}</span>
+    <span class="muted">${number(call.prompt_token_ids.length)} + ${plural(call.response_token_ids.length, "token")}${call.finish_reason && `, ${call.finish_reason}`}</span>
+    ${call.logprobs.length > 0 && html`<span class="muted">mean log-probability ${number(mean(call.logprobs))}</span>`}
+    ${call.reward !== null && html`<span>reward <${Reward} value=${call.reward} /></span>`}
+    ${call.superseded_by && html`<${Badge} kind="bad">sent again<//>`}
+    <${Credit} credit=${credit} />
+    ${!call.trainable && html`<p class="why">Not trainable: ${call.untrainable_reason}</p>`}
+  </header>`;
+}
+
+function Credit({ credit }) {
+  if (!credit) return null;
+  const kind = credit.advantage > 0 ? "good" : credit.advantage < 0 ? "bad" : "";
+  return html`<span>return <b>${number(credit.return)}</b></span>
+    <${Badge} kind=${kind}>advantage ${signed(credit.advantage)}<//>
+    <p class="why">Step ${credit.step}${credit.row !== null && html`, row ${credit.row}`}: ${PLACED[credit.placed] ?? credit.placed}</p>`;
+}
+
+const isResult = ({ blocks }) => blocks.length > 0 && blocks.every(({ kind }) => kind === "result");
+
+// `known`: how many messages earlier calls have shown. `told`: so have they the tools' results.
+function Request({ messages, known, told }) {
+  const [whole, setWhole] = useState(false);
+  const shown = whole ? messages : messages.slice(known).filter((message) => !told || !isResult(message));
+  return html`${known > 0 && html`<button class="more" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>
+      ${whole ? "hide" : "show"} ${plural(known, "earlier message")}
+    </button>`}
+    ${shown.map((message) => html`<${Message} ...${message} />`)}`;
+}
+
+function Message({ role, blocks, answer }) {
+  return html`<div class=${answer ? "message of-model" : "message"}>
+    <span class="role">${role}</span>
+    <div>${blocks.map(({ kind, title, said }) => html`<div class=${`block ${kind}`}>
+      ${title !== undefined && html`<span class="title">${kind === "call" ? "calls" : kind} <code>${title}</code></span>`}
+      ${kind === "thought" && html`<span class="title">thought</span>`}
+      <${Said}>${said}<//>
+    </div>`)}</div>
+  </div>`;
+}
+
+function ToolResult({ tool }) {
+  return html`<div class=${tool.is_error ? "message failed" : "message"}>
+    <span class="role">tool</span>
+    <div class=${tool.is_error ? "block error" : "block result"}>
+      <span class="title">${tool.is_error ? "failed" : "returned"} <code>${tool.name}</code></span>
+      <${Said}>${pretty(tool.result)}<//>
+    </div>
+  </div>`;
+}

@@ -1,0 +1,89 @@
+// A chart of numbers over steps or versions, by uPlot.
+import { number } from "./format.mjs";
+import { html, useEffect, useRef } from "./html.mjs";
+
+const { uPlot } = globalThis;
+
+// A colour of the page's in this theme: a canvas knows no variables.
+function colour(name) {
+  const probe = document.body.appendChild(document.createElement("i"));
+  probe.style.color = `var(--${name})`;
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
+
+// `x`: numbers that rise. `series`: {label, values, colour, points, band: [low, high], scatter}; null is a gap.
+export function Chart({ label, x, xLabel, series, height = 200, sync }) {
+  const place = useRef(null);
+  const drawn = useRef(null);
+  const shape = JSON.stringify([series.map(({ label, band }) => [label, Boolean(band)]), height, document.documentElement.dataset.theme]);
+  useEffect(() => {
+    const options = optionsFor({ x, xLabel, series, height, width: place.current.clientWidth, sync });
+    drawn.current = new uPlot(options, columnsOf(x, series), place.current);
+    const resize = new ResizeObserver(([entry]) => {
+      drawn.current.setSize({ width: Math.floor(entry.contentRect.width), height });
+    });
+    resize.observe(place.current);
+    return () => {
+      resize.disconnect();
+      drawn.current.destroy();
+    };
+  }, [shape]);
+  useEffect(() => drawn.current.setData(columnsOf(x, series)), [x, series]);
+  return html`<figure class="chart" role="img" aria-label=${summary(label, x, xLabel, series)}>
+    <div ref=${place}></div>
+  </figure>`;
+}
+
+function summary(label, x, xLabel, series) {
+  const last = series.map(({ label: name, values }) => `${name} ${number(values.findLast((value) => value !== null))}`);
+  return `${label}, ${x.length} ${xLabel}s. Last: ${last.join(", ")}.`;
+}
+
+function columnsOf(x, series) {
+  return [x, ...series.flatMap(({ values, band }) => (band ? [values, ...band] : [values]))];
+}
+
+function optionsFor({ x, xLabel, series, height, width, sync }) {
+  const shown = [{ label: xLabel, value: said }];
+  const bands = [];
+  for (const { label, values, band, colour: name, scatter } of series) {
+    const stroke = colour(name);
+    const few = values.filter((value) => value !== null).length < 40;
+    shown.push({
+      label,
+      stroke,
+      width: 1.5,
+      spanGaps: true,
+      paths: scatter ? () => null : undefined,
+      points: { show: scatter || few, size: scatter ? 7 : 4, fill: stroke },
+      value: said,
+    });
+    if (band) {
+      const edge = { stroke: "transparent", points: { show: false }, value: said };
+      bands.push({ series: [shown.length + 1, shown.length], fill: colour(`${name}-soft`) });
+      shown.push({ ...edge, label: "low" }, { ...edge, label: "high" });
+    }
+  }
+  return {
+    width,
+    height,
+    series: shown,
+    bands,
+    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
+    axes: [axis({ size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }), axis({ size: 52 })],
+    cursor: { y: false, ...(sync && { sync: { key: sync } }) },
+    legend: { live: true },
+  };
+}
+
+// A value of the legend: the one under the cursor, else the last.
+function said(chart, value, series, index) {
+  return number(index === null ? chart.data[series].findLast((one) => one !== null) : value);
+}
+
+function axis(own) {
+  const line = { stroke: colour("line"), width: 1 };
+  return { stroke: colour("muted"), grid: line, ticks: { ...line, size: 4 }, font: "11px system-ui", values: (_, all) => all.map(number), ...own };
+}

@@ -1,0 +1,28 @@
+// The newest events of the feed, in words.
+import { listen, useFeedState } from "./feed.mjs";
+import { milliseconds, number } from "./format.mjs";
+import { html, useEffect, useState } from "./html.mjs";
+import { Badge, Empty, RolloutLink, Time } from "./parts.mjs";
+
+const KEPT = 40;
+
+const SAID = {
+  call: (one) => html`<${Badge} kind=${one.status === "ok" ? "" : "bad"}>call ${one.seq}, ${one.status}<//> <${RolloutLink} id=${one.rollout_id} /> <small>${one.model} ${milliseconds(one.latency_ms)}</small>`,
+  reward: (one) => html`<${Badge} kind="good">reward ${number(one.reward)}<//> <${RolloutLink} id=${one.rollout_id} /> <small>${one.source}</small>`,
+  rollout: (one) => html`<${Badge}>rollout ${one.status}<//> <${RolloutLink} id=${one.rollout_id} /> <small>${one.task_id}</small>`,
+  step: (one) => html`<${Badge} kind="accent">step ${one.step}<//> <small>reward ${number(one.reward)}</small>`,
+  version: (one) => html`<${Badge} kind="accent">version ${one.version}<//> <a href="#/versions">${one.live ? "live" : one.status}</a>`,
+};
+
+export function Happening() {
+  const state = useFeedState();
+  const [events, setEvents] = useState([]);
+  useEffect(() => listen((event) => {
+    if (SAID[event.kind]) setEvents((before) => [{ ...event, key: (before[0]?.key ?? 0) + 1 }, ...before].slice(0, KEPT));
+  }), []);
+  if (state === "off") return html`<${Empty}>This key has no feed. The numbers above are asked for every few seconds.<//>`;
+  if (events.length === 0) {
+    return html`<${Empty}>Nothing yet. Point your agent's <code>OPENAI_BASE_URL</code> at <code>${location.origin}/v1</code>.<//>`;
+  }
+  return html`<ol class="happening">${events.map(({ key, kind, data, at }) => html`<li key=${key}><span>${SAID[kind](data)}</span><${Time} at=${at} /></li>`)}</ol>`;
+}

@@ -1,0 +1,109 @@
+// The small parts that all views share.
+import { absolute, ago, NONE, number, text } from "./format.mjs";
+import { html, useState } from "./html.mjs";
+
+const SHOWN = 1200; // characters of a long text, until it is asked for
+
+export const to = (...parts) => `#/${parts.map(encodeURIComponent).join("/")}`;
+
+export const link = (view, params) => `#/${view}?${new URLSearchParams(params)}`;
+
+export function Panel({ title, note, wide, children }) {
+  return html`<section class=${wide ? "panel wide" : "panel"}>
+    ${title && html`<header><h2>${title}</h2>${note && html`<p class="muted">${note}</p>`}</header>`} ${children}
+  </section>`;
+}
+
+export function Stat({ label, value, unit, note, warn }) {
+  return html`<div class=${warn ? "stat warn" : "stat"}>
+    <dt>${label}</dt>
+    <dd>${value}${unit && html` <small>${unit}</small>`}</dd>
+    ${note && html`<dd class="note">${note}</dd>`}
+  </div>`;
+}
+
+export function Time({ at }) {
+  if (typeof at !== "number") return NONE;
+  return html`<time dateTime=${new Date(at * 1000).toISOString()} title=${absolute(at)}>${ago(at)}</time>`;
+}
+
+export const Badge = ({ kind, children }) => html`<span class=${`badge ${kind ?? ""}`}>${children}</span>`;
+
+export const RolloutLink = ({ id }) => html`<a class="id pick" href=${to("rollouts", id)} title=${id}>${id}</a>`;
+
+export function Failure({ error, again }) {
+  if (!error) return null;
+  return html`<div class="failure" role="alert">
+    <p>${error.message}</p>
+    ${again && html`<button onClick=${again}>Try again</button>`}
+  </div>`;
+}
+
+export const Empty = ({ children }) => html`<div class="empty">${children}</div>`;
+
+// Shows what a route answered: that it is asked, its error, or what `children` makes of the data.
+export function Loaded({ of, children }) {
+  if (of.data === null) {
+    return of.error ? html`<${Failure} error=${of.error} again=${of.reload} />` : html`<p class="muted loading">Loading…</p>`;
+  }
+  return html`${of.error && html`<${Failure} error=${of.error} again=${of.reload} />`}${children(of.data)}`;
+}
+
+// A table that scrolls inside itself. A column: {name, label, num, title, cell(row)}.
+export function Table({ columns, rows, rowKey, sort, onSort, label }) {
+  const heading = (column) => {
+    const order = sort?.name === column.name ? (sort.down ? "descending" : "ascending") : undefined;
+    const arrow = { ascending: " ↑", descending: " ↓" }[order] ?? "";
+    return html`<th scope="col" class=${column.num && "num"} aria-sort=${order} title=${column.title}>
+      ${onSort && column.value
+        ? html`<button class="plain" onClick=${() => onSort(column.name)}>${column.label}${arrow}</button>`
+        : column.label}
+    </th>`;
+  };
+  return html`<div class="table" tabindex="0" role="region" aria-label=${label}>
+    <table>
+      <thead><tr>${columns.map(heading)}</tr></thead>
+      <tbody>
+        ${rows.map((row) => html`<tr key=${rowKey(row)}>
+          ${columns.map((column) => html`<td class=${column.num && "num"}>${column.cell(row)}</td>`)}
+        </tr>`)}
+      </tbody>
+    </table>
+  </div>`;
+}
+
+// The rows in the order of a column, and what a click on a heading does.
+export function useSort(columns, rows) {
+  const [sort, setSort] = useState(null);
+  const column = sort && columns.find(({ name }) => name === sort.name);
+  const sorted = column ? [...rows].sort((a, b) => compared(column.value(a), column.value(b)) * (sort.down ? -1 : 1)) : rows;
+  const onSort = (name) => setSort((before) => (before?.name !== name ? { name, down: true } : before.down ? { name, down: false } : null));
+  return { sorted, sort, onSort };
+}
+
+function compared(a, b) {
+  const [noA, noB] = [a === null || a === undefined, b === null || b === undefined];
+  if (noA || noB) return noA - noB;
+  return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
+}
+
+// A text as it was said, cut where it is long.
+export function Said({ children, most = SHOWN }) {
+  const [whole, setWhole] = useState(false);
+  const all = text(children);
+  const cut = all.length > most && !whole;
+  return html`<pre class="said" dir="auto">${cut ? all.slice(0, most) : all}${cut && "…"}</pre>
+    ${all.length > most && html`<button class="more" onClick=${() => setWhole(!whole)}>
+      ${whole ? "show less" : `show all ${number(all.length)} characters`}
+    </button>`}`;
+}
+
+// Names and numbers of an object, one below the other.
+export function Facts({ of }) {
+  const shown = Object.entries(of).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return html`<dl class="facts">${shown.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+}
+
+export function Reward({ value }) {
+  return value === null || value === undefined ? html`<span class="muted">${NONE}</span>` : html`<b>${number(value)}</b>`;
+}

@@ -1,0 +1,104 @@
+// Rollouts: search, filter, sort. What is asked for stands in the address.
+import { get, useData } from "./api.mjs";
+import { useFresh } from "./feed.mjs";
+import { number, plural } from "./format.mjs";
+import { html, useEffect, useMemo, useState } from "./html.mjs";
+import { Badge, Empty, Failure, Loaded, Reward, RolloutLink, Table, Time, link, useSort } from "./parts.mjs";
+
+const PAGE = 100;
+const SINCE = { "": "any time", 3600: "last hour", 86400: "last day", 604800: "last week" };
+const STATUS = ["", "running", "completed", "failed", "discarded"];
+const STATUS_KIND = { completed: "good", failed: "bad", discarded: "bad" };
+
+export const RolloutStatus = ({ status }) => html`<${Badge} kind=${STATUS_KIND[status]}>${status}<//>`;
+
+const COLUMNS = [
+  { name: "rollout", label: "rollout", cell: ({ rollout_id }) => html`<${RolloutLink} id=${rollout_id} />` },
+  { name: "task", label: "task", value: (row) => row.task_id, cell: ({ task_id }) => task_id && html`<a class="id" href=${link("rollouts", { task_id })} title=${task_id}>${task_id}</a>` },
+  { name: "agent", label: "agent", value: (row) => row.agent, cell: (row) => row.agent },
+  { name: "mode", label: "mode", value: (row) => row.mode, cell: (row) => row.mode },
+  { name: "status", label: "status", value: (row) => row.status, cell: (row) => html`<${RolloutStatus} status=${row.status} />` },
+  { name: "reward", label: "reward", num: true, value: (row) => row.reward, cell: (row) => html`<${Reward} value=${row.reward} />` },
+  { name: "calls", label: "calls", num: true, value: (row) => row.calls, cell: (row) => number(row.calls) },
+  { name: "tokens", label: "tokens", num: true, title: "sampled tokens", value: (row) => row.tokens, cell: (row) => number(row.tokens) },
+  { name: "version", label: "version", num: true, value: (row) => row.policy_version, cell: (row) => number(row.policy_version) },
+  { name: "trained", label: "trained", title: "the step that took it, or why none will", value: (row) => row.step, cell: (row) => html`<${Fate} row=${row} />` },
+  { name: "opened", label: "opened", num: true, value: (row) => row.created_at, cell: (row) => html`<${Time} at=${row.created_at} />` },
+];
+
+// What became of a rollout in training.
+export function Fate({ row }) {
+  if (row.step !== null) return html`<span>step ${row.step}</span>`;
+  if (row.dropped) return html`<span class="dropped" title=${row.dropped}>${row.dropped}</span>`;
+  return row.status === "completed" && row.mode === "train" ? html`<span class="muted">waits</span>` : null;
+}
+
+export function Rollouts({ params }) {
+  return html`<h1 class="hidden">Rollouts</h1><${Filters} key=${JSON.stringify(params)} params=${params} /><${List} key=${JSON.stringify(params)} params=${params} />`;
+}
+
+function Filters({ params }) {
+  const onSubmit = (event) => {
+    event.preventDefault();
+    const given = [...new FormData(event.currentTarget)].filter(([, value]) => value !== "");
+    location.hash = link("rollouts", given);
+  };
+  const onChange = (event) => event.currentTarget.form.requestSubmit();
+  const options = (all, chosen = "") => all.map(([value, label]) => html`<option value=${value} selected=${String(value) === chosen}>${label}</option>`);
+  const field = (name, label, attributes = {}) => html`<label>${label}<input name=${name} value=${params[name] ?? ""} ...${attributes} /></label>`;
+  const reward = { type: "number", step: "any", size: 6 };
+  return html`<form class="filters" role="search" onSubmit=${onSubmit}>
+    ${field("text", "text", { type: "search", placeholder: "in requests and answers", maxlength: 200 })}
+    ${field("prefix", "id begins with")} ${field("task_id", "task")} ${field("agent", "agent")}
+    <label>status<select name="status" onChange=${onChange}>${options(STATUS.map((one) => [one, one || "any"]), params.status)}</select></label>
+    <label>mode<select name="mode" onChange=${onChange}>${options([["", "any"], ["train", "train"], ["eval", "eval"]], params.mode)}</select></label>
+    ${field("min_reward", "reward from", reward)} ${field("max_reward", "to", reward)}
+    <label>opened<select name="ago" onChange=${onChange}>${options(Object.entries(SINCE), params.ago)}</select></label>
+    <button class="primary">Search</button>
+    ${Object.keys(params).length > 0 && html`<a class="button" href="#/rollouts">Clear</a>`}
+  </form>`;
+}
+
+function List({ params }) {
+  const wanted = useMemo(() => {
+    const { ago, ...others } = params;
+    return { ...others, since: ago && Math.floor(Date.now() / 1000 - Number(ago)), limit: PAGE };
+  }, []);
+  const first = useData("/rollouts", wanted);
+  const [rows, setRows] = useState(null);
+  const [next, setNext] = useState({ cursor: null, error: null });
+  useEffect(() => {
+    if (first.data === null) return;
+    if (rows === null) setNext({ cursor: first.data.next_cursor, error: null });
+    setRows((before) => joined(first.data.data, before ?? []));
+  }, [first.data]);
+  // A search reads requests and answers: it is not done again by itself.
+  useFresh(params.text ? [] : ["call", "reward", "rollout", "step"], first.reload);
+  const onMore = () => get("/rollouts", { ...wanted, cursor: next.cursor }).then(
+    (page) => {
+      setRows((before) => joined(before, page.data));
+      setNext({ cursor: page.next_cursor, error: null });
+    },
+    (error) => setNext((before) => ({ ...before, error })),
+  );
+  return html`<${Loaded} of=${first}>${() => rows && html`<${Found} rows=${rows} filtered=${Object.keys(params).length > 0} more=${next.cursor !== null} onMore=${onMore} />
+    <${Failure} error=${next.error} />`}<//>`;
+}
+
+// Two lists of rollouts, each once, as the first list that has it says.
+function joined(rows, others) {
+  const known = new Set(rows.map(({ rollout_id }) => rollout_id));
+  return [...rows, ...others.filter(({ rollout_id }) => !known.has(rollout_id))];
+}
+
+function Found({ rows, filtered, more, onMore }) {
+  const { sorted, sort, onSort } = useSort(COLUMNS, rows);
+  if (rows.length === 0 && !more) {
+    return filtered
+      ? html`<${Empty}>No rollout is like that. <a href="#/rollouts">Show all rollouts</a><//>`
+      : html`<${Empty}>No rollouts yet. Point your agent's <code>OPENAI_BASE_URL</code> at <code>${location.origin}/v1</code>.<//>`;
+  }
+  return html`<p class="muted" role="status">${plural(rows.length, "rollout")}${more ? " so far" : ""}${sort && more ? "; sorted are those on this page" : ""}</p>
+    <${Table} label="Rollouts" columns=${COLUMNS} rows=${sorted} rowKey=${(row) => row.rollout_id} sort=${sort} onSort=${onSort} />
+    ${more && html`<button onClick=${onMore}>Show older rollouts</button>`}`;
+}

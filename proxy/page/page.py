@@ -1,0 +1,79 @@
+"""`GET /`: the page to look at, and the files that it is made of. They need no key; the routes that they read do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+
+from ..errors import NotFound
+
+router = APIRouter(include_in_schema=False)
+
+FILES = Path(__file__).parent / "files"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # kept, and asked for again by its ETag
+}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of the page, as it is sent."""
+
+    body: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def files() -> Mapping[str, File]:
+    """Return the page's files by their paths. They are read once; nothing else can be asked for."""
+    return {
+        path.relative_to(FILES).as_posix(): _read(path) for path in sorted(FILES.rglob("*")) if path.suffix in TYPES
+    }
+
+
+def _read(path: Path) -> File:
+    body = path.read_bytes()
+    return File(body, TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+@router.get("/")
+async def get_page(request: Request) -> Response:
+    """The page itself."""
+    return _answer(request, "index.html")
+
+
+@router.get("/page/{name:path}")
+async def get_file(request: Request, name: str) -> Response:
+    """A file that the page loads."""
+    return _answer(request, name)
+
+
+def _answer(request: Request, name: str) -> Response:
+    file = files().get(name)
+    if file is None:
+        raise NotFound(f"no route {request.method} {request.url.path}")
+    headers = HEADERS | {"ETag": file.etag}
+    if file.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, headers=headers, media_type=file.media_type)

@@ -1,0 +1,110 @@
+"""The page's files: all that it loads comes from the proxy, under a policy that lets nothing else in."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import re
+import tomllib
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.page.page import FILES, POLICY, files
+from support.paths import ROOT
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+OURS = [name for name in files() if not name.startswith("vendor/")]
+IMPORT = re.compile(r"""(?:from|import)\s*"([^"]+)";""")
+LINKED = re.compile(r"""(?:src|href)="(page/[^"]+)\"""")
+# Names of XML's vocabularies, the address in uPlot's own notice.
+NO_REQUESTS = re.compile(r"https?://(www\.w3\.org/|github\.com/leeoniya/uPlot)")
+MOST_LINES = 350
+
+
+async def test_the_page_and_its_files_need_no_key_and_have_a_strict_policy(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["secret"]) as system:
+        for path in ("/", *(f"/page/{name}" for name in files())):
+            async with system.session.get(system.url + path) as answer:
+                assert (answer.status, answer.headers["Content-Security-Policy"]) == (200, POLICY), path
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert (await system.call("GET", "/status"))[0] == 401
+
+
+def test_the_policy_lets_only_files_of_the_page_run() -> None:
+    rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
+    assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
+    html = files()["index.html"].body.decode()
+    assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=", html)
+
+
+@pytest.mark.parametrize(
+    ("name", "media_type"),
+    [("app.mjs", "text/javascript"), ("vendor/uplot.js", "text/javascript"), ("page.css", "text/css"),
+     ("icon.svg", "image/svg+xml"), ("vendor/uplot.LICENSE.txt", "text/plain")],
+)  # fmt: skip
+async def test_a_file_has_its_type_and_is_not_sent_twice(
+    running: Running, tmp_path: Path, name: str, media_type: str
+) -> None:
+    async with running(tmp_path) as system:
+        async with system.session.get(f"{system.url}/page/{name}") as answer:
+            assert answer.content_type == media_type
+            assert await answer.read() == (FILES / name).read_bytes()
+        known = {"If-None-Match": answer.headers["ETag"]}
+        async with system.session.get(f"{system.url}/page/{name}", headers=known) as answer:
+            assert (answer.status, await answer.read()) == (304, b"")
+
+
+@pytest.mark.parametrize(
+    "name", ["page.py", "../page.py", "%2e%2e/page.py", "vendor", "", "/etc/passwd", "vendor/README.md"]
+)
+async def test_nothing_but_the_page_s_files_can_be_asked_for(running: Running, tmp_path: Path, name: str) -> None:
+    async with running(tmp_path) as system:
+        status, body = await system.call("GET", f"/page/{name}")
+        assert (status, body["error"]["type"]) == (404, "not_found_error")
+
+
+def test_the_distribution_has_every_file_of_the_page() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["lightning_proxy"]
+    for path in (path for path in FILES.rglob("*") if path.is_file()):
+        name = path.relative_to(ROOT).as_posix()
+        assert any(fnmatch.fnmatch(name, one) and name.count("/") == one.count("/") for one in patterns), name
+
+
+def test_all_that_a_file_loads_is_there() -> None:
+    for name in files():
+        text = files()[name].body.decode()
+        base = Path(name).parent
+        for imported in IMPORT.findall(text) if name.endswith("mjs") else ():
+            assert imported.startswith("./"), f"{name}: {imported}"
+            assert (base / imported).as_posix() in files(), f"{name}: {imported}"
+        for linked in LINKED.findall(text) if name.endswith("html") else ():
+            assert linked.removeprefix("page/") in files(), f"{name}: {linked}"
+
+
+def test_no_file_names_another_host() -> None:
+    for name in files():
+        if not name.endswith(".txt"):
+            text = NO_REQUESTS.sub("", files()[name].body.decode())
+            assert re.findall(r"(?:https?:)?//[\w-]+\.[\w.-]+", text) == [], name
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name.endswith("mjs")])
+def test_our_modules_are_short_and_take_no_text_as_markup_or_code(name: str) -> None:
+    text = files()[name].body.decode()
+    assert len(text.splitlines()) <= MOST_LINES
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|dangerously|document\.write|\beval\(|new Function", text)
+
+
+def test_other_people_s_files_are_those_that_are_listed() -> None:
+    listed = dict(re.findall(r"^\| `([^`]+)` .*`([0-9a-f]{64})` \|$", (FILES / "vendor/README.md").read_text(), re.M))
+    vendored = {name.removeprefix("vendor/"): file for name, file in files().items() if name.startswith("vendor/")}
+    code = {name: hashlib.sha256(file.body).hexdigest() for name, file in vendored.items() if ".LICENSE" not in name}
+    assert code == listed
+    assert sum(len(vendored[name].body) for name in code) < 72_000
