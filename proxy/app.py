@@ -68,7 +68,9 @@ def create_app(config: Config, heard_by: Sequence[Listener] = ()) -> ASGIApp:
             app.state.parts = parts
             yield
 
-    control = FastAPI(title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, redoc_url=None)
+    control = FastAPI(
+        title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     for resource in (rewards, rollouts, tasks, policy, status, health):
         control.include_router(resource.router)
     for side_room in (otlp_router, feed.router, page.router):

@@ -10,7 +10,6 @@ from fastapi import Request, Response, Security
 from fastapi.params import Depends
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
-from fastapi.security.base import SecurityBase
 from starlette.types import Receive
 
 from ..access.auth import Caller, Keys
@@ -42,7 +41,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 class AgentRoute(APIRoute):
     """A route for agents and admins. The handler finds the caller in `request.state.caller`."""
 
-    schemes: ClassVar[tuple[SecurityBase, ...]] = (_ANY, _ANY_AS_HEADER)
+    schemes: ClassVar[tuple[Callable[..., Any], ...]] = (_ANY, _ANY_AS_HEADER)
 
     def __init__(self, *args: Any, dependencies: Sequence[Depends] | None = None, **named: Any) -> None:
         known = {id(one.dependency) for one in dependencies or ()}  # a router that is included makes its routes anew

@@ -1,4 +1,4 @@
-"""`GET /`: the page to look at, and the files that it is made of. They need no key; the routes that they read do."""
+"""`GET /` and `GET /docs`, and the files that they are made of. They need no key; the routes that they read do."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ def _read(path: Path) -> File:
 async def get_page(request: Request) -> Response:
     """The page itself."""
     return _answer(request, "index.html")
+
+
+@router.get("/docs")
+async def get_docs(request: Request) -> Response:
+    """The routes, as /openapi.json describes them."""
+    return _answer(request, "docs.html")
 
 
 @router.get("/page/{name:path}")

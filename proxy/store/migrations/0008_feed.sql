@@ -2,7 +2,7 @@
 CREATE TABLE feed (
     n    INTEGER PRIMARY KEY,                     -- the cursor of GET /feed
     kind TEXT NOT NULL,                           -- call | reward | rollout | step | version
-    ref  NOT NULL                                 -- call_id | reward_id | rollout_id | step | version
+    ref  NOT NULL                                 -- call_id | reward_id | rollouts.n | step | version
 );
 CREATE TRIGGER feed_kept AFTER INSERT ON feed BEGIN
     DELETE FROM feed WHERE n <= NEW.n - 10000;
@@ -14,10 +14,10 @@ CREATE TRIGGER feed_of_rewards AFTER INSERT ON rewards BEGIN
     INSERT INTO feed (kind, ref) VALUES ('reward', NEW.reward_id);
 END;
 CREATE TRIGGER feed_of_opened AFTER INSERT ON rollouts BEGIN
-    INSERT INTO feed (kind, ref) VALUES ('rollout', NEW.rollout_id);
+    INSERT INTO feed (kind, ref) VALUES ('rollout', NEW.n);
 END;
 CREATE TRIGGER feed_of_ended AFTER UPDATE OF status ON rollouts WHEN OLD.status <> NEW.status BEGIN
-    INSERT INTO feed (kind, ref) VALUES ('rollout', NEW.rollout_id);
+    INSERT INTO feed (kind, ref) VALUES ('rollout', NEW.n);
 END;
 CREATE TRIGGER feed_of_claimed AFTER INSERT ON steps BEGIN
     INSERT INTO feed (kind, ref) VALUES ('step', NEW.step);

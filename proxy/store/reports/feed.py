@@ -29,8 +29,8 @@ FROM json_each(:refs) AS wanted CROSS JOIN rewards ON reward_id = wanted.value J
 WHERE NOT :own OR rollouts.key_id IS :key_id
 """
 FEED_ROLLOUTS = """
-SELECT rollout_id AS ref, rollout_id, task_id, mode, status, reward
-FROM json_each(:refs) AS wanted CROSS JOIN rollouts ON rollout_id = wanted.value
+SELECT n AS ref, rollout_id, task_id, mode, status, reward
+FROM json_each(:refs) AS wanted CROSS JOIN rollouts ON n = wanted.value
 WHERE NOT :own OR rollouts.key_id IS :key_id
 """
 FEED_STEPS = """

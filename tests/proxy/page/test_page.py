@@ -27,7 +27,7 @@ MOST_LINES = 350
 
 async def test_the_page_and_its_files_need_no_key_and_have_a_strict_policy(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, api_keys=["secret"]) as system:
-        for path in ("/", *(f"/page/{name}" for name in files())):
+        for path in ("/", "/docs", *(f"/page/{name}" for name in files())):
             async with system.session.get(system.url + path) as answer:
                 assert (answer.status, answer.headers["Content-Security-Policy"]) == (200, POLICY), path
                 assert answer.headers["X-Content-Type-Options"] == "nosniff"
@@ -39,8 +39,8 @@ def test_the_policy_lets_only_files_of_the_page_run() -> None:
     rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
-    html = files()["index.html"].body.decode()
-    assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=", html)
+    for page in ("index.html", "docs.html"):
+        assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=", files()[page].body.decode())
 
 
 @pytest.mark.parametrize(
