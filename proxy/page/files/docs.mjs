@@ -76,9 +76,9 @@ function Route({ route, api }) {
   return html`<details class="route">
     <summary>
       <span class=${`badge ${route.method === "get" ? "good" : ""}`}>${route.method.toUpperCase()}</span>
-      <code>${route.path}</code> <span class="muted">${first}</span>
+      <code>${route.path}</code> <span class="muted">${said(first)}</span>
     </summary>
-    ${rest.map((paragraph) => html`<p key=${paragraph}>${paragraph}</p>`)}
+    ${rest.map((paragraph) => html`<p key=${paragraph}>${said(paragraph)}</p>`)}
     <p class="muted">${keysOf(route)}</p>
     ${route.parameters?.length > 0 && html`<${Parameters} of=${route.parameters} api=${api} />`}
     ${body && html`<h3>Body</h3><pre>${written(body, api)}</pre>`}
@@ -88,6 +88,9 @@ function Route({ route, api }) {
     ${route.method === "get" && route.path !== "/feed" && html`<${Try} route=${route} />`}
   </details>`;
 }
+
+// A docstring's text, with what stands in backticks as code.
+const said = (text) => text.split("`").map((part, i) => (i % 2 ? html`<code>${part}</code>` : part));
 
 const keysOf = (route) =>
   route.security ? `Where there are keys: ${route.security.flatMap(Object.keys).join(", or ")}.` : "It needs no key.";
