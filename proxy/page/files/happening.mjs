@@ -5,9 +5,10 @@ import { html, useEffect, useState } from "./html.mjs";
 import { Badge, Empty, RolloutLink, Time } from "./parts.mjs";
 
 const KEPT = 40;
+const FAILED = new Set(["error", "cancelled"]);
 
 const SAID = {
-  call: (one) => html`<${Badge} kind=${one.status === "ok" ? "" : "bad"}>call ${one.seq}, ${one.status}<//> <${RolloutLink} id=${one.rollout_id} /> <small>${one.model} ${milliseconds(one.latency_ms)}</small>`,
+  call: (one) => html`<${Badge} kind=${FAILED.has(one.status) ? "bad" : ""}>call ${one.seq}, ${one.status === "incomplete" ? "under way" : one.status}<//> <${RolloutLink} id=${one.rollout_id} /> <small>${one.model} ${milliseconds(one.latency_ms)}</small>`,
   reward: (one) => html`<${Badge} kind="good">reward ${number(one.reward)}<//> <${RolloutLink} id=${one.rollout_id} /> <small>${one.source}</small>`,
   rollout: (one) => html`<${Badge}>rollout ${one.status}<//> <${RolloutLink} id=${one.rollout_id} /> <small>${one.task_id}</small>`,
   step: (one) => html`<${Badge} kind="accent">step ${one.step}<//> <small>reward ${number(one.reward)}</small>`,
