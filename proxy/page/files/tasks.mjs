@@ -6,14 +6,15 @@ import { html, useEffect, useState } from "./html.mjs";
 import { Badge, Empty, Failure, Loaded, Table, Time, link } from "./parts.mjs";
 
 const PAGE = 100;
-const SORTS = { recent: "newest first", mean: "lowest mean first", spread: "widest spread first", rollouts: "most rollouts first" };
+const SORTS = { recent: "newest first", mean: "highest mean first", spread: "widest spread first", rollouts: "most rollouts first" };
 const SOLVED_KIND = { always: "good", never: "bad" };
 const WIDTH = 160;
 const HEIGHT = 28;
 
-const COLUMNS = [
+// `scale`: the lowest and the highest reward of all tasks that are shown.
+const columnsFor = (scale) => [
   { name: "task", label: "task", cell: ({ task_id }) => html`<a class="id pick" href=${link("rollouts", { task_id })} title=${task_id}>${task_id}</a>` },
-  { name: "recent", label: "reward over time", title: "the newest rollouts, oldest first; evaluations are hollow", cell: (row) => html`<${Recent} task=${row} />` },
+  { name: "recent", label: "reward over time", title: "the newest rollouts, oldest first; evaluations are hollow", cell: (row) => html`<${Recent} task=${row} scale=${scale} />` },
   { name: "solved", label: "solved", cell: ({ solved }) => solved && html`<${Badge} kind=${SOLVED_KIND[solved]}>${solved}<//>` },
   { name: "mean", label: "mean", num: true, cell: ({ mean }) => number(mean) },
   { name: "std", label: "std", num: true, title: "standard deviation of its rewards", cell: ({ std }) => number(std) },
@@ -55,7 +56,7 @@ function List({ params }) {
     const shown = solved ? all.filter((task) => task.solved === solved) : all;
     if (all.length === 0) return html`<${Empty}>No tasks yet. A header <code>X-Task-Id</code>, or <code>lightning-proxy run --tasks FILE</code>, names the task of a rollout.<//>`;
     return html`<${Counts} tasks=${all} more=${more.cursor !== null} newest=${page.of_newest} />
-      <${Table} label="Tasks" columns=${COLUMNS} rows=${shown} rowKey=${({ task_id }) => task_id} />
+      <${Table} label="Tasks" columns=${columnsFor(scaleOf(all))} rows=${shown} rowKey=${({ task_id }) => task_id} />
       ${shown.length === 0 && html`<${Empty}>None of these tasks is ${solved} solved.<//>`}
       ${more.cursor !== null && html`<button onClick=${onMore}>Show more tasks</button>`}<${Failure} error=${more.error} />`;
   }}<//>`;
@@ -68,11 +69,15 @@ function Counts({ tasks, more, newest }) {
     ${" "}${count("always")} always solved, ${count("sometimes")} sometimes, ${count("never")} never. ${equal > 0 && `${plural(equal, "task")} always earned the same reward and taught nothing.`}</p>`;
 }
 
-// A task's newest rewards as dots over time, on the scale from its lowest to its highest.
-function Recent({ task }) {
+function scaleOf(tasks) {
+  const rewarded = tasks.filter(({ min }) => min !== null);
+  return [Math.min(...rewarded.map(({ min }) => min)), Math.max(...rewarded.map(({ max }) => max))];
+}
+
+// A task's newest rewards as dots over time.
+function Recent({ task, scale: [low, high] }) {
   const shown = task.recent.filter(({ reward }) => reward !== null);
   if (shown.length === 0) return null;
-  const [low, high] = [Math.min(0, task.min), Math.max(task.max, 1)];
   const x = (i) => 4 + (i * (WIDTH - 8)) / Math.max(1, shown.length - 1);
   const y = (reward) => HEIGHT - 4 - ((reward - low) * (HEIGHT - 8)) / (high - low || 1);
   const label = `${shown.length} rewards, the last ${number(shown.at(-1).reward)}`;
