@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from ..store.reports.credit import ComparedRollout
+from ..store.rollouts import MeanReward
 from ..store.training import Collapse, Step
 from ..types import (
     CallStatus,
@@ -230,12 +232,28 @@ class Policy(BaseModel):
     collapse: Collapse | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSeen(PolicyVersion):
+    """A version, whether it is the live one, and why it cannot be made live (`obstacle`), if it is not `promotable`.
+
+    `rewards`: the mean reward of the rollouts that began with it, by mode. `parent`: the version whose weights its
+    training step started from.
+    """
+
+    live: bool
+    promotable: bool
+    obstacle: str | None
+    rewards: dict[Mode, MeanReward]
+    parent: int | None
+
+
 class Versions(BaseModel):
-    data: list[PolicyVersion]
+    data: list[VersionSeen]
 
 
 class Steps(BaseModel):
     data: list[Step]
+    next_cursor: str | None
 
 
 class Standstill(BaseModel):

@@ -11,11 +11,11 @@ from ..errors import Conflict
 from ..policy.swap import Swap, obstacle
 from ..types import PolicyVersion
 from .answers import ERRORS, Policy, Steps, Versions, answers
-from .bodies import PromoteBody
+from .bodies import Cursor, PromoteBody
 from .door import AdminRoute, AgentRoute
 from .parts import Parts
-from .requests import Limit, large_response, parts, parts_for_all
-from .views import record_view, version_view
+from .requests import Limit, large_response, parts, parts_for_all, position_of
+from .views import step_view, version_view
 
 router = APIRouter(prefix="/policy", tags=["policy"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
@@ -41,19 +41,36 @@ async def get_policy(request: Request) -> dict[str, Any]:
 
 @router.get("/versions", response_model=None, responses=answers(Versions))
 async def get_versions(request: Request) -> Response:
-    """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live."""
+    """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live.
+
+    `rewards`: by mode, the mean reward of the rollouts that began with it. `parent`: the version that its step started
+    from.
+    """
     p = await parts_for_all(request)
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
-    mode = p.mode.mode
-    return await large_response(lambda: {"data": [version_view(v, live, obstacle(v, mode)) for v in versions]})
+    parents = await p.store.version_report.parents()
+    earned = await p.store.rollouts.rewards_by_version(v.version for v in versions)
+    rewards: dict[int, dict[str, Any]] = {}
+    for (mode, version), mean in earned.items():
+        rewards.setdefault(version, {})[mode] = asdict(mean)
+
+    def view(v: PolicyVersion) -> dict[str, Any]:
+        facts = {"rewards": rewards.get(v.version, {}), "parent": parents.get(v.version)}
+        return version_view(v, live, obstacle(v, p.mode.mode)) | facts
+
+    return await large_response(lambda: {"data": [*map(view, versions)]})
 
 
 @router.get("/steps", response_model=None, responses=answers(Steps))
-async def get_steps(request: Request, limit: Limit = 40) -> Response:
-    """The last training steps, newest first, with all that they report (docs/metrics.md)."""
-    p = await parts_for_all(request)
-    steps = await p.store.steps.newest(limit)
-    return await large_response(lambda: {"data": [*map(record_view, steps)]})
+async def get_steps(request: Request, limit: Limit = 40, cursor: Cursor = None, brief: bool = False) -> Response:
+    """The last training steps, newest first, with all that they report (docs/metrics.md), a page at a time.
+
+    The steps of a page come before the step that is its `cursor`. With `brief`, the rewards by task are left out.
+    """
+    p, before = await parts_for_all(request), position_of(cursor)
+    steps = await p.store.steps.newest(limit, before)
+    following = str(steps[-1].step) if len(steps) == limit else None
+    return await large_response(lambda: {"data": [step_view(s, brief=brief) for s in steps], "next_cursor": following})
 
 
 @admins.post("/promote", response_model=None, responses=answers(PolicyVersion))

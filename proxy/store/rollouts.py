@@ -102,7 +102,7 @@ DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'
 ROLLOUT_REWARDS = """
 SELECT mode, policy_version, AVG(reward) AS mean, COUNT(*) AS rollouts FROM rollouts
 WHERE reward IS NOT NULL AND foreign_calls = 0 AND policy_version IN (SELECT value FROM json_each(:versions))
-GROUP BY mode, policy_version
+GROUP BY policy_version, mode
 """
 ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
 

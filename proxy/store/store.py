@@ -12,6 +12,7 @@ from .probes import Probes
 from .publishing import Publishing
 from .reports.credit import Credit
 from .reports.tasks import Tasks
+from .reports.versions import VersionReport
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import Steps
@@ -34,6 +35,7 @@ class Store:
         self.steps = Steps(database, self.versions)
         self.credit = Credit(database)
         self.tasks = Tasks(database)
+        self.version_report = VersionReport(database)
         self.waiting = Waiting(database)
         self.endings = Endings(database)
         self.keys = Keyring(database)

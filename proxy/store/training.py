@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from ..aside import aside
 from ..json_text import dumps, loads
 from ..types import CollapseSign, PolicyVersion, Rollout
 from .database import Database
-from .rollouts import read_rollout
+from .rollouts import ALL, read_rollout
 from .rows import read
 from .versions import Versions
 
@@ -61,6 +62,7 @@ STEP_RELEASE = (
     "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step",
     "DELETE FROM steps WHERE step = :step",
 )
+STEPS_NEWEST = "SELECT * FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit"
 STEP_OF_VERSION = """
 SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.step
 WHERE policy_versions.version = :version
@@ -255,10 +257,10 @@ class Steps:
         """Return the newest finished step."""
         return next(iter(await self.newest(1)), None)
 
-    async def newest(self, limit: int) -> list[Step]:
-        """Return the last finished steps, newest first."""
-        statement = "SELECT * FROM steps WHERE status = 'trained' ORDER BY step DESC LIMIT :limit"
-        return [_read_step(row) for row in await self._db.all(statement, {"limit": limit})]
+    async def newest(self, limit: int, before: int | None = None) -> list[Step]:
+        """Return the last finished steps, newest first; with `before`, of those before that step."""
+        rows = await self._db.all(STEPS_NEWEST, {"limit": limit, "before": ALL if before is None else before})
+        return await aside(sum(len(row["metrics"]) for row in rows), lambda: [*map(_read_step, rows)])
 
     async def first(self, limit: int) -> list[Step]:
         """Return the first RL steps that changed the policy, oldest first."""
