@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from ..store.reports.credit import ComparedRollout
+from ..store.reports.traffic import RecentCalls
 from ..store.rollouts import MeanReward
 from ..store.training import Collapse, Step
 from ..types import (
@@ -267,7 +268,8 @@ class Status(BaseModel):
 
     `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `untrainable`: how many
     of the newest 200 calls cannot be, by reason, the policy's alone. `publishing`: why new weights cannot reach the
-    policy's server. `standstill`: nothing was learned from the newest rollouts.
+    policy's server. `standstill`: nothing was learned from the newest rollouts. `collapse`: as in `GET /policy`.
+    `recent`: the newest calls, at most 500.
     """
 
     rollouts: dict[Mode, dict[RolloutStatus, int]]
@@ -276,6 +278,8 @@ class Status(BaseModel):
     untrainable: dict[str, int]
     publishing: str | None
     standstill: Standstill | None
+    collapse: Collapse | None
+    recent: RecentCalls
 
 
 class Ready(BaseModel):

@@ -12,6 +12,7 @@ from .probes import Probes
 from .publishing import Publishing
 from .reports.credit import Credit
 from .reports.tasks import Tasks
+from .reports.traffic import Traffic
 from .reports.versions import VersionReport
 from .rewards import Rewards
 from .rollouts import Rollouts
@@ -35,6 +36,7 @@ class Store:
         self.steps = Steps(database, self.versions)
         self.credit = Credit(database)
         self.tasks = Tasks(database)
+        self.traffic = Traffic(database)
         self.version_report = VersionReport(database)
         self.waiting = Waiting(database)
         self.endings = Endings(database)

@@ -7,21 +7,31 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
-from lightning_proxy.proxy.types import RolloutName
+import pytest
 
-NOTHING: dict[str, Any] = {"dropped": {}, "untrainable": {}, "publishing": None, "standstill": None}
+from lightning_proxy.proxy.control import status as control
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
+
+NOTHING: dict[str, Any] = {"dropped": {}, "untrainable": {}, "publishing": None, "standstill": None, "collapse": None}
+NO_CALLS = {"calls": 0, "since": None, "by_status": {}, "latency_ms": None, "ttft_ms": None, "response_tokens": 0}
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 async def test_status_counts_rollouts_and_those_that_wait(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
-        assert await system.call("GET", "/status") == (200, {**NOTHING, "rollouts": {}, "waiting": 0})
+        assert await system.call("GET", "/status") == (
+            200,
+            {**NOTHING, "rollouts": {}, "waiting": 0, "recent": NO_CALLS},
+        )
         await system.chat("r1", X_Task_Id="t1")
         await system.chat("r2", X_Task_Id="t1")
         await system.chat("e1", X_Rollout_Mode="eval")
         await system.call("POST", "/reward", [{"rollout_id": name, "reward": 1.0} for name in ("r1", "e1")])
-        assert await system.call("GET", "/status") == (
+        code, status = await system.call("GET", "/status")
+        assert status.pop("recent")["calls"] == 3
+        assert (code, status) == (
             200,
             {
                 "rollouts": {"eval": {"completed": 1, "running": 0}, "train": {"completed": 1, "running": 1}},
@@ -63,6 +73,50 @@ async def test_status_says_that_nothing_was_learned_for_three_batches(running: R
         assert status["standstill"] is None
 
 
+async def test_status_sums_up_the_newest_calls(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "RECENT_CALLS", 3)
+    async with running(tmp_path) as system, system.store() as store:
+        async with Recorder(store, merged=False) as recorder:
+            for i, (status, usage, took) in enumerate(
+                [
+                    ("ok", {"completion_tokens": 1000}, 1.0),
+                    ("ok", {"completion_tokens": 7}, 10.0),
+                    ("error", {"completion_tokens": "many"}, 20.0),
+                    ("ok", {"output_tokens": 5}, 60.0),
+                ]
+            ):
+                start = CallStart(f"c{i}", RolloutName("r"), "chat/completions", "policy", 0, {"n": i}, 100.0 + i)
+                await recorder.start(start)
+                await recorder.end(
+                    CallEnd(f"c{i}", "r", status, {}, 200, usage=usage, latency_ms=took, ttft_ms=took / 2)
+                )
+        _, answer = await system.call("GET", "/status")
+        assert answer["recent"] == {
+            "calls": 3, "since": 101.0, "by_status": {"ok": 2, "error": 1}, "latency_ms": 20.0, "ttft_ms": 10.0,
+            "response_tokens": 12,
+        }  # fmt: skip
+
+
+async def test_sampled_tokens_are_counted_where_no_usage_was_reported(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        async with Recorder(store, merged=False) as recorder:
+            await recorder.start(CallStart("c", RolloutName("r"), "chat/completions", "policy", 0, {}, 1.0))
+            await recorder.end(CallEnd("c", "r", "ok", {}, 200, (1,), (Choice(0, (2, 3), (-1.0, -1.0)),)))
+        _, answer = await system.call("GET", "/status")
+        assert answer["recent"]["response_tokens"] == 2
+
+
+async def test_status_says_that_publication_is_stopped(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        live = await store.versions.live()
+        collapse = {"sign": "entropy", "what": "it fell", "at": 1.0, "live_at": live.live_at, "go_back_to": 0}
+        await store.steps.trained(await store.steps.claim([], 0), None, {"collapse": collapse})
+        _, answer = await system.call("GET", "/status")
+        assert answer["collapse"] == (await system.call("GET", "/policy"))[1]["collapse"] == collapse
+
+
 async def test_status_needs_a_key_where_there_are_keys(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, api_keys=["secret"]) as system:
         assert (await system.call("GET", "/status", Authorization=""))[0] == 401
@@ -74,4 +128,4 @@ async def test_the_document_describes_status(running: Running, tmp_path: Path) -
         _, document = await system.call("GET", "/openapi.json")
         answer = document["paths"]["/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
         properties = document["components"]["schemas"][answer["$ref"].rsplit("/", 1)[1]]["properties"]
-        assert set(properties) == {"rollouts", "waiting", "dropped", "untrainable", "publishing", "standstill"}
+        assert set(properties) == {"rollouts", "waiting", "recent", *NOTHING}

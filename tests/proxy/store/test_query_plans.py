@@ -64,8 +64,8 @@ SMALL |= {"reward_function", "awaiting_rewards"}
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
 # holds, or over the newest calls or rollouts alone.
 WHOLE = {
-    "UNTRAINABLE", "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "PAGES",
-    "CLAIMABLE_GROUPS", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
+    "UNTRAINABLE", "RECENT_CALLS", "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS",
+    "PAGES", "CLAIMABLE_GROUPS", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
     "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing",
 }  # fmt: skip
 # Sort what belongs to a few steps, one rollout or tool-call id, or the newest calls.
