@@ -302,6 +302,7 @@ def plan(
 
 
 app.command()(look.doctor)
+app.command()(look.dashboard)
 
 
 def _write_for_the_owner_only() -> None:

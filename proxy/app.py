@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -31,7 +31,7 @@ from .gateway.reading import Bodies
 from .gateway.relay import Relay, is_data_path
 from .otel.export import listening, require_sdk
 from .otel.receive import router as otlp_router
-from .page import feed, page
+from .page import alone, feed, page
 from .policy.mode import ModeInUse
 from .policy.model_check import ModelCheck
 from .policy.operator import KEY_HEADER, operator_headers
@@ -61,37 +61,52 @@ def create_app(config: Config, heard_by: Sequence[Listener] = ()) -> ASGIApp:
     `heard_by`: what is told of each recorded call.
     """
     require_sdk(config.telemetry)
+    control = _control(config, heard_by)
+    for resource in (rewards, rollouts, tasks, policy, status, health):
+        control.include_router(resource.router)
+    for side_room in (otlp_router, feed.router, page.router):
+        control.include_router(side_room)
+    return _Dispatch(control)
+
+
+def create_dashboard(config: Config) -> ASGIApp:
+    """Return the page over a store alone, as an app: routes that read. Nothing is written, and no upstream asked."""
+    control = _control(config, writes=False)
+    for resource in (rollouts, tasks, policy, status, alone, feed, page):
+        control.include_router(resource.router)
+    control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
+    return _Dispatch(control, forwards=False)
+
+
+def _control(config: Config, heard_by: Sequence[Listener] = (), *, writes: bool = True) -> FastAPI:
+    """The control API without its routes."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with open_parts(config, heard_by) as parts:
+        async with open_parts(config, heard_by, writes=writes) as parts:
             app.state.parts = parts
             yield
 
     control = FastAPI(
         title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    for resource in (rewards, rollouts, tasks, policy, status, health):
-        control.include_router(resource.router)
-    for side_room in (otlp_router, feed.router, page.router):
-        control.include_router(side_room)
     control.add_exception_handler(LightningError, _lightning_error)
     control.add_exception_handler(RequestValidationError, _invalid)
     control.add_exception_handler(HTTPException, _http_error)
     control.add_exception_handler(Exception, _internal_error)
-    return _Dispatch(control)
+    return control
 
 
 @asynccontextmanager
-async def open_parts(config: Config, heard_by: Sequence[Listener] = ()) -> AsyncIterator[Parts]:
-    """Open the proxy's parts for the duration of the block, and close them in reverse order."""
+async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, writes: bool = True) -> AsyncIterator[Parts]:
+    """Open the proxy's parts, and close them in reverse order at the end. Without `writes`, only read the store."""
     metrics, vouching = Metrics(), _vouching(config)
     redactor = Redactor(config.recording.redact, [*config.keys(), *(own[KEY_HEADER] for own in vouching.values())])
     async with AsyncExitStack() as stack:
         # The store, and the connections to upstreams.
-        database = await stack.enter_async_context(opened(config.store))
+        database = await stack.enter_async_context(opened(config.store, to_write=writes))
         store = Store(database)
-        mode = await ModeInUse.of(config, store)
+        mode = await ModeInUse.of(config, store) if writes else ModeInUse(config, store)
         session = await stack.enter_async_context(make_session())
         upstreams = Upstreams(session, makers={"litellm": LitellmUpstream}, vouching=vouching)
         stack.push_async_callback(upstreams.close)
@@ -121,8 +136,8 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = ()) -> Async
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, relay=relay, bodies=bodies, exact=exact,
             model_check=ModelCheck(config, store, swap), health=upstreams.health,
         )  # fmt: skip
-        await store.endings.use_function(config.rewards.function)
-        await stack.enter_async_context(_running(_beside(parts, operator)))
+        if writes:
+            await stack.enter_async_context(_at_work(parts, operator))
         yield parts
 
 
@@ -164,9 +179,10 @@ def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, No
 
 
 @asynccontextmanager
-async def _running(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Do this work beside the block, and cancel it at its end."""
-    tasks = [asyncio.create_task(one) for one in work]
+async def _at_work(parts: Parts, session: ClientSession) -> AsyncIterator[None]:
+    """Do what runs beside the calls during the block, and cancel it at its end."""
+    await parts.store.endings.use_function(parts.config.rewards.function)
+    tasks = [asyncio.create_task(one) for one in _beside(parts, session)]
     try:
         yield
     finally:
@@ -176,10 +192,11 @@ async def _running(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[N
 
 
 class _Dispatch:
-    """Sends the data path to the relay and the rest to FastAPI."""
+    """Sends the data path to the relay (if it `forwards`) and the rest to FastAPI."""
 
-    def __init__(self, control: FastAPI) -> None:
+    def __init__(self, control: FastAPI, *, forwards: bool = True) -> None:
         self._control = control
+        self._forwards = forwards
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -192,7 +209,7 @@ class _Dispatch:
         except Forbidden as error:
             await Reply(receive, send).error(error)
             return
-        if is_data_path(scope["path"]):
+        if self._forwards and is_data_path(scope["path"]):
             await parts.relay(scope, receive, send)
         else:
             await self._control(scope, receive, send)

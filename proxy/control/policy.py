@@ -17,6 +17,8 @@ from .parts import Parts
 from .requests import Limit, large_response, parts, parts_for_all, position_of
 from .views import step_view, version_view
 
+NO_SERVER = "no upstream of kind vllm is configured"
+
 router = APIRouter(prefix="/policy", tags=["policy"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
 
@@ -56,7 +58,8 @@ async def get_versions(request: Request) -> Response:
 
     def view(v: PolicyVersion) -> dict[str, Any]:
         facts = {"rewards": rewards.get(v.version, {}), "parent": parents.get(v.version)}
-        return version_view(v, live, obstacle(v, p.mode.mode)) | facts
+        why_not = obstacle(v, p.mode.mode) or (NO_SERVER if p.swap is None else None)
+        return version_view(v, live, why_not) | facts
 
     return await large_response(lambda: {"data": [*map(view, versions)]})
 
@@ -93,5 +96,5 @@ router.include_router(admins)
 
 def _swap(p: Parts) -> Swap:
     if p.swap is None:
-        raise Conflict("no upstream of kind vllm is configured: there are no policy versions to serve")
+        raise Conflict(f"{NO_SERVER}: there are no policy versions to serve")
     return p.swap

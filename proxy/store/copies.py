@@ -1,4 +1,4 @@
-"""Copies a store's file and queries a read-only store. Neither needs the schema of this release."""
+"""Copies a store's file, and reads a store without writing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..errors import LightningError
-from .migrate import require_ours
+from .migrate import require_ours, require_up_to_date
 
 FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
 
@@ -97,7 +97,21 @@ def ended_after(store: Path, at: float) -> int:
         return int(connection.execute("SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", {"at": at}).fetchone()[0])
 
 
-def _only_read(store: Path) -> sqlite3.Connection:
+def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
+    """Open a store that can be read as it is, for any thread. Nothing is written. Raise sqlite3.Error."""
+    connection = _only_read(store, wait_s)
+    try:
+        require_ours(connection)
+        require_up_to_date(connection)
+    except BaseException:
+        connection.close()
+        raise
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def _only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
+    """Open the file so that SQLite writes nothing, not even a log beside it."""
     in_use = any(store.with_name(store.name + suffix).exists() for suffix in ("-wal", "-shm"))
     mode = "mode=ro" if in_use else "immutable=1"
-    return sqlite3.connect(f"file:{quote(str(store))}?{mode}", uri=True)
+    return sqlite3.connect(f"file:{quote(str(store))}?{mode}", wait_s, check_same_thread=False, uri=True)

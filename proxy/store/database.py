@@ -15,7 +15,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ..config.server import StoreConfig
 from ..errors import StoreUnavailable
-from .copies import make_private
+from .copies import connect_to_read, make_private
 from .migrate import migrate, require_ours
 
 T = TypeVar("T")
@@ -60,6 +60,18 @@ class Database:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             connections = await asyncio.to_thread(_connect_all, path, config)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
+        return cls(path, config, connections)
+
+    @classmethod
+    async def open_to_read(cls, config: StoreConfig) -> Database:
+        """Open the file as it is; nothing can be written. Raise StoreUnavailable also where it is not up to date."""
+        path = config.path.expanduser().absolute()
+        try:
+            connections = await asyncio.to_thread(
+                lambda: [connect_to_read(path, config.busy_timeout_s) for _ in range(3)]
+            )
         except (OSError, sqlite3.Error) as error:
             raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
         return cls(path, config, connections)
@@ -187,9 +199,9 @@ class Database:
 
 
 @asynccontextmanager
-async def opened(config: StoreConfig) -> AsyncIterator[Database]:
+async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator[Database]:
     """Yield the store of a configuration, and close it at the end."""
-    database = await Database.open(config)
+    database = await (Database.open(config) if to_write else Database.open_to_read(config))
     try:
         yield database
     finally:

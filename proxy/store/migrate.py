@@ -27,6 +27,14 @@ def require_ours(connection: sqlite3.Connection) -> None:
         raise sqlite3.NotSupportedError("it belongs to another program; set store.url to a new file")
 
 
+def require_up_to_date(connection: sqlite3.Connection) -> None:
+    """Raise NotSupportedError for a store that has to be migrated first."""
+    if _version(connection) < FIRST + max(_scripts()):
+        raise sqlite3.NotSupportedError(
+            "an earlier lightning-proxy worked on it last; `lightning-proxy serve` brings it up to date"
+        )
+
+
 def migrate(connection: sqlite3.Connection) -> None:
     """Run the scripts that this store has not seen, in one transaction: several processes may start at once."""
     scripts = _scripts()

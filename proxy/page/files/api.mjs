@@ -18,6 +18,15 @@ export function keepKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
+// Keeps the key that an address of `lightning-proxy dashboard` brings, and takes it out of the address.
+export function takeKey() {
+  const [view, query] = location.hash.split("?");
+  const given = new URLSearchParams(query);
+  if (!given.has("key")) return;
+  keepKey(given.get("key"));
+  history.replaceState(null, "", view);
+}
+
 export function headers() {
   const key = sessionStorage.getItem(KEY);
   return key === null ? {} : { Authorization: `Bearer ${key}` };

@@ -1,5 +1,5 @@
 // The page: which view is shown, the login, the theme. Each view is a module of its own.
-import { hasKey, keepKey, LOGIN } from "./api.mjs";
+import { hasKey, keepKey, LOGIN, takeKey } from "./api.mjs";
 import { Compare } from "./compare.mjs";
 import { startFeed, stopFeed, useFeedState } from "./feed.mjs";
 import { html, render, useEffect, useRef, useState } from "./html.mjs";
@@ -133,4 +133,5 @@ function Page() {
     ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;
 }
 
+takeKey();
 render(html`<${Page} />`, document.body);

@@ -57,6 +57,7 @@ function Warnings({ now, policy }) {
 }
 
 function reasons(ready) {
+  if (ready.status === "alone") return ["This is a store alone. Nothing is served, trained or promoted from here."];
   const parts = ["store", "upstream", "policy", "publish", "retention"].filter((part) => ready[part] && ready[part] !== "ok");
   return parts.map((part) => `The proxy is ${ready.status}. ${part}: ${ready[part]}`);
 }

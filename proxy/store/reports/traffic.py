@@ -9,7 +9,8 @@ from statistics import median
 
 from ..database import Database
 
-# By order of insertion, as in `calls.UNTRAINABLE`. Of an answer's tokens only the length is read. A usage of other types counts 0.
+# By order of insertion, as in `calls.UNTRAINABLE`. Of an answer's tokens only the length is read.
+# A usage of other types counts 0.
 RECENT_CALLS = """
 SELECT status, started_at, latency_ms, ttft_ms,
        CAST(COALESCE(usage ->> '$.completion_tokens', usage ->> '$.output_tokens', LENGTH(token_ids) / 4, 0) AS INTEGER)

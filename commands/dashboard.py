@@ -1,0 +1,52 @@
+"""`dashboard`: the page over a store alone. No proxy need run."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import suppress
+
+import typer
+from pydantic import SecretStr
+
+from ..proxy.config.root import Config
+from ..proxy.config.server import ProxyConfig, StoreConfig
+from ..proxy.config.upstreams import UpstreamConfig
+from ..proxy.errors import LightningError
+from ..proxy.store.database import opened
+from .serve import UVICORN
+from .system.processes import require_free_port
+
+HOST = "127.0.0.1"
+# A configuration needs an upstream. This one is never asked.
+_NONE = UpstreamConfig(name="none", kind="openai", base_url=f"http://{HOST}:9/v1")
+
+
+def dashboard(store: StoreConfig, port: int) -> None:
+    """Serve the page until Ctrl-C. LightningError if the port is taken, or there is no store that can be read.
+
+    Whoever has the address that is printed can look: it holds a key that is made for this once.
+    """
+    from uvicorn import Config as Settings
+    from uvicorn import Server
+
+    from ..proxy.app import create_dashboard
+
+    path = store.path.expanduser().absolute()
+    if not path.is_file():
+        raise LightningError(f"there is no store at {path}: name one with --store FILE")
+    asyncio.run(_require_readable(store))
+    require_free_port(HOST, port, "--port")
+    key = secrets.token_urlsafe(16)
+    config = Config(store=store, proxy=ProxyConfig(port=port, api_keys=[SecretStr(key)]), upstreams=[_NONE])
+    server = Server(Settings(create_dashboard(config), host=HOST, port=port, **UVICORN))
+    typer.echo(f"{path}: http://{HOST}:{port}/#/?key={key}")
+    typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
+    with suppress(KeyboardInterrupt):
+        server.run()
+
+
+async def _require_readable(store: StoreConfig) -> None:
+    """Raise StoreUnavailable."""
+    async with opened(store, to_write=False):
+        pass
