@@ -13,8 +13,8 @@ import { SideBySide } from "./siblings.mjs";
 import { Tasks } from "./tasks.mjs";
 import { Versions } from "./versions.mjs";
 
-const VIEWS = { overview: Overview, rollouts: Rollouts, tasks: Tasks, versions: Versions, compare: Compare };
-const PARTS_OF_A_ROLLOUT = { undefined: Rollout, rows: Rows, beside: SideBySide };
+const VIEWS = new Map(Object.entries({ overview: Overview, rollouts: Rollouts, tasks: Tasks, versions: Versions, compare: Compare }));
+const PARTS_OF_A_ROLLOUT = new Map([[undefined, Rollout], ["rows", Rows], ["beside", SideBySide]]);
 const FEED_SAYS = {
   live: ["live", "Events arrive as they happen."],
   connecting: ["connecting", "The page connects to the proxy."],
@@ -65,7 +65,7 @@ function Header({ view, onHelp, onLogout, theme, onTheme }) {
   return html`<header class="top">
     <a class="brand" href="#/overview">lightning-proxy</a>
     <nav aria-label="Views">
-      ${Object.keys(VIEWS).map((name) => html`<a href=${`#/${name}`} aria-current=${name === view && "page"}>${name}</a>`)}
+      ${[...VIEWS.keys()].map((name) => html`<a href=${`#/${name}`} aria-current=${name === view && "page"}>${name}</a>`)}
     </nav>
     <span class=${`feed ${state}`} title=${meaning} role="status">${state}</span>
     <button onClick=${onTheme} title="Change between light and dark">${theme === "dark" ? "light" : "dark"}</button>
@@ -94,8 +94,8 @@ function Login({ onKey, refused }) {
 }
 
 function viewOf({ view, more }) {
-  if (view === "rollouts" && more.length > 0) return PARTS_OF_A_ROLLOUT[more[1]];
-  return VIEWS[view];
+  if (view === "rollouts" && more.length > 0) return PARTS_OF_A_ROLLOUT.get(more[1]);
+  return VIEWS.get(view);
 }
 
 function Page() {
@@ -107,7 +107,8 @@ function Page() {
   useEffect(() => {
     const onLogin = () => {
       stopFeed();
-      setLogin({ refused: hasKey() });
+      const refused = hasKey();
+      setLogin((before) => before ?? { refused }); // several requests are refused at once
       keepKey(null);
     };
     addEventListener(LOGIN, onLogin);

@@ -63,7 +63,7 @@ function Head({ call, credit }) {
 }
 
 function Credit({ credit }) {
-  if (!credit) return null;
+  if (typeof credit?.step !== "number") return null;
   const kind = credit.advantage > 0 ? "good" : credit.advantage < 0 ? "bad" : "";
   return html`<span>return <b>${number(credit.return)}</b></span>
     <${Badge} kind=${kind}>advantage ${signed(credit.advantage)}<//>

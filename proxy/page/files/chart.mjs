@@ -61,7 +61,7 @@ function optionsFor({ x, xLabel, series, height, width, sync }) {
       value: said,
     });
     if (band) {
-      const edge = { stroke: "transparent", points: { show: false }, value: said };
+      const edge = { class: "edge", stroke: "transparent", points: { show: false }, value: said };
       bands.push({ series: [shown.length + 1, shown.length], fill: colour(`${name}-soft`) });
       shown.push({ ...edge, label: "low" }, { ...edge, label: "high" });
     }

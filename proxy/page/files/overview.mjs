@@ -93,7 +93,7 @@ function Reasons({ label, counts, of }) {
   const all = Object.entries(counts ?? {});
   if (all.length === 0) return null;
   const total = all.reduce((sum, [, count]) => sum + count, 0);
-  return html`<${Stat} label=${label} value=${number(total)} unit=${`of the ${of}`} note=${all.map(([why, count]) => html`<span class="reason">${count} × ${why}</span>`)} />`;
+  return html`<${Stat} label=${label} value=${number(total)} note=${html`of the ${of}${all.map(([why, count]) => html`<span class="reason">${count} × ${why}</span>`)}`} />`;
 }
 
 const column = (steps, name) => steps.map(({ metrics }) => metrics[name] ?? null);

@@ -2,7 +2,7 @@
 import { useData } from "./api.mjs";
 import { Call } from "./call.mjs";
 import { useFresh } from "./feed.mjs";
-import { number, plural, seconds, signed, text } from "./format.mjs";
+import { milliseconds, number, signed, text } from "./format.mjs";
 import { html, useMemo } from "./html.mjs";
 import { Badge, Empty, Facts, Loaded, Panel, Reward, RolloutLink, Said, Table, Time, link, to } from "./parts.mjs";
 import { RolloutStatus } from "./rollouts.mjs";
@@ -62,7 +62,7 @@ function About({ rollout }) {
     calls: number(rollout.call_count),
     "sampled tokens": number(rollout.tokens),
     opened: html`<${Time} at=${rollout.created_at} />`,
-    took: rollout.ended_at && seconds(rollout.ended_at - rollout.created_at),
+    took: rollout.ended_at && milliseconds(1000 * (rollout.ended_at - rollout.created_at)),
     reason: rollout.reason,
   };
   const metadata = Object.keys(rollout.metadata ?? {}).length > 0;
@@ -84,7 +84,7 @@ const GROUP_COLUMNS = [
   { name: "rollout", label: "rollout", cell: (row) => html`<${RolloutLink} id=${row.rollout_id} />` },
   { name: "reward", label: "reward", num: true, cell: (row) => html`<${Reward} value=${row.reward} />` },
   { name: "advantage", label: "advantage", num: true, cell: (row) => signed(row.advantage) },
-  { name: "fate", label: "trained", cell: (row) => (typeof row.step === "number" ? `step ${row.step}` : html`<span class="dropped" title=${row.dropped}>${row.dropped}</span>`) },
+  { name: "fate", label: "trained", cell: (row) => (typeof row.step === "number" ? `step ${row.step}` : row.dropped && html`<span class="muted" title=${row.dropped}>dropped</span>`) },
 ];
 
 export function Group({ rows, id }) {
