@@ -30,22 +30,28 @@ from .system.processes import address, require_free_port
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from ..proxy.config.server import ProxyConfig
+
 UVICORN: dict[str, Any] = {
     "http": ServerProtocol,
     "ws": "none",
     "log_level": "warning",
+    "log_config": None,  # ours: lines.set_up
     "access_log": False,
     # The upstream's own `server` and `date` are passed on; a second one of each would not be transparent.
     "server_header": False,
     "date_header": False,
-    "timeout_graceful_shutdown": 5,
     # Longer than any client keeps an idle connection: none is closed just as a request comes in.
     "timeout_keep_alive": 75,
     "timeout_worker_healthcheck": 30,  # a worker takes seconds to start on a busy machine
 }
 
-SERVING = UVICORN | {"log_config": None}  # ours: lines.set_up
 ORPHAN_S = 8.0  # that a worker may take to end after its supervisor
+
+
+def uvicorn_options(proxy: ProxyConfig) -> dict[str, Any]:
+    """Return what uvicorn.Config is told, apart from the app."""
+    return UVICORN | {"host": proxy.host, "port": proxy.port, "timeout_graceful_shutdown": proxy.stop_timeout_s}
 
 
 def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None = None) -> None:
@@ -78,18 +84,16 @@ class Shown(NamedTuple):
 
 
 def _serve_here(config: Config, shown: Shown) -> None:
-    from uvicorn import Config as Settings
-    from uvicorn import Server
+    from uvicorn import Config as Uvicorn
     from uvicorn.config import STARTUP_FAILURE
 
-    class Telling(Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                _tell(config, self.servers[0].sockets[0].getsockname()[1])
+    from .stopping import OneServer
 
     lines = CallLines(each=shown.calls)
-    server = Telling(Settings(_app(config, lines), host=config.proxy.host, port=config.proxy.port, **SERVING))
+    uvicorn = Uvicorn(_app(config, lines), **uvicorn_options(config.proxy))
+    server = OneServer(uvicorn, partial(_tell, config), partial(_tell_of_stopping, config.proxy))
+    # Having ended as it was asked to, uvicorn raises the signal again: SIGTERM is then no failure either.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         server.run()
     lines.tell()
@@ -98,29 +102,19 @@ def _serve_here(config: Config, shown: Shown) -> None:
 
 
 def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
-    """Serve in several workers, under uvicorn's supervisor, which starts one again that dies.
-
-    The supervisor is no public API: pyproject.toml bounds uvicorn to the version that the tests ran with.
-    """
-    from uvicorn import Config as Server
+    """Serve in several workers, under uvicorn's supervisor, which starts one again that dies."""
+    from uvicorn import Config as Uvicorn
     from uvicorn.config import STARTUP_FAILURE
-    from uvicorn.supervisors import Multiprocess
 
     from ..proxy.recording.metrics import SHARED
+    from .stopping import SeveralServers
 
     os.environ[SHARED] = shared  # the workers are started anew, not forked
-    proxy = config.proxy
-    server = Server(
-        partial(_worker, config, shown),
-        factory=True,
-        host=proxy.host,
-        port=proxy.port,
-        workers=proxy.workers,
-        **SERVING,
-    )
-    listener = server.bind_socket()
-    listener.listen(server.backlog)  # clients that come before the workers do wait for them
-    supervisor = Multiprocess(server, sockets=[listener])
+    app = partial(_worker, config, shown)
+    uvicorn = Uvicorn(app, factory=True, workers=config.proxy.workers, **uvicorn_options(config.proxy))
+    listener = uvicorn.bind_socket()
+    listener.listen(uvicorn.backlog)  # clients that come before the workers do wait for them
+    supervisor = SeveralServers(uvicorn, sockets=[listener])
     _tell(config, listener.getsockname()[1])
     supervisor.run()
     if any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes):
@@ -132,9 +126,16 @@ def _tell(config: Config, port: int) -> None:
     say(f"serving: OPENAI_BASE_URL={url}; records in {config.store.path}; Ctrl-C stops", event="serving", url=url)
 
 
+def _tell_of_stopping(proxy: ProxyConfig, running: int) -> None:
+    calls = "1 call is" if running == 1 else f"{running} calls are"
+    text = f"stopping: {calls} under way, for at most {proxy.stop_timeout_s:g} s more; another Ctrl-C ends it now"
+    say(text, event="stopping", running=running)
+
+
 def _worker(config: Config, shown: Shown) -> ASGIApp:
     set_up(shown.format)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal reaches all; the supervisor passes it on
     return _app(config, CallLines(each=shown.calls))
 
 

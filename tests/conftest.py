@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from hypothesis import settings
 
-from lightning_proxy.commands.serve import UVICORN
+from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.rollouts import RewardsConfig, RolloutsConfig
@@ -348,7 +348,7 @@ async def _running(
             adapters=adapters or {},
         ),
     )
-    server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, **UVICORN))
+    server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

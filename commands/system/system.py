@@ -23,6 +23,7 @@ from .processes import Child, ChildSpec, Supervisor, address, require_free_port
 T = TypeVar("T")
 # How often each part is started again when it dies; it goes on where it was.
 RESTARTS = 3
+AFTERWARDS_S = 10.0  # that the proxy may take to end after the last answer
 # What vLLM says when the trainer has the memory just now: at its peak, or on the way down.
 NO_MEMORY = (
     r"Free memory on device .* is less than|No available memory for the cache blocks"
@@ -89,6 +90,7 @@ class System:
                 proxy_url,
                 60,
                 restarts=RESTARTS,
+                grace_s=self._config.proxy.stop_timeout_s + AFTERWARDS_S,
             )
             for spec in (vllm, serve):
                 await self._supervisor.wait_healthy(await self._supervisor.start(spec))

@@ -27,6 +27,7 @@ class ProxyConfig(Section):
     max_body_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
     max_bodies_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 256.0
     body_timeout_s: Seconds = 60.0
+    stop_timeout_s: Seconds = 5.0
 
     @field_validator("api_keys", "admin_keys")
     @classmethod

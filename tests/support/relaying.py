@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from lightning_proxy.commands.serve import UVICORN
+from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.proxy.access.auth import Caller
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig
@@ -87,7 +87,8 @@ async def relaying(
         listener.bind(("127.0.0.1", 0))
         async with make_session() as session:
             relay = relay_of(config, Upstreams(session), recorder, OneUpstream(target))
-            server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", **UVICORN | {"log_level": "critical"}))
+            options = uvicorn_options(config.proxy) | {"log_level": "critical"}
+            server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", **options))
             task = asyncio.create_task(server.serve([listener]))
             while not server.started:
                 await asyncio.sleep(0.001)

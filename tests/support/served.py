@@ -70,6 +70,12 @@ class Proxy:
         self.config.write_text(yaml.safe_dump(settings))
         self.process: asyncio.subprocess.Process | None = None
 
+    def set(self, section: str, **keys: Any) -> None:
+        """Change the configuration for the next start."""
+        settings = yaml.safe_load(self.config.read_text())
+        settings[section] |= keys
+        self.config.write_text(yaml.safe_dump(settings))
+
     async def start(self, limits: Callable[[], None] | None = None) -> None:
         argv = (*self.program, "--config", self.config, "serve")
         self.process = await asyncio.create_subprocess_exec(*argv, preexec_fn=limits)

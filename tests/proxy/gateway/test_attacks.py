@@ -22,7 +22,7 @@ import pytest_asyncio
 import uvicorn
 from aiohttp import web
 
-from lightning_proxy.commands.serve import UVICORN
+from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import RecordingConfig, StoreConfig
@@ -102,7 +102,7 @@ async def serving(directory: Path, base_url: str) -> AsyncIterator[int]:
         upstreams=[UpstreamConfig.model_validate(upstream)],
     )
     assert KEY not in repr(config) + config.model_dump_json()
-    server = uvicorn.Server(uvicorn.Config(create_app(config), port=0, **UVICORN))
+    server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

@@ -31,10 +31,8 @@ from support.served import Client, Proxy, proxy_in_front
 @asynccontextmanager
 async def two_workers(directory: Path) -> AsyncIterator[Proxy]:
     async with proxy_in_front(directory) as proxy:
-        settings = yaml.safe_load(proxy.config.read_text())
-        settings["proxy"]["workers"] = 2
-        settings["store"]["busy_timeout_s"] = 20
-        proxy.config.write_text(yaml.safe_dump(settings))
+        proxy.set("proxy", workers=2)
+        proxy.set("store", busy_timeout_s=20)
         await proxy.start()
         await settled(proxy, 2)
         yield proxy
