@@ -81,6 +81,9 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
+    from .commands.telemetry import telemetry_off
+
+    os.environ.update(telemetry_off())
     here = Path("config.yaml")
     context.obj = config or (here if here.is_file() else None)
 

@@ -18,6 +18,7 @@ from ..proxy.policy.mode import has_gpu, publish_mode
 from ..proxy.policy.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
 from ..trainer.plan.settle import Settled, settle
 from .parsers import parsers_of
+from .telemetry import telemetry_off
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def _served_rank(rank: int) -> int:
 
 
 def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
-    env = {"PYTHONWARNINGS": "ignore", "VLLM_NO_USAGE_STATS": "1"}
+    env = {"PYTHONWARNINGS": "ignore", **telemetry_off()}
     operator_headers(config.policy.directory)  # makes the key
     env[KEY_FILE_VARIABLE] = str(key_file(config.policy.directory).resolve())
     if publish_mode(config) == "lora":

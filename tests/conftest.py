@@ -21,6 +21,7 @@ from aiohttp.typedefs import Handler
 from hypothesis import settings
 
 from lightning_proxy.commands.serve import uvicorn_options
+from lightning_proxy.commands.telemetry import telemetry_off
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.rollouts import RewardsConfig, RolloutsConfig
@@ -38,8 +39,7 @@ from support.paths import ROOT
 
 WIDE = {"COLUMNS": "80"}
 
-# Read when huggingface_hub is imported: TRL would tell its makers of every trainer, as in commands/train.py.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.update(telemetry_off())  # read when huggingface_hub is imported
 # Several processes of tests share the cores: threads that wait for each other's cores take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.load_profile("quick")  # unless --hypothesis-profile names another
