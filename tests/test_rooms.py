@@ -23,7 +23,7 @@ LEVELS = {
         {"upstreams", "access", "recording"},
         {"store", "apis"},
         {"config", "types"},
-        {"errors", "json_text", "aside"},
+        {"errors", "json_text", "aside", "bootstrap"},
     ],
     "trainer": [
         {"main"},

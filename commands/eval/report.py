@@ -16,11 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ...proxy.bootstrap import bootstrap_mean
 from ...proxy.errors import ConfigError, LightningError
 from ..run.run import RolloutResult
 from ..run.summary import by_task
 from .eval import LIVE, Row
-from .stats import bootstrap_mean, compare, ks, pass_at_k
+from .stats import compare, ks, pass_at_k
 
 Json = dict[str, Any]
 

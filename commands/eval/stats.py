@@ -12,17 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RESAMPLES = 10_000
-MEMORY = 1_000_000  # numbers held at once
+from ...proxy.bootstrap import RESAMPLES, Interval, bootstrap_mean
+
 EXACT_UP_TO = 13  # tasks: no more sign patterns than resamples
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A 95 % interval by the percentile bootstrap over tasks. With only one task it has no width."""
-
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +35,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {c} in {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def bootstrap_mean(values: Sequence[float], seed: int) -> Interval:
-    """Return the interval of the mean of `values`, one per task."""
-    tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
-    at_once = max(1, MEMORY // len(tasks))
-    sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
-    means = [tasks[rng.integers(0, len(tasks), (size, len(tasks)))].mean(axis=1) for size in sizes]
-    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
-    return Interval(float(low), float(high))
 
 
 def compare(values: Sequence[float], others: Sequence[float], seed: int) -> Comparison:

@@ -252,6 +252,30 @@ class Versions(BaseModel):
     data: list[VersionSeen]
 
 
+class ComparedTask(BaseModel):
+    task_id: str
+    a: MeanReward
+    b: MeanReward
+
+
+class Compared(BaseModel):
+    """Two versions on the tasks that both had. Each task counts once, however many rollouts it has.
+
+    `difference`: how far `b` is above `a`, with its 95 % interval by the bootstrap over tasks, as `eval` has it. All of
+    these are null without a common task.
+    """
+
+    a: int
+    b: int
+    mode: Mode
+    tasks: int
+    mean_a: float | None
+    mean_b: float | None
+    difference: float | None
+    interval: tuple[float, float] | None
+    data: list[ComparedTask]
+
+
 class Steps(BaseModel):
     data: list[Step]
     next_cursor: str | None

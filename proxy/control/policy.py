@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from ..errors import Conflict
 from ..policy.swap import Swap, obstacle
-from ..types import PolicyVersion
-from .answers import ERRORS, Policy, Steps, Versions, answers
+from ..types import Mode, PolicyVersion
+from .answers import ERRORS, Compared, Policy, Steps, Versions, answers
 from .bodies import Cursor, PromoteBody
+from .comparison import compared
 from .door import AdminRoute, AgentRoute
 from .parts import Parts
-from .requests import Limit, large_response, parts, parts_for_all, position_of
+from .requests import Limit, caller_of, large_response, parts, parts_for_all, position_of
 from .views import step_view, version_view
 
 NO_SERVER = "no upstream of kind vllm is configured"
 
 router = APIRouter(prefix="/policy", tags=["policy"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
+
+Number = Annotated[int, Query(ge=0, lt=2**63)]
 
 
 @router.get("", response_model=None, responses=answers(Policy))
@@ -74,6 +77,20 @@ async def get_steps(request: Request, limit: Limit = 40, cursor: Cursor = None, 
     steps = await p.store.steps.newest(limit, before)
     following = str(steps[-1].step) if len(steps) == limit else None
     return await large_response(lambda: {"data": [step_view(s, brief=brief) for s in steps], "next_cursor": following})
+
+
+@router.get("/compare", response_model=None, responses=answers(Compared))
+async def compare(request: Request, a: Number, b: Number, mode: Mode | None = None) -> Response:
+    """Compare two versions on the tasks of which both have rewarded rollouts: how far `b` is above `a`.
+
+    A version's rollouts are those that began with it and that no other model answered. Without `mode`, held-out
+    rollouts are compared if both versions have some of a common task, else those of training.
+    """
+    p, caller = await parts_for_all(request), caller_of(request)
+    for version in (a, b):
+        await p.store.versions.get(version)
+    means = await p.store.version_report.rewards_by_task(a, b, caller.key_id if caller.own else None)
+    return await large_response(lambda: compared(means, a, b, mode))
 
 
 @admins.post("/promote", response_model=None, responses=answers(PolicyVersion))

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from ...types import Mode
 from ..database import Database
 
 PARENTS = """
 SELECT policy_versions.version, steps.base FROM policy_versions JOIN steps ON steps.step = policy_versions.step
 """
+
+REWARDS_BY_TASK = """
+SELECT policy_version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts FROM rollouts
+WHERE policy_version IN (:a, :b) AND reward IS NOT NULL AND foreign_calls = 0 AND task_id IS NOT NULL
+    AND (:key_id IS NULL OR key_id = :key_id)
+GROUP BY policy_version, mode, task_id
+"""
+
+
+class TaskMean(NamedTuple):
+    """The mean reward of so many rollouts of a task that began with a version."""
+
+    version: int
+    mode: Mode
+    task_id: str
+    mean: float
+    rollouts: int
 
 
 class VersionReport:
@@ -18,3 +38,11 @@ class VersionReport:
     async def parents(self) -> dict[int, int]:
         """Return, by version, the version that its training step started from; the base model has none."""
         return {row["version"]: row["base"] for row in await self._db.all(PARENTS)}
+
+    async def rewards_by_task(self, a: int, b: int, key_id: str | None = None) -> list[TaskMean]:
+        """Return what rollouts that began with two versions earned, by version, mode and task.
+
+        With `key_id`, only those that were opened with this key. Rollouts that another model answered do not count.
+        """
+        rows = await self._db.all(REWARDS_BY_TASK, {"a": a, "b": b, "key_id": key_id})
+        return [TaskMean(*row) for row in rows]

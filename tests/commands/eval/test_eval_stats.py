@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_proxy.commands.eval.stats import bootstrap_mean, compare, ks, pass_at_k, sign_flip_p
+from lightning_proxy.commands.eval.stats import compare, ks, pass_at_k, sign_flip_p
 
 
 @pytest.mark.parametrize(
@@ -32,31 +32,6 @@ def test_pass_at_k_of_more_than_there_are_is_refused(n: int, c: int, k: int) -> 
 
 def test_pass_at_k_is_shown_for_powers_of_two_and_all_samples() -> None:
     assert (ks(1), ks(4), ks(6), ks(0)) == ([1], [1, 2, 4], [1, 2, 4, 6], [])
-
-
-def test_the_interval_is_the_quantiles_of_resampled_means() -> None:
-    """Of 20 tasks half are solved: a resampled mean is a binomial share, within 6 and 14 of 20 in 95.9 % of cases."""
-    found = bootstrap_mean([0.0, 1.0] * 10, seed=0)
-    assert (found.low, found.high) == (pytest.approx(0.3), pytest.approx(0.7))
-
-
-def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
-    import numpy as np
-
-    rng = np.random.default_rng(1)
-    intervals = [bootstrap_mean(rng.normal(0.3, 1.0, 40).tolist(), seed) for seed in range(100)]
-    assert 90 <= sum(i.low <= 0.3 <= i.high for i in intervals) <= 98
-
-
-def test_the_same_seed_gives_the_same_interval() -> None:
-    values = [math.sin(task) for task in range(30)]
-    assert bootstrap_mean(values, 3) == bootstrap_mean(values, 3)
-    assert bootstrap_mean(values, 3) != bootstrap_mean(values, 4)
-
-
-def test_equal_values_and_one_alone_have_an_interval_of_no_width() -> None:
-    assert bootstrap_mean([0.5] * 3, 0) == bootstrap_mean([0.5], 0)
-    assert bootstrap_mean([0.5], 0).low == bootstrap_mean([0.5], 0).high == 0.5
 
 
 def test_the_p_value_counts_the_patterns_of_signs_that_are_as_far_from_0() -> None:

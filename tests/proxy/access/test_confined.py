@@ -183,6 +183,8 @@ async def test_a_key_of_scope_own_sees_and_rewards_what_was_opened_with_it(runni
         for query, key, tasks in (("", mine, ["t"]), ("?task_id=t", mine, ["t"]), ("", theirs, []), ("", AGENT, ["t"])):
             answer = (await system.call("GET", f"/tasks{query}", **key))[1]
             assert [task["task_id"] for task in answer["data"]] == tasks
+            answer = (await system.call("GET", "/policy/compare?a=0&b=0", **key))[1]
+            assert [task["task_id"] for task in answer["data"]] == tasks
         assert len((await system.call("GET", "/rollouts", **AGENT))[1]["data"]) == 4
         for method, path in (("POST", "/policy/rollback"), ("DELETE", "/rollouts/called")):
             assert (await system.call(method, path, **mine))[0] == 401

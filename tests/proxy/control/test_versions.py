@@ -44,6 +44,53 @@ async def test_versions_say_what_they_earned_and_what_they_came_from(running: Ru
         ]
 
 
+async def test_two_versions_are_compared_on_the_tasks_that_both_had(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        await versions(store, 0)
+        for task, before, after in (("t1", [0.0, 1.0], [1.0]), ("t2", [0.25], [0.5, 1.0]), ("t3", [0.0], [0.0])):
+            await rewarded(store, 0, task, *before)
+            await rewarded(store, 1, task, *after)
+        await rewarded(store, 0, "only a", 1.0)
+        await rewarded(store, 1, "t1", 0.0, mode="eval")
+        status, answer = await system.call("GET", "/policy/compare?a=0&b=1")
+        low, high = answer.pop("interval")
+        assert (status, answer) == (200, {
+            "a": 0, "b": 1, "mode": "train", "tasks": 3, "mean_a": 0.25, "mean_b": 1.75 / 3, "difference": 1 / 3,
+            "data": [
+                {"task_id": "t1", "a": {"mean": 0.5, "rollouts": 2}, "b": {"mean": 1.0, "rollouts": 1}},
+                {"task_id": "t2", "a": {"mean": 0.25, "rollouts": 1}, "b": {"mean": 0.75, "rollouts": 2}},
+                {"task_id": "t3", "a": {"mean": 0.0, "rollouts": 1}, "b": {"mean": 0.0, "rollouts": 1}},
+            ],
+        })  # fmt: skip
+        assert (low, high) == (0.0, 0.5)  # of 27 resamples of three tasks one is all t3, eight have no t3
+
+
+async def test_held_out_rollouts_are_compared_where_both_versions_have_some(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        await versions(store, 0)
+        for version, reward in ((0, 0.0), (1, 1.0)):
+            await rewarded(store, version, "t", 0.5)
+            await rewarded(store, version, "t", reward, mode="eval")
+        _, found = await system.call("GET", "/policy/compare?a=1&b=0")
+        assert (found["mode"], found["difference"], found["interval"]) == ("eval", -1.0, [-1.0, -1.0])
+        _, found = await system.call("GET", "/policy/compare?a=1&b=0&mode=train")
+        assert (found["mode"], found["difference"]) == ("train", 0.0)
+
+
+async def test_versions_without_a_common_task_have_no_difference(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        await versions(store, 0)
+        await rewarded(store, 0, "t", 0.5)
+        assert (await system.call("GET", "/policy/compare?a=0&b=1"))[1] == {
+            "a": 0, "b": 1, "mode": "train", "tasks": 0, "mean_a": None, "mean_b": None, "difference": None,
+            "interval": None, "data": [],
+        }  # fmt: skip
+        status, answer = await system.call("GET", "/policy/compare?a=0&b=2")
+        assert (status, answer["error"]["message"]) == (404, "no policy version 2")
+        for wrong in ("a=0", "a=0&b=-1", f"a=0&b={2**63}", "a=0&b=1&mode=both"):
+            assert (await system.call("GET", f"/policy/compare?{wrong}"))[0] == 422
+
+
 async def test_steps_come_in_pages_and_in_brief(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         await versions(store, 0, 1, 2)

@@ -1,0 +1,29 @@
+"""Says how sure a mean over tasks is. The tasks are the sample: rollouts of one task are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 10_000
+MEMORY = 1_000_000  # numbers held at once
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A 95 % interval by the percentile bootstrap over tasks. With only one task it has no width."""
+
+    low: float
+    high: float
+
+
+def bootstrap_mean(values: Sequence[float], seed: int) -> Interval:
+    """Return the interval of the mean of `values`, one per task."""
+    tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
+    at_once = max(1, MEMORY // len(tasks))
+    sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
+    means = [tasks[rng.integers(0, len(tasks), (size, len(tasks)))].mean(axis=1) for size in sizes]
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return Interval(float(low), float(high))
