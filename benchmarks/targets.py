@@ -67,7 +67,7 @@ def start_proxy(
     env: Mapping[str, str] | None = None,
 ) -> Server:
     """The proxy in front of `url`, with a store of its own in `directory`; `script`: serves it in place of `serve`."""
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     port, config = free_port(), directory / "config.yaml"
     settings = {
         "proxy": {"port": port, "workers": workers},

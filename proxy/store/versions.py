@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..aside import aside
 from ..errors import NotFound
 from ..json_text import dumps, loads
 from ..types import PolicyVersion, PublishMode
@@ -65,7 +66,8 @@ class Versions:
 
     async def all(self) -> list[PolicyVersion]:
         """Return every version, by number."""
-        return [read_version(row) for row in await self._db.all("SELECT * FROM policy_versions ORDER BY version")]
+        rows = await self._db.all("SELECT * FROM policy_versions ORDER BY version")
+        return await aside(sum(len(row["metrics"]) for row in rows), lambda: [*map(read_version, rows)])
 
     async def is_new(self) -> bool:
         """Return whether nothing was ever published from this store."""

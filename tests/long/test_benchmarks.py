@@ -179,3 +179,10 @@ async def test_the_benchmark_of_stalls_prints_a_row_for_each_request() -> None:
     code, out = await run("stalls.py", "--tries", "1", "--only", "rewards")
     rows = [line.split("|")[1].strip() for line in out.splitlines()[2:]]
     assert (code, rows) == (0, ["10,000 rewards", "200,000 rewards (413)", "10,000 wrong rewards (422)"])
+
+
+async def test_the_benchmark_of_the_page_asks_each_route_once_its_store_is_full() -> None:
+    code, out = await run("page.py", "--rollouts", "80", "--steps", "8", "--tasks", "4")
+    rows = [line.split("|")[1].strip(" `") for line in out.splitlines()[4:]]
+    assert (code, len(rows)) == (0, 13)
+    assert {"GET /healthz", "GET /rollouts/rollout-32/rows", "GET /policy/compare?a=0&b=8"} <= set(rows)
