@@ -19,10 +19,10 @@ EQUAL = "all rewards of the group are equal"
 TASKS = 12
 CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 SYSTEM = "You are a careful assistant. Use the calculator for sums."
-WORDS = (
+SAID = (
     "The product is 391 and adding 4 makes 395 . I have checked it with the calculator , which says the same , "
     "so that is the right answer to this question"
-).split()
+)
 
 
 class Learning:
@@ -87,9 +87,10 @@ class Learning:
         said: Json = {"role": "assistant", "content": None}
         if told:
             begins, length = self._random.choice([0, 4, 9]), self._random.randint(6, 14)
-            words = [*WORDS[:3], *WORDS[3 + begins : 3 + begins + length]]
+            known = SAID.split()
+            words = [*known[:3], *known[3 + begins : 3 + begins + length]]
             said["content"] = " ".join(words)
-            tokens = [1000 + WORDS.index(word) for word in words]
+            tokens = [1000 + known.index(word) for word in words]
         else:
             call = {"name": "calculator", "arguments": '{"expression": "17 * 23 + 4"}'}
             said["tool_calls"] = [{"id": f"call-{next(self._ids)}", "type": "function", "function": call}]
