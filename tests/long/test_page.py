@@ -28,7 +28,7 @@ VIEWS = {
     "rollouts/run-004-2-1/beside": "side by side",
     "tasks": "multiply-00",
     "versions": "Version 6 is live",
-    "compare?a=1&b=6": "paired tasks",
+    "compare?a=0&b=5": "paired tasks",
 }
 
 

@@ -27,11 +27,13 @@ function Chosen({ versions, params }) {
     ${chosen.b === undefined ? html`<${Empty}>Only the base model is there. The first training step publishes version 1.<//>` : html`<${Loaded} of=${comparison}>${(found) => html`<${Found} found=${found} />`}<//>`}`;
 }
 
-// The live version beside the base model, or beside the newest where the base model is live.
+// The oldest and the newest version that were evaluated, or else that earned any reward.
 function defaults(versions) {
-  const live = versions.find((version) => version.live)?.version ?? 0;
-  const other = live === 0 ? versions.at(-1)?.version : live;
-  return other ? { a: 0, b: other } : { a: 0 };
+  const evaluated = versions.filter(({ rewards }) => rewards?.eval);
+  const rewarded = evaluated.length > 1 ? evaluated : versions.filter(({ rewards }) => rewards?.train);
+  const [first = versions[0]] = rewarded;
+  const last = rewarded.length > 1 ? rewarded.at(-1) : versions.at(-1);
+  return last === first ? { a: first.version } : { a: first.version, b: last.version };
 }
 
 function Found({ found }) {

@@ -50,11 +50,13 @@ function Warnings({ now, policy }) {
   const said = [
     collapse && `Training stopped: ${collapse.what}. Promote version ${collapse.go_back_to} to go on.`,
     now.publishing && `New weights cannot be published: ${now.publishing}`,
-    now.standstill && now.standstill.story,
+    now.standstill && sentence(now.standstill.story),
     ...(ready && ready.status !== "ready" ? reasons(ready) : []),
   ].filter(Boolean);
   return said.map((one) => html`<div class="failure" role="alert"><p>${one}</p>${collapse && html`<a href="#/versions">Go to versions</a>`}</div>`);
 }
+
+const sentence = (story) => `${story[0].toUpperCase()}${story.slice(1)}.`;
 
 function reasons(ready) {
   if (ready.status === "alone") return ["This is a store alone. Nothing is served, trained or promoted from here."];

@@ -56,12 +56,11 @@ function Version({ version, graph, count, onPromote }) {
   </tr>`;
 }
 
-// Whether vLLM was seen to serve it, and how far its log-probabilities were from the trainer's.
+// Whether vLLM was seen to serve it.
 function Verified({ version }) {
   if (version.version === 0) return html`<small class="muted">the base model</small>`;
   if (!version.verified) return html`<${Badge} kind=${version.status === "live" ? "bad" : ""}>not verified<//>`;
-  const evidence = version.evidence ?? version.metrics?.verified;
-  return html`<${Badge} kind="good">verified<//> ${evidence && html`<small>${typeof evidence === "object" ? Object.entries(evidence).map(([name, value]) => `${name} ${number(value)}`).join(", ") : String(evidence)}</small>`}`;
+  return html`<${Badge} kind="good">verified<//>`;
 }
 
 // The tree of versions, newest on top: each stands below those that were trained from it.
