@@ -4,7 +4,7 @@ import { useCallback, useEffect, useState } from "./html.mjs";
 const KEY = "lightning-proxy-key";
 export const LOGIN = "lightning-login"; // the event that says that a key is needed
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
@@ -70,17 +70,17 @@ export async function readiness() {
 
 // The data of a route: what is there stays until the next answer has come. `path` null: asks nothing.
 export function useData(path, params = {}) {
-  const [state, setState] = useState({ data: null, error: null, loading: path !== null });
+  const [state, setState] = useState({ data: null, error: null });
   const [turn, setTurn] = useState(0);
   const wanted = path === null ? null : address(path, params);
   useEffect(() => {
     if (wanted === null) return undefined;
     const abort = new AbortController();
-    setState((before) => ({ ...before, data: before.of === wanted ? before.data : null, loading: true }));
+    setState((before) => ({ ...before, data: before.of === wanted ? before.data : null }));
     get(wanted, {}, abort.signal).then(
-      (data) => setState({ data, error: null, loading: false, of: wanted }),
+      (data) => setState({ data, error: null, of: wanted }),
       (error) => {
-        if (error.name !== "AbortError") setState((before) => ({ ...before, error, loading: false, of: wanted }));
+        if (error.name !== "AbortError") setState((before) => ({ ...before, error, of: wanted }));
       },
     );
     return () => abort.abort();

@@ -86,7 +86,7 @@ function Login({ onKey, refused }) {
       <h1>lightning-proxy</h1>
       <p>This proxy asks for a key. <code>lightning-proxy keys create NAME</code> makes one; <code>--role admin</code> also lets you promote and roll back.</p>
       ${refused && html`<p class="failure" role="alert">The proxy does not accept this key.</p>`}
-      <label>API key <input ref=${field} type="password" name="key" autocomplete="off" required /></label>
+      <label>API key <input ref=${field} type="password" name="key" autocomplete="off" pattern="\\s*[!-~]+\\s*" title="A key has no spaces and only ASCII characters." required /></label>
       <button class="primary">Log in</button>
       <p class="muted">The key stays in this browser tab until you close it.</p>
     </form>
@@ -104,6 +104,11 @@ function Page() {
   const [help, setHelp] = useState(false);
   const [login, setLogin] = useState(null); // null: nobody asked for a key; else whether one was refused
   useKeyboard(() => setHelp(true));
+  const path = [here.view, ...here.more].join("/");
+  useEffect(() => {
+    document.title = `${path} – lightning-proxy`;
+    scrollTo(0, 0);
+  }, [path]);
   useEffect(() => {
     const onLogin = () => {
       stopFeed();
@@ -129,7 +134,7 @@ function Page() {
   const View = viewOf(here);
   return html`<${Header} view=${here.view} theme=${theme} onTheme=${onTheme} onHelp=${() => setHelp(true)} onLogout=${onLogout} />
     <main id="main">
-      ${View ? html`<${View} key=${[here.view, ...here.more].join("/")} id=${here.more[0]} more=${here.more} params=${here.params} />` : html`<${Empty}>There is no such view. <a href="#/overview">Go to the overview.</a><//>`}
+      ${View ? html`<${View} key=${path} id=${here.more[0]} more=${here.more} params=${here.params} />` : html`<${Empty}>There is no such view. <a href="#/overview">Go to the overview.</a><//>`}
     </main>
     ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;
 }

@@ -70,7 +70,7 @@ async function read(signal) {
 }
 
 // A frame of server-sent events as {id, event, data}.
-export function frameOf(lines) {
+function frameOf(lines) {
   const frame = { id: null, event: "message", data: "" };
   for (const line of lines.split(/\r?\n/)) {
     const [, name, value] = /^(id|event|data): ?(.*)$/.exec(line) ?? [];

@@ -2,10 +2,10 @@
 import { readiness, useData } from "./api.mjs";
 import { Chart } from "./chart.mjs";
 import { useFresh } from "./feed.mjs";
-import { milliseconds, number, plural, share } from "./format.mjs";
+import { milliseconds, number, share } from "./format.mjs";
 import { html, useEffect, useMemo, useState } from "./html.mjs";
 import { Happening } from "./happening.mjs";
-import { Badge, Empty, Failure, Loaded, Panel, Stat, Time, to } from "./parts.mjs";
+import { Badge, Empty, Loaded, Panel, Stat, Time } from "./parts.mjs";
 
 const SIGNS = [
   ["entropy", "entropy", "nats"],

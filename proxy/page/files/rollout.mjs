@@ -87,7 +87,7 @@ const GROUP_COLUMNS = [
   { name: "fate", label: "trained", cell: (row) => (typeof row.step === "number" ? `step ${row.step}` : row.dropped && html`<span class="muted" title=${row.dropped}>dropped</span>`) },
 ];
 
-export function Group({ rows, id }) {
+function Group({ rows, id }) {
   const group = rows?.group ?? [];
   if (group.length < 2) return html`<${Empty}>No sibling yet. Rollouts with the same <code>X-Task-Id</code> are compared with each other.<//>`;
   const ordered = [...group].sort((a, b) => (b.rollout_id === id) - (a.rollout_id === id) || (b.reward ?? 0) - (a.reward ?? 0));

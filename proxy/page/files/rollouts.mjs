@@ -27,7 +27,7 @@ const COLUMNS = [
 ];
 
 // What became of a rollout in training.
-export function Fate({ row }) {
+function Fate({ row }) {
   if (row.step !== null) return html`<span>step ${row.step}</span>`;
   if (row.dropped) return html`<span class="dropped" title=${row.dropped}>${row.dropped}</span>`;
   return row.status === "completed" && row.mode === "train" ? html`<span class="muted">waits</span>` : null;

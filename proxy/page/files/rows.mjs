@@ -22,7 +22,7 @@ export function Rows({ id }) {
 }
 
 // Each row's lane, and for each run the lanes of the rows that pass through it. `tree` is in preorder.
-export function lanesOf(tree) {
+function lanesOf(tree) {
   const name = ([rollout, row]) => `${rollout} ${row}`;
   const children = tree.map(() => []);
   tree.forEach(({ parent }, i) => parent !== null && children[parent].push(i));

@@ -64,7 +64,7 @@ function Verified({ version }) {
 }
 
 // The tree of versions, newest on top: each stands below those that were trained from it.
-export function lineageOf(versions) {
+function lineageOf(versions) {
   const lanes = []; // by lane, the version that its line leads down to
   return versions.map(({ version, parent }) => {
     const taken = lanes.indexOf(version);

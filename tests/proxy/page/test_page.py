@@ -102,6 +102,16 @@ def test_our_modules_are_short_and_take_no_text_as_markup_or_code(name: str) -> 
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|dangerously|document\.write|\beval\(|new Function", text)
 
 
+def test_no_module_imports_or_exports_what_nobody_uses() -> None:
+    modules = {name: files()[name].body.decode() for name in OURS if name.endswith("mjs")}
+    for name, text in modules.items():
+        for imported in re.findall(r"\w+", " ".join(re.findall(r"import \{([^}]*)\} from", text))):
+            assert len(re.findall(rf"\b{imported}\b", text)) > 1, f"{name}: {imported}"
+        for exported in re.findall(r"export (?:async )?(?:const|function|class) (\w+)", text):
+            others = (other for at, other in modules.items() if at != name)
+            assert any(re.search(rf"\b{exported}\b", other) for other in others), f"{name}: {exported}"
+
+
 def test_other_people_s_files_are_those_that_are_listed() -> None:
     listed = dict(re.findall(r"^\| `([^`]+)` .*`([0-9a-f]{64})` \|$", (FILES / "vendor/README.md").read_text(), re.M))
     vendored = {name.removeprefix("vendor/"): file for name, file in files().items() if name.startswith("vendor/")}
