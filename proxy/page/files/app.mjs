@@ -84,7 +84,7 @@ function Login({ onKey, refused }) {
   return html`<main class="login">
     <form class="panel" onSubmit=${onSubmit}>
       <h1>lightning-proxy</h1>
-      <p>This proxy asks for a key. <code>lightning-proxy keys create NAME</code> makes one; <code>--role admin</code> also lets you promote and roll back.</p>
+      <p>This proxy asks for a key. <code>lightning-proxy keys create NAME</code> makes one; with <code>--admin</code> it also lets you promote and roll back.</p>
       ${refused && html`<p class="failure" role="alert">The proxy does not accept this key.</p>`}
       <label>API key <input ref=${field} type="password" name="key" autocomplete="off" pattern="\\s*[!-~]+\\s*" title="A key has no spaces and only ASCII characters." required /></label>
       <button class="primary">Log in</button>
