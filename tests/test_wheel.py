@@ -19,6 +19,7 @@ from support.paths import ROOT
 from support.served import Client, proxy_in_front
 
 PACKAGES = ("proxy", "trainer", "commands", "client")
+COPIED = re.compile(r"^COPY (?!--)(.+) (\S+)$", re.MULTILINE)  # what an image is built of is enough to build
 MODULES = ("__init__.py", "__main__.py", "cli.py", "py.typed")
 
 
@@ -40,11 +41,12 @@ def uv(*arguments: str | Path) -> None:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the sdist, the wheel that is built from it, and below `straight/` the one from the checkout."""
     clean, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in (*MODULES, "setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, clean)
-    for name in (*PACKAGES, "examples", "tests", "docs"):
-        shutil.copytree(ROOT / name, clean / name, ignore=ignored)
+    for sources, target in COPIED.findall((ROOT / "deploy" / "Dockerfile").read_text()):
+        for source in map(ROOT.joinpath, sources.split()):
+            if source.is_dir():
+                shutil.copytree(source, clean / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, clean / target)
     uv("build", "--quiet", "--out-dir", out, clean)
     uv("build", "--quiet", "--wheel", "--out-dir", out / "straight", clean)
     return out
