@@ -16,7 +16,7 @@ import numpy as np
 from ..store.reports.credit import CallTokens, TokenIds
 
 # More is not looked at: a tree of so much is no picture any more.
-MOST_ROWS, MOST_TOKENS = 1_000, 2**22
+MOST_ROWS, MOST_TOKENS = 512, 2**22
 
 
 @dataclass(frozen=True, slots=True)
