@@ -108,6 +108,11 @@ async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database
     assert "USING COVERING INDEX rollouts_claimable" in (await plan(database, waiting.CLAIMABLE_GROUPS))[0]
 
 
+@pytest.mark.parametrize("name", ["ROLLOUT_REWARDS", "REWARDS_BY_TASK"])
+async def test_rewards_by_version_are_read_off_an_index_alone(database: Database, name: str) -> None:
+    assert "USING COVERING INDEX rollouts_by_version" in (await plan(database, STATEMENTS[name]))[0]
+
+
 async def test_versions_of_running_rollouts_are_read_off_an_index(database: Database) -> None:
     assert "USING COVERING INDEX rollouts_running" in (await plan(database, PINNED_VERSIONS))[0]
 
