@@ -41,6 +41,8 @@ from .policy.routing import PolicyRouter
 from .policy.swap import Swap
 from .policy.vllm import VllmFleet, operator_session
 from .policy.watch import Watch
+from .prompts import routes as prompt_routes
+from .prompts.prompts import Prompts
 from .recording.metrics import Metrics
 from .recording.recorder import Recorder
 from .recording.redact import Redactor
@@ -64,7 +66,7 @@ def create_app(config: Config, heard_by: Sequence[Listener] = ()) -> ASGIApp:
     control = _control(config, heard_by)
     for resource in (rewards, rollouts, tasks, policy, status, health):
         control.include_router(resource.router)
-    for side_room in (otlp_router, feed.router, page.router):
+    for side_room in (otlp_router, prompt_routes.router, feed.router, page.router):
         control.include_router(side_room)
     return _Dispatch(control)
 
@@ -112,7 +114,7 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
         stack.push_async_callback(upstreams.close)
         operator = await stack.enter_async_context(operator_session())
         # Who may call, what is kept of a call, and which weights answer it.
-        keys = Keys(config.proxy, store)
+        keys, bodies = Keys(config.proxy, store), Bodies(config.proxy)
         await keys.refresh()
         recorder = Recorder(store, merged=mode.is_merged, redactor=redactor, on_redacted=metrics.redacted.inc)
         await stack.enter_async_context(recorder)
@@ -124,11 +126,11 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
         chat_route = ChatRoute(config.policy, store, upstreams)
         exact = _exact(config, upstreams, store, chat_route, metrics)
         listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
+        prompts = await stack.enter_async_context(Prompts(store.prompts, redactor, metrics.prompted))
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
-            chat_route=chat_route, listeners=(*listeners, *heard_by),
+            chat_route=chat_route, rewrite=prompts.put, listeners=(*listeners, *heard_by),
         )  # fmt: skip
-        bodies = Bodies(config.proxy)
         relay = Relay(config, keys, gateway, bodies)
         # The control API's view of them, and what runs beside the calls.
         parts = Parts(

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from ..store.reports.credit import ComparedRollout
 from ..store.reports.traffic import RecentCalls
+from ..store.resources.prompts import Placed
 from ..store.rollouts import MeanReward
 from ..store.training import Collapse, Step
 from ..types import (
@@ -113,7 +114,8 @@ class RolloutDetail(BaseModel):
     """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
 
     `events`: what the agent said between them, each with the `seq` of the call that came next. `awaits_reward`: the
-    reward function (`rewards.function`) has not been asked about it yet.
+    reward function (`rewards.function`) has not been asked about it yet. `prompts`: what the model was shown in place
+    of texts that the agent sent.
     """
 
     rollout_id: str
@@ -123,6 +125,7 @@ class RolloutDetail(BaseModel):
     events: list[Event]
     rewards: list[RewardSeen]
     awaits_reward: bool
+    prompts: list[Placed]
 
 
 class Transitions(BaseModel):

@@ -46,10 +46,12 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     keys = [new_key("rollout") for _ in names]
     hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
     await p.model_check.require(body.policy_version, body.model)
+    await p.store.prompts.check(body.prompts)
     metadata = await aside(len(await request.body()), partial(_metadata, p, body))
     chosen: dict[str, Any] = {"policy_version": body.policy_version, "model": body.model}
     key_id = caller_of(request).key_id
     await p.store.rollouts.open(hashed, metadata, key_id, may_reward=body.may_reward, **chosen)
+    await p.store.prompts.pin([n.rollout_id for n in names], body.prompts)
     root = str(request.base_url).rstrip("/")
     return [
         {"rollout_id": n.rollout_id, "base_url": f"{root}/rollouts/{n.rollout_id}/v1", "api_key": key}
@@ -105,7 +107,9 @@ async def get_rollout(request: Request, rollout_id: PathId) -> Response:
     rollout = await p.store.rollouts.get(rollout_id)
     calls, rewards = await p.store.calls.of(rollout_id), await p.store.rewards.of(rollout_id)
     events, awaits = await p.store.events.of(rollout_id), await p.store.endings.awaits(rollout_id)
-    return await large_response(lambda: rollout_detail(rollout, calls, rewards, events) | {"awaits_reward": awaits})
+    placed = await p.store.prompts.placed_in(rollout_id)
+    also = {"awaits_reward": awaits, "prompts": [*map(record_view, placed)]}
+    return await large_response(lambda: rollout_detail(rollout, calls, rewards, events) | also)
 
 
 @router.get("/{rollout_id}/transitions", response_model=None, responses=answers(Transitions))

@@ -24,10 +24,10 @@ from ..recording.metrics import Metrics
 from ..recording.recorder import Recorder
 from ..types import CallEnd, CallStart, CallStatus, Header, RolloutName
 from ..upstreams.attempts import Attempts, Target, Upstreams
-from ..upstreams.base import Answer, Route
+from ..upstreams.base import Answer, OnePiece, Route
 from .asgi import Reply
 from .body import chat_target, model_of, target_of
-from .question import Question
+from .question import Question, Rewrite, as_asked
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +49,12 @@ class Gateway:
         unnamed: UnnamedRollouts | None = None,
         exact: ExactTokens | None = None,
         chat_route: ChatRoute | None = None,
+        rewrite: Rewrite = as_asked,
         listeners: Sequence[Listener] = (),
     ) -> None:
-        """Without `unnamed` an unnamed call is a rollout of its own, without `exact` all calls go as text.
+        """Without `unnamed` an unnamed call is a rollout of its own, without `exact` all go as text.
 
-        Without `chat_route` each goes to its own route.
+        Without `chat_route` each goes to its own route. `rewrite` may put other prompts into what is asked.
         """
         self.policy = policy
         self.upstreams = upstreams
@@ -62,6 +63,7 @@ class Gateway:
         self.unnamed = unnamed
         self.exact = exact
         self.chat_route = chat_route
+        self.rewrite = rewrite
         self.listeners = listeners
         recording = config.recording
         self.finish_s = recording.finish_timeout_s if recording.on_disconnect == "finish" else 0.0
@@ -70,6 +72,7 @@ class Gateway:
         """Answer a call; its record is durable before the answer's last byte leaves."""
         said = await self._said(question)  # what its conversation says, if no name tells the rollout
         rollout = await self._rollout(question, said)  # the one named, or that of which the conversation goes on
+        question = await self.rewrite(question, rollout)  # what the model is asked
         route = await self.policy.route(rollout, model_of(question.body))  # which weights answer
         way = await self._way(question, rollout, route)  # the API's own, or the chat route for it
         call = Call(self, question, rollout, route, way, reply, said)  # what is known before the answer
@@ -179,7 +182,7 @@ class Call:
         if self._question.recorded:
             caller, said = credentials(self._question.headers), self._said
             also = asked(caller, self._start, said) if said is not None else ()
-            await self._gateway.recorder.start(self._start, also)
+            await self._gateway.recorder.start(self._start, [*also, *self._question.also(self._start)])
 
     def transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
         """Return the object that turns the answer's bytes into the agent's bytes and the record."""
@@ -327,22 +330,6 @@ class Call:
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000
-
-
-class OnePiece:
-    """The body of an answer that is no stream, as a stream of one piece."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer: Answer | None = answer
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._answer is None:
-            raise StopAsyncIteration
-        answer, self._answer = self._answer, None
-        return await answer.read()
 
 
 def new_call_id() -> str:

@@ -19,6 +19,7 @@ from ..store.calls import (
     TOOL_RESULT,
 )
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
+from ..store.resources.prompts import CALL_PROMPT, ROLLOUT_PROMPT_KEPT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
 
@@ -34,7 +35,7 @@ _ORDER = {
     for place, statement in enumerate((
         ROLLOUT_SEEN, CALL_START, CALL_LARGE_REQUEST, CALL_SUPERSEDED, CALL_END,
         ROLLOUT_CALL_ENDED, TOOL_CALL, TOOL_RESULT, CONVERSATION_TIP, CONVERSATION_POINT,
-        CONVERSATION_ORIGIN,
+        CONVERSATION_ORIGIN, ROLLOUT_PROMPT_KEPT, CALL_PROMPT,
     ))
 }  # fmt: skip
 

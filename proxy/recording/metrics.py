@@ -38,6 +38,7 @@ class Metrics:
         self._latency = self._histogram("call_seconds", "Whole calls")
         self._ttft = self._histogram("first_byte_seconds", "Until the answer's first byte")
         self._continuity = self._counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
+        self._prompts = self._counter("prompts", "Calls that a prompt was put into, and that fitted none", "outcome")
         self.rewards = self._counter("rewards", "Recorded rewards")
         deleted = "Rollouts deleted: by request, or for their age or the store's size"
         self.deleted = self._counter("rollouts_deleted", deleted, "why")
@@ -67,6 +68,9 @@ class Metrics:
 
     def continued(self, outcome: str) -> None:
         self._continuity.labels(outcome).inc()
+
+    def prompted(self, outcome: str) -> None:
+        self._prompts.labels(outcome).inc()
 
     def step_ended(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the metrics that the trainer reported for its last step."""

@@ -14,6 +14,7 @@ from .reports.credit import Credit
 from .reports.tasks import Tasks
 from .reports.traffic import Traffic
 from .reports.versions import VersionReport
+from .resources.prompts import Prompts
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import Steps
@@ -41,4 +42,5 @@ class Store:
         self.waiting = Waiting(database)
         self.endings = Endings(database)
         self.keys = Keyring(database)
+        self.prompts = Prompts(database)
         self.conversations = ConversationIndex(database)

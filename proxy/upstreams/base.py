@@ -139,3 +139,19 @@ class KeyMask:
     def end(self) -> bytes:
         held, self._held = self._held, b""
         return held
+
+
+class OnePiece:
+    """The body of an answer that is no stream, as a stream of one piece."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer: Answer | None = answer
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._answer is None:
+            raise StopAsyncIteration
+        answer, self._answer = self._answer, None
+        return await answer.read()

@@ -60,7 +60,7 @@ SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sq
     "json_each",
     "wanted",  # a list that a statement is given
 }
-SMALL |= {"reward_function", "awaiting_rewards"}
+SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log"}
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
 # holds, or over the newest calls or rollouts alone.
 WHOLE = {
@@ -72,6 +72,7 @@ WHOLE = {
 SORTS = {
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "CLAIMABLE_GROUPS",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT", "COMPARED_WITH",
+    "PROMPT_BEFORE", "PROMPT_REWARDS",
 }  # fmt: skip
 SORTED = ("SELECT * FROM rollouts WHERE step =", "SELECT * FROM tool_calls WHERE", "SELECT * FROM rewards WHERE")
 

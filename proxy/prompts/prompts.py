@@ -1,0 +1,107 @@
+"""Puts versioned prompts in the place of agents' own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from ..errors import StoreUnavailable
+from ..gateway.question import Question
+from ..json_text import dumps, encode
+from ..recording.group_commit import Statement
+from ..recording.redact import Redactor
+from ..store.resources.prompts import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Prompt
+from ..store.resources.prompts import Prompts as Table
+from ..types import CallStart, RolloutName
+from .placing import Place, find, put, text_at
+
+LOOK_S = 0.5  # until the first prompt is seen; then every call looks
+Outcome = Literal["placed", "unmatched"]
+
+
+class _Place(NamedTuple):
+    name: str
+    version: int
+    place: Place
+    sent: str
+
+
+class Prompts:
+    """All prompts. Use it with `async with`. As long as there is none, a call costs nothing more."""
+
+    def __init__(self, table: Table, redactor: Redactor, count: Callable[[Outcome], None]) -> None:
+        """`count` is told of each call, while there are prompts, whether one was put into it."""
+        self._table = table
+        self._redactor = redactor
+        self._count = count
+        self._stamp: Any = None
+        self._prompts: list[Prompt] = []
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Prompts:
+        await self._refresh()
+        self._watch = asyncio.create_task(self._look_for_the_first())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._watch is not None
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+
+    async def put(self, question: Question, rollout: RolloutName) -> Question:
+        """Return the question that the model is asked. The record says what the agent asked.
+
+        A prompt is its agent's message of a role, or, where the agent has no name, the message with a text that one of
+        the prompt's versions has. A rollout keeps the version that it began with. What fits no prompt goes unchanged.
+        """
+        if not self._prompts:
+            return question
+        await self._refresh()
+        placed: list[_Place] = []
+        body = question.body
+        for prompt in self._prompts:
+            place = find(question.endpoint, question.body, prompt.role)
+            if place is None or any(place == other.place for other in placed):
+                continue
+            sent = text_at(question.body, place)
+            if not _fits(prompt, rollout.agent, sent):
+                continue
+            version = self._table.kept_by(rollout.rollout_id, prompt.name) or prompt.live
+            body = put(body, place, prompt.text_of(version))
+            placed.append(_Place(prompt.name, version, place, sent))
+        self._count("placed" if placed else "unmatched")
+        if not placed:
+            return question
+        if any(text_at(body, one.place) != one.sent for one in placed):
+            question = question._replace(body=body, request=question.request.with_body(encode(body)))
+        return question._replace(also=partial(self._statements, placed))
+
+    async def _refresh(self) -> None:
+        if (stamp := self._table.stamp()) != self._stamp:
+            self._prompts, self._stamp = await self._table.all(), stamp
+
+    async def _look_for_the_first(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with suppress(StoreUnavailable):
+                await self._refresh()
+
+    def _statements(self, placed: Sequence[_Place], start: CallStart) -> list[Statement]:
+        by_name = {prompt.name: prompt for prompt in self._prompts}
+        made: list[Statement] = []
+        for one in placed:
+            row: dict[str, Any] = {"rollout_id": start.rollout.rollout_id, "call_id": start.call_id, "name": one.name}
+            row |= {"version": one.version, "place": dumps(one.place)}
+            known = by_name[one.name].version_of(one.sent)
+            sent = None if known is not None else self._redactor.text(one.sent)
+            made += [(ROLLOUT_PROMPT_KEPT, row), (CALL_PROMPT, row | {"sent_version": known, "sent": sent})]
+        return made
+
+
+def _fits(prompt: Prompt, agent: str | None, sent: str) -> bool:
+    if prompt.agent is not None and agent is not None:
+        return agent == prompt.agent
+    return prompt.version_of(sent) is not None

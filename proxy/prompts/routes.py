@@ -1,0 +1,150 @@
+"""`/prompts`: the texts that stand in for agents' own, their versions, and which one is live. Contract, section 3."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, Field
+
+from ..control.answers import ERRORS, answers
+from ..control.bodies import WHOLE, Body, Id, PathId
+from ..control.door import AdminRoute, AgentRoute
+from ..control.parts import Parts
+from ..control.requests import caller_of, large_response, parts, parts_for
+from ..store.resources.prompts import Prompt, Role
+from ..types import check_id
+
+router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
+admins = APIRouter(route_class=AdminRoute)
+
+MOST_CHARACTERS = 1_000_000
+Version = Annotated[int, Field(strict=True, ge=1, lt=2**31), WHOLE]
+
+
+class Match(Body):
+    """Which message it is: the first one of this role, of this agent, or of any that says what a version says."""
+
+    agent: Id | None = None
+    role: Role = "system"
+
+
+class PromptBody(Body):
+    """A prompt's text. The first one of a new name is the agent's own, and live.
+
+    `match` is needed for no further version. `parent`: the version that it was made from.
+    """
+
+    name: Id
+    text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
+    match: Match | None = None
+    parent: Version | None = None
+    comment: Annotated[str, Field(max_length=10_000)] | None = None
+    metrics: Annotated[dict[str, float | int | str | None], Field(default_factory=dict)]
+    promote: Annotated[bool, Field(strict=True)] = False
+
+
+class PromptPromoteBody(Body):
+    version: Version
+
+
+class VersionSeen(BaseModel):
+    """One text. `rewards`: by mode, the mean reward of the rollouts that kept it."""
+
+    version: int
+    text: str
+    live: bool
+    created_at: float
+    parent: int | None
+    comment: str | None
+    metrics: dict[str, Any]
+    rewards: dict[Literal["train", "eval"], dict[str, float]]
+
+
+class PromptSeen(BaseModel):
+    """`version` and `text`: those of the rollout that asks; without one, or before it keeps any, the live ones."""
+
+    name: str
+    match: Match
+    live_version: int
+    version: int
+    text: str
+    versions: list[VersionSeen]
+
+
+class PromptList(BaseModel):
+    data: list[PromptSeen]
+
+
+@router.get("/prompts", response_model=None, responses=answers(PromptList))
+async def list_prompts(request: Request) -> Response:
+    """All prompts, by name, with their versions."""
+    p = parts(request)
+    views = [await _view(p, prompt, prompt.live) for prompt in await p.store.prompts.all()]
+    return await large_response(lambda: {"data": views})
+
+
+@router.get("/prompts/{name}", response_model=None, responses=answers(PromptSeen))
+async def get_prompt(request: Request, name: PathId, version: Annotated[int | None, Query(ge=1)] = None) -> Response:
+    """A prompt, for an agent that asks for its text. A rollout (its key, or `X-Rollout-Id`) gets the one it keeps."""
+    p, rollout_id = parts(request), caller_of(request).rollout_id or request.headers.get("x-rollout-id")
+    if rollout_id is not None:
+        await parts_for(request, rollout_id)
+    prompt = await p.store.prompts.get(check_id(name, "name"))
+    kept = None if rollout_id is None else p.store.prompts.kept_by(rollout_id, name)
+    view = await _view(p, prompt, version or kept or prompt.live)
+    return await large_response(lambda: view)
+
+
+@admins.post("/prompts", response_model=None, responses=answers(PromptSeen))
+async def post_prompt(request: Request, body: PromptBody) -> Response:
+    """Add a prompt, or a version of one. A text that a version has already is that version."""
+    p = parts(request)
+    match = body.match
+    version = await p.store.prompts.add(
+        body.name, body.text, agent=match.agent if match else None, role=match.role if match else None,
+        parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote,
+    )  # fmt: skip
+    view = await _view(p, await p.store.prompts.get(body.name), version)
+    return await large_response(lambda: view)
+
+
+@admins.post("/prompts/{name}/promote", response_model=None, responses=answers(PromptSeen))
+async def promote_prompt(request: Request, name: PathId, body: PromptPromoteBody) -> Response:
+    """Make a version live. Rollouts that have begun keep theirs."""
+    p = parts(request)
+    await p.store.prompts.promote(check_id(name, "name"), body.version)
+    return await _live(p, name)
+
+
+@admins.post("/prompts/{name}/rollback", response_model=None, responses=answers(PromptSeen))
+async def rollback_prompt(request: Request, name: PathId) -> Response:
+    """Make the version before the live one live again."""
+    p = parts(request)
+    await p.store.prompts.rollback(check_id(name, "name"))
+    return await _live(p, name)
+
+
+router.include_router(admins)
+
+
+async def _live(p: Parts, name: str) -> Response:
+    prompt = await p.store.prompts.get(name)
+    view = await _view(p, prompt, prompt.live)
+    return await large_response(lambda: view)
+
+
+async def _view(p: Parts, prompt: Prompt, version: int) -> dict[str, Any]:
+    rewards = await p.store.prompts.rewards(prompt.name)
+    return {
+        "name": prompt.name,
+        "match": {"agent": prompt.agent, "role": prompt.role},
+        "live_version": prompt.live,
+        "version": version,
+        "text": prompt.text_of(version),
+        "versions": [
+            asdict(one) | {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
+            for one in prompt.versions
+        ],
+    }
