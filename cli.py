@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from .commands import init, keys, look, store
 from .commands.export import command as data
-from .commands.show import policy, rollouts
+from .commands.show import policy, prompts, rollouts
 
 if TYPE_CHECKING:
     from .proxy.config.root import Config
@@ -41,6 +41,7 @@ app = typer.Typer(
 
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(policy.app, name="policy")
+app.add_typer(prompts.app, name="prompts")
 app.add_typer(keys.app, name="keys")
 app.add_typer(store.app, name="store")
 app.command()(init.init)
