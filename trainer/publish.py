@@ -40,6 +40,11 @@ class Publisher:
         self.vllm = swap.vllm
         self._decided: Decided | None = None
 
+    @property
+    def difference(self) -> float:
+        """Return how far the log-probabilities of the last published weights were seen to be from the trainer's."""
+        return self._verifier.difference
+
     async def publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> PolicyVersion:

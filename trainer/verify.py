@@ -45,6 +45,9 @@ Answer = tuple[list[int], list[float]]  # token ids, and their log-probabilities
 class Verifier:
     """Lets vLLM go on from the prompts of a few samples. Raises PublishError if it does not serve the new weights.
 
+    `difference`: how far, in nats, the log-probabilities of what was verified last are from the trainer's on average;
+    the greatest of its adapters and servers.
+
     It does not ask for prompt_logprobs, which end the engine of vLLM 0.32 on a CPU with LoRA enabled.
     """
 
@@ -52,6 +55,7 @@ class Verifier:
         self._config = config
         self._swap = swap
         self._trainer = trainer
+        self.difference = 0.0
         # By adapter, the weights that were last seen to be served; at first those that the trainer begins with.
         self._served: dict[str, Weights] = trainer.adapters.all_weights()
 
@@ -59,6 +63,7 @@ class Verifier:
         """Load a version's adapters and verify them. Do it again if vLLM restarts meanwhile: it forgets them."""
         for _ in range(VERIFY_RESTARTS):
             await self._swap.load(version)
+            self.difference = 0.0
             try:
                 for adapter, model in {DEFAULT_ADAPTER: str(version.served_model), **version.adapters}.items():
                     own = [sample for sample in samples if sample.adapter == adapter]
@@ -77,6 +82,7 @@ class Verifier:
         """Verify the live version; again if vLLM restarts meanwhile. Raises Superseded if another is made live."""
         while True:
             await self._swap.restore(set())
+            self.difference = 0.0
             try:
                 base = await self._swap.vllm.base_model()
                 return await self._verify(version, base, samples, DEFAULT_ADAPTER, stop)
@@ -109,6 +115,7 @@ class Verifier:
             except (UpstreamUnreachable, UpstreamTimeout) as error:
                 log.warning("the published weights are not verified on one server: %s", error)
                 continue
+            self.difference = max(self.difference, told.difference)
             verified += 1
         if not verified:
             raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
@@ -221,6 +228,11 @@ class Evidence:
             self._apart[1] += abs(served - by_old)
 
     @property
+    def difference(self) -> float:
+        """Return the mean difference from the new weights' log-probabilities, in nats."""
+        return self._apart[0] / max(1, self.tokens)
+
+    @property
     def deviations(self) -> float:
         """Return how clearly the answers are those of the new weights; below 0, of the old ones."""
         return self._sum / math.sqrt(self._squares) if self._squares else 0.0
@@ -243,10 +255,10 @@ class Evidence:
         return more and abs(self.deviations) < SURE <= by_then
 
     def __str__(self) -> str:
-        new, old = (apart / max(1, self.tokens) for apart in self._apart)
+        old = self._apart[1] / max(1, self.tokens)
         return (
-            f"the log-probabilities of {self.tokens} tokens differ by {new:.4g} on average from those of the published "
-            f"weights, and by {old:.4g} from those of the weights before"
+            f"the log-probabilities of {self.tokens} tokens differ by {self.difference:.4g} on average from those of "
+            f"the published weights, and by {old:.4g} from those of the weights before"
         )
 
 

@@ -110,6 +110,9 @@ async def test_where_answers_do_not_tell_names_do_and_that_is_said(
         await b.loop().run(asyncio.Event(), once=True)
         live = await b.store.versions.live()
         assert (live.version, live.verified) == (1, True)
+        step = await b.store.steps.last()
+        assert step is not None
+        assert 0.2 * NOISE < step.metrics["verify_difference"] < 2 * NOISE
     (line,) = [r.getMessage() for r in caplog.records if "is verified by" in r.getMessage()]
     names = (
         "base is verified by its label" if publish == "merged" else "policy-v1 is verified by its name and its files"

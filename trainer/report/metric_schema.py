@@ -82,6 +82,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     **_group(
         "policy",
         ("version", "number", "policy version that the step was published as; missing if it was not published"),
+        ("verify_difference", "nats", "mean difference of vLLM's log-probabilities from the published weights'"),
         ("staleness_mean", "versions", "live version minus a rollout's oldest version; mean over `rollouts_trained`"),
         ("staleness_max", "versions", "greatest staleness of these rollouts"),
         ("ratio_mean", "1", "a token's probability by the trainer over that by the sampler; mean over trained tokens"),
