@@ -118,6 +118,7 @@ class Learning:
             "clip_share": 0.02 * noise(),
             "staleness_mean": round(noise()),
             "version": version,
+            "verify_difference": 0.002 * noise(),
             "reward_by_task": {},
         }
 

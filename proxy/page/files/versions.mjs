@@ -13,11 +13,15 @@ const ROW = 38;
 
 export function Versions() {
   const versions = useData("/policy/versions");
+  const steps = useData("/policy/steps", { limit: 1000, brief: true });
+  const near = useMemo(() => new Map((steps.data?.data ?? []).map(({ metrics }) => [metrics.version, metrics.verify_difference])), [steps.data]);
   useFresh(["version", "step"], versions.reload);
-  return html`<h1 class="hidden">Versions</h1><${Loaded} of=${versions}>${({ data }) => html`<${History} versions=${data} reload=${versions.reload} />`}<//>`;
+  useFresh(["step"], steps.reload);
+  return html`<h1 class="hidden">Versions</h1><${Loaded} of=${versions}>${({ data }) => html`<${History} versions=${data} near=${near} reload=${versions.reload} />`}<//>`;
 }
 
-function History({ versions, reload }) {
+// `near`: by version, how far the log-probabilities that were served were from the trainer's, in nats.
+function History({ versions, near, reload }) {
   const [all, setAll] = useState(false);
   const [asking, setAsking] = useState(null);
   const newest = useMemo(() => [...versions].reverse(), [versions]);
@@ -32,21 +36,21 @@ function History({ versions, reload }) {
     ${versions.length === 1 && html`<${Empty}>Only the base model is there. The first training step publishes version 1.<//>`}
     <div class="table versions" tabindex="0" role="region" aria-label="Versions"><table>
       <thead><tr><th scope="col">lineage</th><th scope="col" class="num">version</th><th scope="col">status</th><th scope="col">verified</th><th scope="col" class="num">from</th><th scope="col" class="num">step</th><th scope="col" class="num">train reward</th><th scope="col" class="num">eval reward</th><th scope="col" class="num">made</th><th scope="col">action</th></tr></thead>
-      <tbody>${shown.map((version, i) => html`<${Version} key=${version.version} version=${version} graph=${i === 0 && html`<${Lineage} versions=${shown} />`} count=${shown.length}
+      <tbody>${shown.map((version, i) => html`<${Version} key=${version.version} version=${version} near=${near.get(version.version)} graph=${i === 0 && html`<${Lineage} versions=${shown} />`} count=${shown.length}
         onPromote=${() => setAsking({ path: "/policy/promote", body: { version: version.version }, what: `Make version ${version.version} live? The trainer goes on from it.`, verb: "Promote" })} />`)}</tbody>
     </table></div>
     ${newest.length > SHOWN && html`<button onClick=${() => setAll(!all)}>${all ? "Show the newest only" : `Show all ${number(newest.length)} versions`}</button>`}
     ${asking && html`<${Confirm} ...${asking} onDone=${onDone} onClose=${() => setAsking(null)} />`}`;
 }
 
-function Version({ version, graph, count, onPromote }) {
+function Version({ version, near, graph, count, onPromote }) {
   const { rewards = {} } = version;
   const reward = (one) => (one ? html`<b>${number(one.mean)}</b> <small>of ${number(one.rollouts)}</small>` : html`<span class="muted">–</span>`);
   return html`<tr class=${version.live && "live"} style=${{ height: `${ROW}px` }}>
     ${graph && html`<td class="lineage" rowspan=${count}>${graph}</td>`}
     <td class="num"><a class="pick" href=${link("compare", { a: version.parent ?? 0, b: version.version })} title="compare with the version it came from">${version.version}</a></td>
     <td><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.error && html`<${Said} most=${160}>${version.error}<//>`}</td>
-    <td><${Verified} version=${version} /></td>
+    <td><${Verified} version=${version} near=${near} /></td>
     <td class="num">${version.parent ?? ""}</td>
     <td class="num">${version.step ?? ""}</td>
     <td class="num">${reward(rewards.train)}</td>
@@ -56,11 +60,11 @@ function Version({ version, graph, count, onPromote }) {
   </tr>`;
 }
 
-// Whether vLLM was seen to serve it.
-function Verified({ version }) {
+// Whether vLLM was seen to serve it, and how near.
+function Verified({ version, near }) {
   if (version.version === 0) return html`<small class="muted">the base model</small>`;
   if (!version.verified) return html`<${Badge} kind=${version.status === "live" ? "bad" : ""}>not verified<//>`;
-  return html`<${Badge} kind="good">verified<//>`;
+  return html`<${Badge} kind="good">verified<//> ${typeof near === "number" && html`<small title="mean difference of the served log-probabilities from the trainer's">within ${number(near)} nats</small>`}`;
 }
 
 // The tree of versions, newest on top: each stands below those that were trained from it.
