@@ -68,7 +68,7 @@ function Run({ run, lanes, longest, mine, chosen, onChoose }) {
 
 function ChosenRun({ run }) {
   const rollouts = [...new Set(run.rows.map(([rollout]) => rollout))];
-  return html`<p>Tokens ${number(run.depth)} to ${number(run.depth + run.tokens - 1)}: ${plural(run.tokens, "token")}, ${number(run.trained)} trained,
+  return html`<p>${plural(run.tokens, "token")} from token ${number(run.depth)}, ${number(run.trained)} trained,
     in ${plural(run.rows.length, "row")} of ${rollouts.map((rollout) => html`<${RolloutLink} id=${rollout} /> `)}</p>`;
 }
 
