@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from .commands import init, keys, look, store
 from .commands.export import command as data
+from .commands.optimize import options as search
 from .commands.show import policy, prompts, rollouts
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ app.add_typer(prompts.app, name="prompts")
 app.add_typer(keys.app, name="keys")
 app.add_typer(store.app, name="store")
 app.command()(init.init)
+app.command(context_settings={"allow_interspersed_args": False})(search.optimize)
 # Without this setting a negative reward would be read as an option.
 app.command(context_settings={"ignore_unknown_options": True})(rollouts.reward)
 

@@ -12,8 +12,9 @@ from ..control.answers import ERRORS, answers
 from ..control.bodies import WHOLE, Body, Id, PathId
 from ..control.door import AdminRoute, AgentRoute
 from ..control.parts import Parts
-from ..control.requests import caller_of, large_response, parts, parts_for
-from ..store.resources.prompts import Prompt, Role
+from ..control.requests import caller_of, large_response, parts, parts_for, parts_for_all
+from ..control.views import record_view
+from ..store.resources.prompts import Prompt, Role, TriedOut
 from ..types import check_id
 
 router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
@@ -77,6 +78,10 @@ class PromptList(BaseModel):
     data: list[PromptSeen]
 
 
+class TriedOutList(BaseModel):
+    data: list[TriedOut]
+
+
 @router.get("/prompts", response_model=None, responses=answers(PromptList))
 async def list_prompts(request: Request) -> Response:
     """All prompts, by name, with their versions."""
@@ -97,6 +102,14 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
     return await large_response(lambda: view)
 
 
+@router.get("/prompts/{name}/rollouts", response_model=None, responses=answers(TriedOutList))
+async def list_tried_out(request: Request, name: PathId, run: Id) -> Response:
+    """The rollouts in which an optimisation has tried versions of a prompt, oldest first. `run` names it."""
+    p = await parts_for_all(request)
+    tried = await p.store.prompts.tried_out((await p.store.prompts.get(check_id(name, "name"))).name, run)
+    return await large_response(lambda: {"data": [*map(record_view, tried)]})
+
+
 @admins.post("/prompts", response_model=None, responses=answers(PromptSeen))
 async def post_prompt(request: Request, body: PromptBody) -> Response:
     """Add a prompt, or a version of one. A text that a version has already is that version."""
@@ -106,6 +119,8 @@ async def post_prompt(request: Request, body: PromptBody) -> Response:
         body.name, body.text, agent=match.agent if match else None, role=match.role if match else None,
         parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote,
     )  # fmt: skip
+    if body.metrics:
+        await p.store.prompts.measured(body.name, version, body.metrics)
     view = await _view(p, await p.store.prompts.get(body.name), version)
     return await large_response(lambda: view)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ...errors import Conflict, NotFound
 from ...json_text import dumps, loads
 from ..database import Database
+from ..rows import read
 
 Role = Literal["system", "user"]
 
@@ -62,6 +63,13 @@ SELECT version, mode, AVG(reward) AS mean, COUNT(*) AS rollouts
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND reward IS NOT NULL GROUP BY version, mode
 """
+# Oldest first.
+PROMPT_RUN = """
+SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
+    COALESCE(metadata ->> '$.held_out', 0) AS held_out
+FROM rollout_prompts JOIN rollouts USING (rollout_id)
+WHERE name = :name AND metadata ->> '$.optimize' = :run ORDER BY n
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,19 @@ class Placed:
     version: int
     place: tuple[str | int, ...]
     sent: str
+
+
+@dataclass(frozen=True, slots=True)
+class TriedOut:
+    """A rollout in which a version was tried by an optimisation. `held_out`: it was no part of the search."""
+
+    rollout_id: str
+    version: int
+    task_id: str
+    mode: str
+    status: str
+    reward: float | None
+    held_out: bool
 
 
 class Prompts:
@@ -230,6 +251,11 @@ class Prompts:
         for row in await self._db.all(PROMPT_REWARDS, {"name": name}):
             found.setdefault(row["version"], {})[row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
         return found
+
+    async def tried_out(self, name: str, run: str) -> list[TriedOut]:
+        """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first."""
+        rows = await self._db.all(PROMPT_RUN, {"name": name, "run": run})
+        return [read(TriedOut, row, held_out=bool(row["held_out"])) for row in rows]
 
 
 def _version(row: sqlite3.Row) -> PromptVersion:

@@ -1,0 +1,212 @@
+"""The `optimize` command: searches for a better prompt, and says by held-out tasks whether it is one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from rich.console import Console
+
+from ...proxy.config.root import Config
+from ...proxy.errors import ConfigError
+from ..api_client import ApiClient
+from ..eval.stats import Comparison, compare
+from ..formats import print_json
+from ..run.command import logs_directory, score_timeout_s
+from ..run.programs import Runner, make_runner
+from ..run.progress import Bar, ProgressView
+from ..run.run import RunOptions
+from ..run.tasks import Task, read_tasks
+from ..signals import run_until_signal
+from ..system.processes import make_directory
+from . import apo, gepa
+from .reflection import Reflection
+from .scores import Candidate, Scores
+from .search import Search
+
+HELD_OUT = 5  # one task in so many, where no file has them
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizeRequest:
+    """The options of the command line. `budget`: rollouts of the search; the held-out ones come on top."""
+
+    method: Literal["gepa", "apo"]
+    prompt: str
+    tasks: Path
+    held_out: Path | None
+    command: list[str]
+    preload: list[str]
+    reflect: str
+    reflect_url: str | None
+    budget: int
+    validation: int
+    batch: int
+    sizes: apo.Sizes
+    seed: int
+    concurrency: int
+    promote: bool
+    logs: Path | None
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The outcome. `mean`s are over the validation tasks; `held_out`: how far the best is above the first there."""
+
+    prompt: str
+    run: str
+    version: int
+    rollouts: int
+    tried: int
+    mean_before: float
+    mean_after: float
+    before: float
+    after: float
+    held_out: Comparison | None
+
+
+def optimize(config: Config, asked: OptimizeRequest) -> None:
+    """Run the whole command. Raise LightningError if it fails; what was tried until then is kept."""
+    split = _split(asked)
+    runner, console = make_runner(asked.command, asked.preload), Console(stderr=True)
+    options = RunOptions(
+        1, asked.concurrency, "eval", logs_directory(asked.logs), score_timeout_s=score_timeout_s(config)
+    )
+    directory = make_directory(config.policy.directory / "optimize", "policy.directory")
+    work = _Optimization(config, asked, split, runner, options, directory, ProgressView(console))
+    found = run_until_signal(work.run())
+    if asked.as_json:
+        print_json(asdict(found))
+    else:
+        console.print(told(found, promoted=asked.promote), markup=False, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Tasks to learn from, tasks to compare candidates on, and tasks that the search never sees."""
+
+    lessons: list[Task]
+    validation: list[Task]
+    held_out: list[Task]
+
+
+def _split(asked: OptimizeRequest) -> Split:
+    tasks = read_tasks(asked.tasks)
+    random.Random(asked.seed).shuffle(tasks)
+    if asked.held_out is not None:
+        held_out = read_tasks(asked.held_out)
+    else:
+        size = len(tasks) // HELD_OUT
+        held_out, tasks = tasks[:size], tasks[size:]
+    size = min(asked.validation, len(tasks) // 2)
+    if not size or not held_out:
+        raise ConfigError(
+            f"{asked.tasks} has too few tasks: some to learn from, some to compare prompts on, and some held out"
+        )
+    return Split(tasks[size:], tasks[:size], held_out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimization:
+    config: Config
+    asked: OptimizeRequest
+    split: Split
+    runner: Runner
+    options: RunOptions
+    directory: Path
+    view: ProgressView
+
+    async def run(self) -> Found:
+        asked = self.asked
+        async with ApiClient.of(self.config, patience_s=60) as api:
+            prompt = await api.request("GET", f"/prompts/{quote(asked.prompt, safe='')}")
+            run = run_name(asked, self.split, prompt["text"])
+            with self.view:
+                bar = self.view.bar("search", asked.budget)
+                scores = Scores(
+                    api, self.runner, self.options, prompt=asked.prompt, run=run, budget=asked.budget,
+                    failed_reward=self.config.trainer.failed_reward or 0.0,
+                    on_result=lambda _: _show(bar, scores, job),
+                )  # fmt: skip
+                job = self._search(scores, run, prompt["text"])
+                try:
+                    await scores.open()
+                    if scores.taken:
+                        self.view.say(f"run {run} goes on: {scores.taken} of {asked.budget} rollouts are done")
+                    if asked.method == "apo":
+                        await apo.search(job, asked.sizes)
+                    else:
+                        await gepa.search(job, asked.batch)
+                    return await self._judge(api, job, run)
+                finally:
+                    await asyncio.shield(self.runner.close())
+
+    def _search(self, scores: Scores, run: str, text: str) -> Search:
+        asked = self.asked
+        reflection = Reflection(asked.reflect, asked.reflect_url, self.directory / f"{run}.jsonl")
+
+        def tell(best: Candidate) -> None:
+            self.view.say(f"version {best.version}: {best.mean:.3f} on {len(self.split.validation)} tasks")
+
+        split = self.split
+        return Search(asked.prompt, text, scores, reflection, split.lessons, split.validation, asked.seed, tell)
+
+    async def _judge(self, api: ApiClient, job: Search, run: str) -> Found:
+        """Compare the best version with the first one on the held-out tasks, and keep what was found with it."""
+        if not job.tried:
+            raise ConfigError(f"--budget {self.asked.budget} is less than one look at the validation tasks")
+        first, best = next(iter(job.tried.values())), job.best
+        before, after = [await self._held_out(job.scores, one) for one in (first, best)]
+        found = Found(
+            self.asked.prompt, run, best.version, job.scores.taken, len(job.tried), first.mean, best.mean,
+            _mean(before), _mean(after),
+            compare(after, before, self.asked.seed) if best is not first else None,
+        )  # fmt: skip
+        metrics = {"method": self.asked.method, "run": run, "validation": best.mean, "held_out": found.after}
+        body = {"name": self.asked.prompt, "text": best.text, "metrics": metrics, "promote": self.asked.promote}
+        await api.request("POST", "/prompts", body)
+        return found
+
+    async def _held_out(self, scores: Scores, candidate: Candidate) -> list[float]:
+        tried = await scores.of(candidate.version, self.split.held_out, held_out=True)
+        return [score.reward for score in tried]
+
+
+def run_name(asked: OptimizeRequest, split: Split, text: str) -> str:
+    """Return the name of a run: the same for the same question, so that asking again goes on."""
+    parts: list[Any] = [asked.method, asked.prompt, text, asked.command, asked.seed, asked.reflect, asked.batch]
+    parts += [asdict(asked.sizes), *([task.line for task in tasks] for tasks in (split.lessons, split.validation))]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+def told(found: Found, *, promoted: bool) -> str:
+    """Say what was found."""
+    lines = [
+        f"{found.tried} versions of {found.prompt} tried in {found.rollouts} rollouts (run {found.run})",
+        f"validation tasks: {found.mean_before:.3f} before, {found.mean_after:.3f} with version {found.version}",
+    ]
+    if found.held_out is None:
+        return "\n".join([*lines, "no version was better than the first one"])
+    gain = found.held_out
+    lines.append(
+        f"held-out tasks: {found.before:.3f} before, {found.after:.3f} after: {gain.difference:+.3f} "
+        f"[{gain.interval.low:+.3f}, {gain.interval.high:+.3f}] over {gain.tasks} tasks, p {gain.p:.2g}"
+    )
+    command = f"lightning-proxy prompts promote {found.prompt} {found.version}"
+    return "\n".join([*lines, f"version {found.version} is live" if promoted else f"make it live: {command}"])
+
+
+def _show(bar: Bar, scores: Scores, job: Search) -> None:
+    bar.show(scores.taken, job.best.mean if job.tried else None, 0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,98 @@
+"""GEPA (arXiv 2507.19457), by its authors' package: reflective mutation, and a Pareto front over tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ...proxy.errors import ConfigError
+from ..run.tasks import Task
+from .lessons import feedback, inputs, outputs
+from .scores import BudgetSpent, Score
+from .search import Search
+
+T = TypeVar("T")
+MOST_IDLE = 20  # iterations in a row that try nothing new
+
+
+async def search(job: Search, minibatch: int) -> None:
+    """Try prompts until the budget is spent; what was tried is in `job.tried`. ConfigError without the package.
+
+    The package runs in a thread, from its beginning: with a run's seed, and with what the store and the file of
+    reflections know, it takes the way again that an earlier start took, and goes on from there.
+    """
+    try:
+        import gepa
+    except ImportError:
+        raise ConfigError("--method gepa needs the package gepa: pip install 'lightning-proxy[optimize]'") from None
+    adapter = _adapter(job, asyncio.get_running_loop())
+    try:
+        await asyncio.to_thread(
+            gepa.optimize,
+            seed_candidate={job.prompt: job.text},
+            trainset=list(job.lessons),
+            valset=list(job.validation),
+            adapter=adapter,
+            reflection_lm=adapter.reflect,
+            reflection_minibatch_size=minibatch,
+            skip_perfect_score=False,
+            stop_callbacks=adapter.is_done,
+            logger=_Quiet(),
+            seed=job.seed,
+        )
+    except BudgetSpent:
+        return
+
+
+def _adapter(job: Search, loop: asyncio.AbstractEventLoop) -> Any:
+    from gepa.core.adapter import EvaluationBatch
+
+    class Adapter:
+        """Evaluates candidates for the package, whose thread it is called in."""
+
+        propose_new_texts = None
+
+        def __init__(self) -> None:
+            self._idle, self._asked = 0, -1
+
+        def evaluate(self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False) -> Any:
+            scores = self._wait(_scores(job, batch, candidate[job.prompt]))
+            traces = [self._wait(job.scores.lesson(score)) for score in scores] if capture_traces else None
+            rewards = [score.reward for score in scores]
+            return EvaluationBatch(outputs=scores, scores=rewards, trajectories=traces)
+
+        def make_reflective_dataset(
+            self, candidate: dict[str, str], evaluated: Any, components: list[str]
+        ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+            lessons = [
+                {"Inputs": inputs(one), "Generated Outputs": outputs(one), "Feedback": feedback(one)}
+                for one in evaluated.trajectories
+            ]
+            return dict.fromkeys(components, lessons)
+
+        def reflect(self, prompt: Any) -> str:
+            text = prompt if isinstance(prompt, str) else "\n\n".join(str(one["content"]) for one in prompt)
+            return self._wait(job.reflection.ask(text))
+
+        def is_done(self, _: Any) -> bool:
+            self._idle = self._idle + 1 if job.scores.asked == self._asked else 0
+            self._asked = job.scores.asked
+            return self._idle > MOST_IDLE
+
+        def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+            return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    return Adapter()
+
+
+async def _scores(job: Search, batch: Sequence[Task], text: str) -> list[Score]:
+    version = await job.scores.version_of(text, comment="gepa")
+    if list(batch) == list(job.validation):
+        await job.validate(version, text)
+    return await job.scores.of(version, batch)
+
+
+class _Quiet:
+    def log(self, message: str) -> None:
+        """Say nothing: the command shows how it goes."""

@@ -1,0 +1,71 @@
+"""Writes a rollout as text that a model can learn from: what was asked, said and done, and what came of it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...proxy.conversation.transcript import read
+
+MOST = 6_000  # characters of one text
+
+
+def inputs(rollout: Mapping[str, Any]) -> str:
+    """Return what the agent was asked: the first message that is no prompt."""
+    for turn in read(rollout["calls"])[:1]:
+        for message in turn.shown:
+            if message["role"] == "user":
+                return _cut(_text(message["content"]))
+    return "(no call was made)"
+
+
+def outputs(rollout: Mapping[str, Any]) -> str:
+    """Return what the agent's models said, and what its tools answered, in order."""
+    turns = read(rollout["calls"])
+    if not turns:
+        return "(no call was made)"
+    longest = max(turns, key=lambda turn: len(turn.whole))
+    said = [line for message in longest.whole for line in _lines(message)]
+    return _cut("\n".join(said) or "(nothing was said)")
+
+
+def feedback(rollout: Mapping[str, Any]) -> str:
+    """Return what is known of how it went: the reward, its comments, failed tools, failed calls, how it ended."""
+    return _cut("\n".join(_feedback(rollout)))
+
+
+def _feedback(rollout: Mapping[str, Any]) -> Iterator[str]:
+    yield f"reward: {rollout['reward']}"
+    for reward in rollout["rewards"]:
+        if reward["comment"]:
+            yield f"{reward['source'] or reward['name']} says: {reward['comment']}"
+    for call in rollout["calls"]:
+        if call["error"]:
+            yield f"a call failed: {call['error']}"
+        for tool in call["tool_calls"]:
+            if tool["is_error"]:
+                yield f"the tool {tool['name']} failed: {_text(tool['result'])}"
+    if rollout["status"] == "failed":
+        yield f"the agent failed: {rollout['reason']}"
+
+
+def _lines(message: Mapping[str, Any]) -> Iterator[str]:
+    if message["role"] in ("system", "developer", "user"):
+        return
+    if text := _text(message.get("content")):
+        yield f"{message['role']}: {text}"
+    for tool in message.get("tool_calls") or ():
+        yield f"calls {tool['function']['name']}({_text(tool['function']['arguments'])})"
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return "\n".join(str(part.get("text", f"({part.get('type')})")) for part in content)
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST else f"{text[: MOST // 2]}\n…\n{text[-MOST // 2 :]}"

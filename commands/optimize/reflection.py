@@ -1,0 +1,73 @@
+"""Asks the model that reflects on rollouts. An answer is kept in a file before it is used: a run goes on with it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+from ...proxy.errors import LightningError
+from ...proxy.store.copies import make_private
+from ...proxy.upstreams.litellm.engine import import_litellm
+
+TIMEOUT_S = 300.0
+
+
+class Reflection:
+    """`model` is litellm's name of it: `openai/gpt-5`, `anthropic/…`. Its key is where litellm looks for it.
+
+    The n-th time that the same is asked, the n-th answer of the file counts, if there is one.
+    """
+
+    def __init__(self, model: str, base_url: str | None, file: Path) -> None:
+        self._model, self._base_url, self._file = model, base_url, file
+        self._asked: Counter[str] = Counter()
+        self._answers = _read(file)
+
+    async def ask(self, text: str) -> str:
+        """Return the model's answer; LightningError if it gives none."""
+        digest = hashlib.sha256(f"{self._model}\n{text}".encode()).hexdigest()
+        self._asked[digest] += 1
+        key = f"{digest} {self._asked[digest]}"
+        if key not in self._answers:
+            answer = await self._complete(text)
+            await asyncio.to_thread(self._keep, key, answer)
+            self._answers[key] = answer
+        return self._answers[key]
+
+    async def _complete(self, text: str) -> str:
+        litellm = import_litellm()
+        messages = [{"role": "user", "content": text}]
+        try:
+            answer = await litellm.acompletion(
+                self._model, messages=messages, base_url=self._base_url, timeout=TIMEOUT_S, num_retries=3
+            )
+        except litellm.exceptions.OpenAIError as error:  # what all of litellm's errors are
+            raise LightningError(f"{self._model} does not answer: {error}") from None
+        content = answer.choices[0].message.content
+        if not isinstance(content, str) or not content.strip():
+            raise LightningError(f"{self._model} answered nothing")
+        return content
+
+    def _keep(self, key: str, answer: str) -> None:
+        make_private(self._file)
+        with self._file.open("a") as file:
+            file.write(json.dumps({"key": key, "answer": answer}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _read(file: Path) -> dict[str, str]:
+    """The answers in a file. Its last line may have been cut off."""
+    answers: dict[str, str] = {}
+    if file.exists():
+        for line in file.read_text().split("\n"):
+            try:
+                kept = json.loads(line)
+            except ValueError:
+                continue
+            answers[kept["key"]] = kept["answer"]
+    return answers
