@@ -7,11 +7,13 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, expect
 
+from lightning_proxy.proxy.page.page import FILES
 from lightning_proxy.proxy.types import RolloutName
 from support.browser import browsing, needs_browser
 from support.learning import Learning
@@ -259,6 +261,77 @@ async def say_everything(system: Any) -> None:
     _, found = await system.call("GET", "/rollouts/javascript:hurt")
     assert len(found["calls"]) >= len(HOSTILE)
     assert len(found["rewards"]) > 0
+
+
+async def test_json_that_looks_like_an_element_is_none(running: Running, tmp_path: Path) -> None:
+    element = {"type": "img", "props": {"src": "x", "onerror": "window.hurt = 1"}, "key": None, "ref": None, "__v": 1}
+    fields = ("rollout_id", "task_id", "agent", "mode", "status", "dropped", "calls", "tokens", "policy_version")
+    lies = [dict.fromkeys(fields, forged) | {"step": None} for forged in (element, element | {"constructor": None})]
+
+    async with running(tmp_path) as system, browsing("about:blank") as (page, _):
+        await page.route(
+            re.compile(r"/rollouts\?"), lambda route: route.fulfill(json={"data": lies, "next_cursor": None})
+        )
+        await show(page, system, "rollouts")
+        await expect(page.locator("tbody tr")).to_have_count(2)
+        assert await page.locator("main img").count() == 0
+        assert await page.evaluate("window.hurt") is None
+
+
+TOOL = {"name": "add", "arguments": '{"a": 1}'}
+SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "chat": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}]}]},
+        {"choices": [{"message": {"role": "assistant", "content": "two", "tool_calls": [{"function": TOOL}]}}]},
+        ["user text one", "assistant text two", 'assistant call {\n  "a": 1\n}'],
+    ),
+    "completions": ({"prompt": "one"}, {"choices": [{"text": "two"}]}, ["prompt text one", "assistant text two"]),
+    "responses": (
+        {"instructions": "be short", "input": [{"type": "function_call_output", "call_id": "c", "output": "one"}]},
+        {"output": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+                    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "two"}]},
+                    {"type": "function_call", **TOOL}]},
+        ["system text be short", "tool result one", "assistant thought hm", "assistant text two",
+         'assistant call {\n  "a": 1\n}'],
+    ),
+    "messages": (
+        {"system": "be short", "messages": [
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "one"}]}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "two"},
+                                          {"type": "tool_use", "name": "add", "input": {"a": 1}}]},
+        ["system text be short", "user result one", "assistant thought hm", "assistant text two",
+         'assistant call {\n  "a": 1\n}'],
+    ),
+    "an error": ({"messages": []}, {"error": {"message": "busy"}}, ["error error busy"]),
+}  # fmt: skip
+READ = """async pairs => {
+    const { asked, answered } = await import("/page/messages.mjs");
+    const told = ({ role, blocks }) => blocks.map(({ kind, said }) => `${role} ${kind} ${said}`);
+    return pairs.map(([request, response]) => [...asked(request), ...answered(response)].flatMap(told));
+}"""
+
+
+async def test_all_recorded_apis_are_read_as_messages(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, browsing(system.url) as (page, _):
+        found = await page.evaluate(READ, [[request, response] for request, response, _ in SHOWN.values()])
+        assert dict(zip(SHOWN, found, strict=True)) == {name: shown for name, (_, _, shown) in SHOWN.items()}
+
+
+async def test_no_json_breaks_the_reading_of_messages(running: Running, tmp_path: Path) -> None:
+    dice = Random(0)
+    names = re.findall(r"\w+", (FILES / "messages.mjs").read_text())
+
+    def some(depth: int) -> Any:
+        if not depth or dice.random() < 0.2:
+            return dice.choice([None, True, 1.5, dice.choice(names)])
+        if dice.random() < 0.3:
+            return [some(depth - 1) for _ in range(2)]
+        return {dice.choice(names): some(depth - 1) for _ in range(4)}
+
+    async with running(tmp_path) as system, browsing(system.url) as (page, _):
+        pairs = [[some(3), some(3)] for _ in range(2000)]
+        found = await page.evaluate(READ, pairs)
+        assert len(found) == len(pairs)
 
 
 FIRST_PAINT_MS = 1000
