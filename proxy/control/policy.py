@@ -16,7 +16,7 @@ from .comparison import compared
 from .door import AdminRoute, AgentRoute
 from .parts import Parts
 from .requests import Limit, caller_of, large_response, parts, parts_for_all, position_of
-from .views import step_view, version_view
+from .views import record_view, version_view
 
 NO_SERVER = "no upstream of kind vllm is configured"
 
@@ -74,9 +74,9 @@ async def get_steps(request: Request, limit: Limit = 40, cursor: Cursor = None, 
     The steps of a page come before the step that is its `cursor`. With `brief`, the rewards by task are left out.
     """
     p, before = await parts_for_all(request), position_of(cursor)
-    steps = await p.store.steps.newest(limit, before)
+    steps = await p.store.steps.newest(limit, before, brief=brief)
     following = str(steps[-1].step) if len(steps) == limit else None
-    return await large_response(lambda: {"data": [step_view(s, brief=brief) for s in steps], "next_cursor": following})
+    return await large_response(lambda: {"data": [*map(record_view, steps)], "next_cursor": following})
 
 
 @router.get("/compare", response_model=None, responses=answers(Compared))

@@ -7,7 +7,6 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ..store.reports.credit import CreditedCall
-from ..store.training import Step
 from ..types import Event, ModelCall, PolicyVersion, Reward, Rollout
 from .answers import Call
 
@@ -52,14 +51,6 @@ def credit_view(call: CreditedCall) -> dict[str, Any]:
     """Return how a call was trained as JSON; its return has the name `return`."""
     view = record_view(call)
     view["return"] = view.pop("returned")
-    return view
-
-
-def step_view(step: Step, *, brief: bool) -> dict[str, Any]:
-    """Return a training step as JSON; with `brief`, without the largest of its metrics."""
-    view = record_view(step)
-    if brief:
-        view["metrics"] = {name: value for name, value in step.metrics.items() if name != "reward_by_task"}
     return view
 
 

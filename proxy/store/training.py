@@ -62,7 +62,12 @@ STEP_RELEASE = (
     "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step",
     "DELETE FROM steps WHERE step = :step",
 )
-STEPS_NEWEST = "SELECT * FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit"
+# SQLite takes the rewards by task out in half the time of Python, and meanwhile others get their turns.
+STEPS_NEWEST = """
+SELECT step, status, base, version, checkpoint, created_at, finished_at,
+       CASE WHEN :brief THEN json_remove(metrics, '$.reward_by_task') ELSE metrics END AS metrics
+FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit
+"""
 STEP_OF_VERSION = """
 SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.step
 WHERE policy_versions.version = :version
@@ -257,9 +262,13 @@ class Steps:
         """Return the newest finished step."""
         return next(iter(await self.newest(1)), None)
 
-    async def newest(self, limit: int, before: int | None = None) -> list[Step]:
-        """Return the last finished steps, newest first; with `before`, of those before that step."""
-        rows = await self._db.all(STEPS_NEWEST, {"limit": limit, "before": ALL if before is None else before})
+    async def newest(self, limit: int, before: int | None = None, *, brief: bool = False) -> list[Step]:
+        """Return the last finished steps, newest first; with `before`, of those before that step.
+
+        With `brief`, their metrics are without `reward_by_task`, which is most of them.
+        """
+        params = {"limit": limit, "before": ALL if before is None else before, "brief": brief}
+        rows = await self._db.all(STEPS_NEWEST, params)
         return await aside(sum(len(row["metrics"]) for row in rows), lambda: [*map(_read_step, rows)])
 
     async def first(self, limit: int) -> list[Step]:
