@@ -122,6 +122,12 @@ async def test_what_happens_appears_by_itself(running: Running, tmp_path: Path) 
         assert wrong.seen == []
 
 
+HIDE = """hidden => {
+    Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
 async def test_the_feed_goes_on_from_its_cursor(running: Running, tmp_path: Path) -> None:
     asked: list[str] = []
 
@@ -138,6 +144,14 @@ async def test_the_feed_goes_on_from_its_cursor(running: Running, tmp_path: Path
         await expect(page.locator(".happening")).to_contain_text("reward 0.5")
         while asked[-2:] != ["cursor=7", "cursor=7"]:
             await asyncio.sleep(0.1)
+        await page.evaluate(HIDE, True)
+        before = len(asked)
+        await asyncio.sleep(3)
+        assert len(asked) <= before + 1  # one may have been under way
+        await page.evaluate(HIDE, False)
+        while len(asked) < before + 2:
+            await asyncio.sleep(0.1)
+        assert asked[-1] == "cursor=7"
 
 
 async def test_a_key_is_asked_for_where_there_are_keys(running: Running, tmp_path: Path) -> None:

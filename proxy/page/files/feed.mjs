@@ -4,6 +4,7 @@ import { useEffect, useRef, useState } from "./html.mjs";
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 15000;
+const SILENT_MS = 60000; // the proxy says something more often: a connection without a word is dead
 const POLL_MS = 5000; // where there is no feed
 const GATHER_MS = 1500; // several events are one reason to ask again
 
@@ -11,6 +12,7 @@ const listeners = new Set();
 const watchers = new Set();
 let state = "connecting"; // or "live", "off": this key has no feed
 let cursor = null;
+let wanted = false;
 let abort = null;
 
 export function listen(listener) {
@@ -28,13 +30,24 @@ export function useFeedState() {
   return seen;
 }
 
-export function stopFeed() {
-  abort?.abort();
-  abort = null;
+export function startFeed() {
+  wanted = true;
+  connect();
 }
 
-export async function startFeed() {
-  stopFeed();
+export function stopFeed() {
+  wanted = false;
+  abort?.abort();
+}
+
+// A browser opens six connections to a host: a tab that nobody sees gives its one back, and goes on when it is seen.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) abort?.abort();
+  else if (wanted) connect();
+});
+
+async function connect() {
+  abort?.abort();
   const mine = (abort = new AbortController());
   let wait = FIRST_WAIT_MS;
   while (!mine.signal.aborted) {
@@ -61,7 +74,9 @@ async function read(signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
+    const silence = setTimeout(() => reader.cancel(), SILENT_MS);
     const { done, value } = await reader.read();
+    clearTimeout(silence);
     if (done) return response.status;
     const frames = (rest + value).split(/\r?\n\r?\n/);
     rest = frames.pop();
