@@ -17,6 +17,7 @@ from lightning_proxy.proxy.store.training import CallCredit, ComparedGroup
 Json = dict[str, Any]
 EQUAL = "all rewards of the group are equal"
 TASKS = 12
+ALIKE = {0: 0.0, 1: 1.0}  # tasks that are never solved, or always
 CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 SYSTEM = "You are a careful assistant. Use the calculator for sums."
 SAID = (
@@ -59,8 +60,9 @@ class Learning:
     async def group(self, number: int, task: int, solved: float) -> list[tuple[str, float]]:
         names = [f"run-{number:03}-{task}-{sibling}" for sibling in range(4)]
         kind = (3 * number + task) % TASKS
-        chance = {0: 0.0, 1: 1.0}.get(kind, solved)
-        return [(name, await self.rollout(name, f"multiply-{kind:02}", chance)) for name in names]
+        chances = [ALIKE[kind]] * 4 if kind in ALIKE else [1.0, solved, solved, 0.0]
+        task_id = f"multiply-{kind:02}"
+        return [(name, await self.rollout(name, task_id, one)) for name, one in zip(names, chances, strict=True)]
 
     async def rollout(self, name: str, task_id: str, solved: float, mode: str = "train") -> float:
         """A rollout of two calls, the first of a tool; its reward."""
