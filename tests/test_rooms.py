@@ -35,7 +35,7 @@ LEVELS = {
         {"collapse", "report", "plan"},
         {"rows"},
         {"credit"},
-        {"types", "waiting"},
+        {"types", "waiting", "hooks"},
     ],
 }
 # Rooms that are plugged in where the program is put together, by the files that may do so.

@@ -12,6 +12,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from ..proxy.config.root import Config
+from ..proxy.config.trainer import TrainerConfig
 from ..proxy.errors import ConfigError
 from ..proxy.policy.mode import decide
 from ..proxy.policy.operator import operator_headers
@@ -20,7 +21,9 @@ from ..proxy.policy.vllm import VllmFleet, operator_session
 from ..proxy.store.database import opened
 from ..proxy.store.store import Store
 from .collect.siblings import AskJudge
+from .credit.strategies import STRATEGIES
 from .distributed import ranks
+from .hooks import load
 from .judge.judge import Judge
 from .loop import Show, TrainingLoop, show_nothing
 from .offline import data
@@ -82,6 +85,15 @@ async def train_offline(
                 await asyncio.to_thread(save_weights, config, trainer, last.step)
 
 
+def check_hooks(config: TrainerConfig) -> None:
+    """Raise ConfigError if a function of the user's own cannot be had, before a model is loaded."""
+    for name in {config.credit} if isinstance(config.credit, str) else {*config.credit.values()}:
+        if name not in STRATEGIES:
+            load("trainer.credit", name)
+    if config.loss is not None:
+        load("trainer.loss", config.loss)
+
+
 def follow(config: Config) -> None:
     """Repeat the work of the leading process until it ends. All other processes of a launcher run this."""
     processes = ranks.Ranks()
@@ -109,6 +121,7 @@ def only_trainer(directory: Path, store: Path) -> Iterator[None]:
 @asynccontextmanager
 async def _trainer(config: Config) -> AsyncIterator[LightningTrainer]:
     """A trainer in this process and those that the launcher started beside it."""
+    check_hooks(config.trainer)
     processes = ranks.processes()
     trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy, processes)
     try:

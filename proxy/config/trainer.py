@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from . import cron
 from .section import Gpu, Number, Positive, Seconds, Section
@@ -13,7 +14,26 @@ from .section import Gpu, Number, Positive, Seconds, Section
 MIN_EARLIER = 4
 
 
-Strategy = Literal["uniform", "discounted", "anchor", "judge"]
+STRATEGIES = ("uniform", "discounted", "anchor", "judge")
+_OWN = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")  # a function of the user's own
+
+
+def _own(value: str) -> str:
+    if not _OWN.fullmatch(value):
+        raise ValueError(f"a function of your own is FILE.py:NAME, got {value!r}")
+    return value
+
+
+def _strategies(value: Any) -> Any:
+    """Refuse what is no strategy, for all agents or by agent."""
+    for one in value.values() if isinstance(value, dict) else [value]:
+        if not isinstance(one, str) or (one not in STRATEGIES and not _OWN.fullmatch(one)):
+            raise ValueError(f"{', '.join(STRATEGIES)}, or a function of your own as FILE.py:NAME; got {one!r}")
+    return value
+
+
+Own = Annotated[str, AfterValidator(_own)]
+Credit = Annotated[str | dict[str, str], BeforeValidator(_strategies)]
 
 
 class AirConfig(Section):
@@ -118,7 +138,7 @@ class SftConfig(Section):
 class TrainerConfig(Section):
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
-    credit: Strategy | dict[str, Strategy] = "uniform"
+    credit: Credit = "uniform"
     discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     anchor_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     reward_weights: dict[str, Number] = {"reward": 1.0}
@@ -136,6 +156,7 @@ class TrainerConfig(Section):
     max_steps: Annotated[int, Field(ge=1)] | None = None
     max_staleness: Annotated[int, Field(ge=0)] = 8
     loss_type: LossType = "cispo"
+    loss: Own | None = None
     importance_level: Literal["token", "sequence"] = "token"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 from ...proxy.config.trainer import TrainerConfig
@@ -16,6 +17,7 @@ from ...proxy.types import ModelCall
 from ..types import RolloutRewards, Sibling
 from .agents import TrainedAgents
 from .baselines import Baseline, group_baselines
+from .own import own_credit
 
 # The parts of a request that the model is shown, for calls without token ids.
 SHOWN = ("system", "instructions", "messages", "prompt", "input", "tools")
@@ -142,13 +144,20 @@ def _of_agent(
 def _by_strategy(group: Sequence[Sibling], config: TrainerConfig, strategies: Mapping[str, Credit]) -> Values:
     """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named)."""
     if isinstance(config.credit, str):
-        return strategies[config.credit](group, config)
+        return _strategy(config.credit, strategies)(group, config)
     names: set[str] = {*config.credit.values(), "uniform"}
-    found = {name: strategies[name](group, config) for name in names}
+    found = {name: _strategy(name, strategies)(group, config) for name in names}
     return [
         [found[strategy_of(call.agent, config.credit)][i][j] for j, call in enumerate(sibling.calls)]
         for i, sibling in enumerate(group)
     ]
+
+
+def _strategy(name: str, strategies: Mapping[str, Credit]) -> Credit:
+    """A strategy by name. What is no name is a user's own; the return that it compares is not known."""
+    if name in strategies:
+        return strategies[name]
+    return partial(own_credit, name) if strategies is STRATEGIES else rollout_returns
 
 
 def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:

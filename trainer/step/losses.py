@@ -127,7 +127,7 @@ def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
 def loss_inputs(
     samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float], config: TrainerConfig
 ) -> dict[str, Tensor]:
-    """Return TRL's inputs, and `token_weights`; all are (A, L), with 0 where there is no token.
+    """Return TRL's inputs, `raw_advantages` and `token_weights`; all are (A, L), with 0 where there is no token.
 
     The weights go into the loss with the advantages, in which every term is linear.
     """
@@ -138,13 +138,15 @@ def loss_inputs(
     if LOSSES[config.loss_type].term == "sapo":  # the one term that TRL averages over sequences
         scale = scale * mask.sum(1, keepdim=True) * len(mask)
     nothing = mask[:, :0]
+    advantages = answers.take(padded([s.advantages for s in samples], mask.device))
     return {
         # Not read, since the forward pass is not TRL's (LightningTrainer._get_per_token_logps_and_entropies).
         "prompt_ids": nothing,
         "prompt_mask": nothing,
         "completion_ids": mask,
         "completion_mask": mask,
-        "advantages": answers.take(padded([s.advantages for s in samples], mask.device)) * scale,
+        "advantages": advantages * scale,
+        "raw_advantages": advantages,
         "old_per_token_logps": answers.take(padded([s.logprobs for s in samples], mask.device)),
         "num_items_in_batch": torch.tensor(1.0, device=mask.device),
         "token_weights": token_weights,

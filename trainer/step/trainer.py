@@ -31,6 +31,7 @@ from ..types import Batch, Sample
 from .adapters import Adapters, Weights
 from .entropy import EntropyBonus, entropy_term, tokens_by_adapter
 from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, token_weights
+from .own_loss import own_loss
 from .processes import Pass, Processes, on_every_process, on_every_shard
 from .scoring import Scores, attention_cost, check_tree_support, fully_scored, longest_sample, score
 from .shaping import Shaper
@@ -43,7 +44,6 @@ from .tree_attention import use_tree_attention
 from .trl_config import ENDLESS, checkpoint_layers, grpo_config, load_model, rewards_come_from_the_store
 
 log = logging.getLogger(__name__)
-
 STATE_FILE = "state.pt"
 
 
@@ -64,20 +64,19 @@ class LightningTrainer(GRPOTrainer):
         if config.threads:
             torch.set_num_threads(config.threads)
         self.trackers = Trackers(config.report_to, policy.directory / "trainer")
-        arguments = grpo_config(config, policy.directory / "trainer", self.trackers.run_name)
         model = load_model(policy.model, config)
         use_tree_attention(model)
         super().__init__(
             model=model,
-            args=arguments,
+            args=grpo_config(config, policy.directory / "trainer", self.trackers.run_name),
             # TRL wants both and would use them in `train()`, which is never called.
             reward_funcs=rewards_come_from_the_store,
             train_dataset=Dataset.from_dict({"prompt": [""]}),
             processing_class=AutoTokenizer.from_pretrained(policy.model),
             peft_config=lora_config(config, model),
         )
-        longest = longest_sample(model.config, config.max_sample_tokens)
-        self.settings = config.model_copy(update={"max_sample_tokens": longest})
+        longest = {"max_sample_tokens": longest_sample(model.config, config.max_sample_tokens)}
+        self.settings = config.model_copy(update=longest)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.trackers.attach(self)
@@ -242,11 +241,12 @@ class LightningTrainer(GRPOTrainer):
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        """TRL's loss of this process's samples alone; TRL would wait for the other processes in every micro-batch."""
+        """TRL's loss of this process's samples alone, not as a mean with other processes'; or the user's own loss."""
+        if (name := self.settings.loss) is not None and self._scores is not None:
+            return own_loss(name, inputs, self._scores.logprobs)
         everybody, self.accelerator = self.accelerator, self.processes.alone(self.accelerator)
         try:
-            loss: Tensor = super()._compute_loss(model, inputs)
-            return loss
+            return super()._compute_loss(model, inputs)
         finally:
             self.accelerator = everybody
 

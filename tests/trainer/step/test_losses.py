@@ -18,10 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.step.losses import LOSSES, Answers, answer_spans, loss_inputs, token_weights
 from lightning_proxy.trainer.step.scoring import Scores
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
+from support.paths import EXAMPLES
 
 VOCABULARY = 32
 STILL = 1e-30  # a learning rate that changes no weight
@@ -400,3 +402,26 @@ def test_a_gradient_that_is_not_finite_is_told_from_a_loss(model: Path, tmp_path
     assert learner.skipped_because is not None
     assert learner.skipped_because.startswith("the gradient is not finite over rollouts 0-0, 0-1, ")
     assert learner.skipped_because.endswith("and 7 more")
+
+
+def test_a_loss_of_ones_own_takes_the_place_of_trls(model: Path, tmp_path: Path) -> None:
+    own = {"loss": f"{EXAMPLES}/hooks/loss.py:clipped"}
+    settings = {"loss_type": "grpo", "clip_low": 0.2, "clip_high": 0.2, "importance_cap": 1e6}
+    expected, slope = taken(built := trained_a_little(trainer(model, tmp_path / "a", **settings)), batch(built))
+    by_hand = trained_a_little(trainer(model, tmp_path / "b", **settings, **own))
+    loss, found = taken(by_hand, batch(by_hand))
+    assert loss == pytest.approx(expected, rel=1e-5) and (found - slope).norm() < 1e-5 * slope.norm()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return given.logprobs.sum()", r"a tensor of shape \(\d+, \d+\) is needed, one number per token"),
+        ("return given.nothing", r"AttributeError: .*nothing.* \(line 2\)"),
+    ],
+)
+def test_a_wrong_loss_is_named(model: Path, tmp_path: Path, body: str, told: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def f(given):\n    {body}\n")
+    learner = trainer(model, tmp_path, loss=f"{tmp_path}/mine.py:f")
+    with pytest.raises(ConfigError, match=f"^trainer.loss {tmp_path}/mine.py:f: {told}$"):
+        learner.step(batch(learner))

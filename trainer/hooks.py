@@ -1,0 +1,53 @@
+"""Loads a user's own credit assignment or loss: `trainer.credit` and `trainer.loss` as `FILE.py:NAME`.
+
+The function runs in the trainer's process. A fault in it is one line that names the setting and the file's line.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from ..proxy.errors import ConfigError
+
+
+@cache
+def load(setting: str, own: str) -> Callable[..., Any]:
+    """Return the function that `own`, a FILE.py:NAME, names. Raise ConfigError where it cannot be had."""
+    file, _, name = own.rpartition(":")
+    path = Path(file).expanduser().absolute()
+    spec = spec_from_file_location(f"lightning_hook_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"{setting}: there is no file {path}")
+    module = module_from_spec(spec)
+    with _told(f"{setting} {own}", path):
+        spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{setting}: {path} has no function {name}")
+    return function
+
+
+@contextmanager
+def faults(setting: str, own: str) -> Iterator[None]:
+    """Turn an error of the user's function in this block into a ConfigError."""
+    with _told(f"{setting} {own}", Path(own.rpartition(":")[0]).expanduser().absolute()):
+        yield
+
+
+@contextmanager
+def _told(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f" (line {lines[-1]})" if lines else ""
+        said = " ".join(str(error).split())[:500]
+        raise ConfigError(f"{what}: {type(error).__name__}: {said}{where}") from error

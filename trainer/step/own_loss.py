@@ -1,0 +1,42 @@
+"""A loss by a user's own function (`trainer.loss: FILE.py:NAME`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...proxy.errors import ConfigError
+from ..hooks import faults, load
+
+SETTING = "trainer.loss"
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a loss is made of. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
+
+    `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
+    sampled. `advantages`: the same for every token of an answer.
+    """
+
+    logprobs: Tensor
+    sampled_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+
+def own_loss(name: str, inputs: Mapping[str, Tensor], logprobs: Tensor) -> Tensor:
+    """Return the weighted sum of what the function says for each token. Raise ConfigError for another shape.
+
+    The weights are those of `loss_type`: they make the sum a mean over rollouts or tokens.
+    """
+    function, mask = load(SETTING, name), inputs["completion_mask"]
+    given = LossInputs(logprobs, inputs["old_per_token_logps"], inputs["raw_advantages"] * mask, mask)
+    with faults(SETTING, name):
+        of_tokens = function(given)
+    if not isinstance(of_tokens, torch.Tensor) or of_tokens.shape != mask.shape:
+        raise ConfigError(f"{SETTING} {name}: a tensor of shape {tuple(mask.shape)} is needed, one number per token")
+    return (torch.where(mask.bool(), of_tokens, 0.0) * inputs["token_weights"]).sum()
