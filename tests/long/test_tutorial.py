@@ -1,0 +1,69 @@
+"""docs/tutorial.md with its files and commands as they stand there; the providers are played, the ports free ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.paths import ROOT
+from support.provider import serving_provider
+from support.whole_system import free_port
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
+
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Each part says when it begins; a command that fails ends all.
+PART = 'echo "part {number} begins at $SECONDS s"\n{commands}'
+
+
+def here(text: str, provider: str) -> str:
+    """The document's text with addresses of this machine."""
+    for address in ("https://api.openai.com", "https://api.anthropic.com"):
+        assert address in text
+        text = text.replace(address, provider)
+    for port in ("8080", "8100"):
+        text = text.replace(port, str(free_port()))
+    return text
+
+
+def rewards(file: Path) -> dict[str, float]:
+    """The mean reward of each model that an evaluation compared."""
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return {row["model"]: row["mean_reward"] for row in rows}
+
+
+async def test_the_tutorial_leads_from_a_providers_traffic_to_a_better_small_model(tmp_path: Path) -> None:
+    async with serving_provider() as provider:
+        blocks = FENCE.findall(here((ROOT / "docs" / "tutorial.md").read_text(), provider))
+        for language, text in blocks:
+            if language != "sh":
+                (tmp_path / text.partition("\n")[0].removeprefix("# ")).write_text(text)
+        commands = [text for language, text in blocks if language == "sh"]
+        parts = [PART.format(number=number, commands=text) for number, text in enumerate(commands)]
+        bin_first = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        shell = await asyncio.create_subprocess_exec(
+            "bash", "-euo", "pipefail", "-c", "\n".join(parts),
+            cwd=tmp_path, env=os.environ | bin_first, start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert await shell.wait() == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+            await shell.wait()
+    before, imitated = rewards(tmp_path / "before.json"), rewards(tmp_path / "imitated.json")
+    print(before, imitated, rewards(tmp_path / "reinforced.json"))
+    assert before["gpt-4.1-mini"] > 0.8
+    assert imitated["live"] > before["live"] + 0.3
+    (reinforced, _) = json.loads((tmp_path / "reinforced.json").read_text())["rows"]
+    assert min(reinforced["policy_versions"]) > 1
+    assert len((tmp_path / "good.jsonl").read_text().splitlines()) > 100
