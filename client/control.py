@@ -58,14 +58,19 @@ class Control:
 
     def post(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
         """Post and return the answer's JSON. A retry counts once. Raises Refused or ProxyUnreachable."""
-        request = self._request(path, body, headers)
+        return self._patiently(self._request(path, body, headers), f"so this was not recorded: POST {path}")
+
+    def get(self, path: str, headers: Mapping[str, str]) -> Any:
+        """Return the answer's JSON. Raises Refused or ProxyUnreachable."""
+        return self._patiently(Request(self.url + path, headers={**self._authorization(), **headers}), f"GET {path}")
+
+    def _patiently(self, request: Request, what: str) -> Any:
         try:
             return _tries(stop_after_delay(self.patience_s))(_send, request)
         except RetryError as error:
             why = error.last_attempt.exception()
             raise ProxyUnreachable(
-                f"the proxy at {self.url} could not be reached for {self.patience_s:g} s, so this was not recorded: "
-                f"POST {path}: {why}"
+                f"the proxy at {self.url} could not be reached for {self.patience_s:g} s, {what}: {why}"
             ) from why
 
     def find(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:

@@ -111,6 +111,11 @@ class Rollout:
         body = {"kind": kind, "agent": self.agent, **content}
         return int(self.control.post(self._path("events"), body, self.headers)["event_id"])
 
+    def prompt(self, name: str) -> str:
+        """Return the text of a prompt of the proxy, in the version that the rollout keeps from now on."""
+        answer = self.control.get(f"/prompts/{quote(name, safe=':')}", self.headers)
+        return str(answer["text"])
+
     def end(self, status: Literal["completed", "failed", "discarded"] = "completed", reason: str | None = None) -> None:
         """End the rollout. A rollout that has already ended stays as it is."""
         try:

@@ -26,6 +26,7 @@ from .operation import operation, plain
 __all__ = [
     "LLM",
     "LitAgent",
+    "PromptTemplate",
     "emit_annotation",
     "emit_exception",
     "emit_message",
@@ -33,6 +34,7 @@ __all__ = [
     "emit_reward",
     "llm_rollout",
     "operation",
+    "prompt_rollout",
     "reward",
     "rollout",
 ]
@@ -149,20 +151,35 @@ class LLM:
         return self.endpoint
 
 
-class LitAgent:
-    """A function of (task, llm) or (task, llm, rollout), each call of which is a rollout.
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """A text with places for values, as Python's `str.format` has them."""
 
-    A number that it returns is the rollout's reward; an exception fails it.
+    template: str
+    engine: str = "f-string"
+
+    def format(self, **values: Any) -> str:
+        """Return the text with its values. NotImplementedError for another engine than f-string."""
+        if self.engine != "f-string":
+            raise NotImplementedError(f"a template of the engine {self.engine!r} cannot be filled in here")
+        return self.template.format(**values)
+
+
+class LitAgent:
+    """A function of a task and of `llm`, `prompt_template` or both, and of `rollout` if it likes.
+
+    Each call of it is a rollout. A number that it returns is the rollout's reward; an exception fails it. The prompt
+    template is the proxy's prompt of that name.
     """
 
     def __init__(self, function: Function) -> None:
         names = list(inspect.signature(function).parameters)
-        if len(names) < 2 or names[0] != "task" or "llm" not in names:
+        if names[:1] != ["task"] or not {"llm", "prompt_template"} & {*names}:
             raise NotImplementedError(
-                f"{getattr(function, '__name__', function)}({', '.join(names)}): only functions of (task, llm) or "
-                "(task, llm, rollout) can be run; there are no prompt templates here"
+                f"{getattr(function, '__name__', function)}({', '.join(names)}): only functions of task and of llm, "
+                "prompt_template or both, and of rollout, can be run"
             )
-        self._function, self._takes_rollout = function, "rollout" in names
+        self._function, self._wanted = function, {*names}
         functools.update_wrapper(self, function)
 
     @property
@@ -194,8 +211,12 @@ class LitAgent:
             return result
 
     def _resources(self, here: Rollout, llm: LLM | None, rollout: Rollout | None) -> dict[str, Any]:
-        llm = llm or LLM(here.base_url, api_key=here.environ["OPENAI_API_KEY"])
-        return {"llm": llm} | ({"rollout": rollout or here} if self._takes_rollout else {})
+        found: dict[str, Any] = {}
+        if "llm" in self._wanted:
+            found["llm"] = llm or LLM(here.base_url, api_key=here.environ["OPENAI_API_KEY"])
+        if "prompt_template" in self._wanted:
+            found["prompt_template"] = PromptTemplate(here.prompt("prompt_template"))
+        return found | ({"rollout": rollout or here} if "rollout" in self._wanted else {})
 
 
 def _scope() -> Any:
@@ -215,4 +236,9 @@ def rollout(function: Function) -> LitAgent:
 
 def llm_rollout(function: Function | None = None, *, strip_proxy: bool = True) -> Any:
     """`@llm_rollout` or `@llm_rollout(…)`: the same as `@rollout`."""
+    return LitAgent if function is None else LitAgent(function)
+
+
+def prompt_rollout(function: Function | None = None) -> Any:
+    """`@prompt_rollout`: the same as `@rollout`."""
     return LitAgent if function is None else LitAgent(function)

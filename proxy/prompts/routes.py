@@ -92,11 +92,15 @@ async def list_prompts(request: Request) -> Response:
 
 @router.get("/prompts/{name}", response_model=None, responses=answers(PromptSeen))
 async def get_prompt(request: Request, name: PathId, version: Annotated[int | None, Query(ge=1)] = None) -> Response:
-    """A prompt, for an agent that asks for its text. A rollout (its key, or `X-Rollout-Id`) gets the one it keeps."""
+    """A prompt, for an agent that asks for its text.
+
+    A rollout (its key, or `X-Rollout-Id`) gets the version that it keeps. If it keeps none, it keeps the live one now.
+    """
     p, rollout_id = parts(request), caller_of(request).rollout_id or request.headers.get("x-rollout-id")
+    prompt = await p.store.prompts.get(check_id(name, "name"))
     if rollout_id is not None:
         await parts_for(request, rollout_id)
-    prompt = await p.store.prompts.get(check_id(name, "name"))
+        await p.store.prompts.pin([rollout_id], {name: prompt.live})
     kept = None if rollout_id is None else p.store.prompts.kept_by(rollout_id, name)
     view = await _view(p, prompt, version or kept or prompt.live)
     return await large_response(lambda: view)

@@ -174,8 +174,31 @@ def test_what_agent_lightning_refuses_is_refused() -> None:
     agl.emit_message("kept", propagate=False)
 
 
-def test_a_function_of_a_prompt_template_is_refused_with_the_reason() -> None:
-    with pytest.raises(NotImplementedError, match="no prompt templates"):
+async def test_a_prompt_template_is_the_proxys_prompt(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    @agl.prompt_rollout
+    def agent(task: Any, prompt_template: agl.PromptTemplate) -> float:
+        said.append(prompt_template.format(city=task["city"]))
+        return 0.5
+
+    async with running(tmp_path) as system:
+        monkeypatch.setenv("LIGHTNING_URL", system.url)
+        for text in ("Weather in {city}?", "What is the weather in {city}?"):
+            await system.call("POST", "/prompts", {"name": "prompt_template", "text": text, "promote": True})
+            await asyncio.to_thread(agent, {"city": "Rome"})
+        assert said == ["Weather in Rome?", "What is the weather in Rome?"]
+        _, prompt = await system.call("GET", "/prompts/prompt_template")
+        assert [one["rewards"]["train"]["mean"] for one in prompt["versions"]] == [0.5, 0.5]
+
+
+def test_what_cannot_be_run_is_refused_with_the_reason() -> None:
+    with pytest.raises(NotImplementedError, match="only functions of task and of llm"):
 
         @agl.rollout
-        def agent(task: Any, prompt_template: Any) -> None: ...
+        def agent(task: Any, resources: Any) -> None: ...
+
+    with pytest.raises(NotImplementedError, match="jinja"):
+        agl.PromptTemplate("{{ x }}", engine="jinja").format(x=1)

@@ -46,6 +46,11 @@ ROLLOUT_PROMPT_KEPT = """
 INSERT INTO rollout_prompts (rollout_id, name, version) VALUES (:rollout_id, :name, :version)
 ON CONFLICT (rollout_id, name) DO NOTHING
 """
+ROLLOUT_PROMPT_PINNED = """
+INSERT INTO rollout_prompts (rollout_id, name, version)
+SELECT rollout_id, :name, :version FROM rollouts WHERE rollout_id = :rollout_id
+ON CONFLICT (rollout_id, name) DO NOTHING
+"""
 # Nothing for a call whose start was refused.
 CALL_PROMPT = """
 INSERT INTO call_prompts (call_id, name, version, place, sent_version, sent)
@@ -220,13 +225,13 @@ class Prompts:
         await self._db.commit([(PROMPT_METRICS, [row])])
 
     async def pin(self, rollout_ids: Sequence[str], versions: Mapping[str, int]) -> None:
-        """Let rollouts keep these versions, unless they keep others already. NotFound for unknown ones: see `check`."""
+        """Let rollouts keep these versions, unless they keep others already. Unknown rollouts keep nothing."""
         rows = [
             {"rollout_id": rollout_id, "name": name, "version": version}
             for rollout_id in rollout_ids
             for name, version in versions.items()
         ]
-        await self._db.commit([(ROLLOUT_PROMPT_KEPT, rows)])
+        await self._db.commit([(ROLLOUT_PROMPT_PINNED, rows)])
 
     async def check(self, versions: Mapping[str, int]) -> None:
         """Raise NotFound if one of these prompts, or the version of it, is unknown."""
