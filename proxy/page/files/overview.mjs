@@ -124,7 +124,7 @@ function RewardByVersions({ versions }) {
     const of = (mode) => rewarded.map(({ rewards }) => rewards[mode]?.mean ?? null);
     const series = [
       { label: "train", values: of("train"), colour: "accent" },
-      { label: "eval", values: of("eval"), colour: "good" },
+      { label: "eval", values: of("eval"), colour: "good", scatter: true },
     ].filter(({ values }) => values.some((value) => value !== null));
     return { x: rewarded.map(({ version }) => version), series };
   }, [versions]);
