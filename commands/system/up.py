@@ -29,9 +29,10 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
             view.say(told, "yellow")
         parts = System(config, launch, logs, view.say, needs_trainer=False, serve_options=view.serve_options)
         async with parts as system:
-            url = f"http://{address(config.proxy.host, config.proxy.port)}/v1"
-            ready = f"ready: OPENAI_BASE_URL={url}, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops"
+            root = f"http://{address(config.proxy.host, config.proxy.port)}"
+            ready = f"ready: OPENAI_BASE_URL={root}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops"
             view.say(ready, "bold")
+            view.say(f"look at it in a browser: {root}/")
             await system.guard(_show(config, logs / "proxy.log", view))
 
 

@@ -88,10 +88,15 @@ SELECT rewards.* FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollou
 WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
 """
 EQUAL_REWARDS = "all rewards of the group are equal"
+# Since the newest rollout of the last step, or, where that is deleted, since the step began.
 UNLEARNED = """
 SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
     SELECT reward FROM rollouts
-    WHERE n > (SELECT COALESCE(MAX(n), 0) FROM rollouts WHERE step = (SELECT MAX(step) FROM steps))
+    WHERE n > COALESCE(
+            (SELECT MAX(n) FROM rollouts WHERE step = (SELECT MAX(step) FROM steps)),
+            (SELECT n FROM rollouts WHERE created_at <= (SELECT MAX(created_at) FROM steps) ORDER BY n DESC LIMIT 1),
+            0
+        )
       AND mode <> 'eval' AND dropped = :reason
     ORDER BY n DESC LIMIT :enough
 ) AS recent

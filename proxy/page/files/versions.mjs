@@ -27,12 +27,13 @@ function History({ versions, near, reload }) {
   const newest = useMemo(() => [...versions].reverse(), [versions]);
   const shown = all ? newest : newest.slice(0, SHOWN);
   const live = versions.find((version) => version.live);
+  const canGoBack = versions.some((version) => version.promotable && version.version < live?.version);
   const onDone = () => {
     setAsking(null);
     reload();
   };
   return html`<div class="title-line"><p>Version <b>${live?.version}</b> is live${live?.live_at && html` since <${Time} at=${live.live_at} />`}.</p>
-      <button onClick=${() => setAsking({ path: "/policy/rollback", what: "Roll back to the version that was live before this one?", verb: "Roll back" })}>Roll back…</button></div>
+      ${canGoBack && html`<button onClick=${() => setAsking({ path: "/policy/rollback", what: "Roll back to the version that was live before this one?", verb: "Roll back" })}>Roll back…</button>`}</div>
     ${versions.length === 1 && html`<${Empty}>Only the base model is there. The first training step publishes version 1.<//>`}
     <div class="table versions" tabindex="0" role="region" aria-label="Versions"><table>
       <thead><tr><th scope="col">lineage</th><th scope="col" class="num">version</th><th scope="col">status</th><th scope="col">verified</th><th scope="col" class="num">from</th><th scope="col" class="num">step</th><th scope="col" class="num">train reward</th><th scope="col" class="num">eval reward</th><th scope="col" class="num">made</th><th scope="col">action</th></tr></thead>

@@ -100,7 +100,7 @@ class Feed:
 def _happened(n: int, kind: str, row: sqlite3.Row) -> Happened:
     data = {name: value for name, value in dict(row).items() if name != "ref"}
     if kind == "step":
-        data["reward"] = loads(data.pop("metrics")).get("reward")
+        data["reward"] = loads(data.pop("metrics")).get("reward_mean")
     if kind == "version":
         data |= {"live": bool(data["live"]), "verified": bool(data["verified"])}
     return Happened(n, kind, data)  # type: ignore[arg-type]

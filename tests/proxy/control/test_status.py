@@ -71,6 +71,10 @@ async def test_status_says_that_nothing_was_learned_for_three_batches(running: R
         await store.steps.trained(await store.steps.claim(["next"], 0), None, {})
         _, status = await system.call("GET", "/status")
         assert status["standstill"] is None
+        assert (await system.call("POST", "/rollouts/next/end", {"status": "completed"}))[0] == 200
+        assert (await system.call("DELETE", "/rollouts/next"))[0] == 204
+        _, status = await system.call("GET", "/status")
+        assert status["standstill"] is None
 
 
 async def test_status_sums_up_the_newest_calls(

@@ -75,7 +75,7 @@ async def test_a_feed_tells_of_calls_rewards_rollouts_steps_and_versions(running
         reward = (await feed.until("reward")).data
         assert reward.items() >= {"reward_id": posted["reward_id"], "reward": 0.5, "source": "env"}.items()
         await feed.until("rollout", rollout_id="r1", status="completed", reward=0.5)
-        await store.steps.trained(await store.steps.claim(["r1"], 0), None, {"reward": 0.5})
+        await store.steps.trained(await store.steps.claim(["r1"], 0), None, {"reward_mean": 0.5})
         await feed.until("step", step=1, status="trained", reward=0.5)
         version = await store.versions.new("merged", 1, {})
         await store.versions.set_live(version, 1)

@@ -66,7 +66,7 @@ SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "
 WHOLE = {
     "UNTRAINABLE", "RECENT_CALLS", "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS",
     "PAGES", "CLAIMABLE_GROUPS", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
-    "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing",
+    "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing", "UNLEARNED",
 }  # fmt: skip
 # Sort what belongs to a few steps, one rollout or tool-call id, or the newest calls.
 SORTS = {
