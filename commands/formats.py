@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -14,6 +17,15 @@ BARS = "▁▂▃▄▅▆▇█"
 def print_json(value: Any) -> None:
     """Print one JSON document on one line."""
     print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def progress_bar() -> Progress:
+    """Return a bar beside what is printed; only a terminal shows it."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(console=console, disable=not console.is_terminal)
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -109,15 +109,13 @@ def _gib(value: float | None) -> str:
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
     """Give free space back, and return the file's size before and after."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from ..proxy.store.database import opened
     from ..proxy.store.retention import give_back, read_pages
+    from .formats import progress_bar
 
     async with opened(config) as database:
         before = await read_pages(database)
-        with Progress(console=Console(stderr=True)) as progress:
+        with progress_bar() as progress:
             bar = progress.add_task("giving back", total=before.free)
             await give_back(database, on_step=lambda pages: progress.update(bar, completed=before.free - pages.free))
         await database.checkpoint()

@@ -8,9 +8,10 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
@@ -96,9 +97,16 @@ async def _train(config: Config, once: bool, offline: Offline | None, method: Me
         loop.add_signal_handler(number, stop.set)
     watch = asyncio.create_task(_stop_without_launcher(stop)) if "RANK" in os.environ else None
     console = Console(stderr=True, highlight=False)
-    show = teller(console)
+    tell, taken = teller(console), list[int]()
+
+    def show(step: int, metrics: Mapping[str, Any]) -> None:
+        taken.append(step)
+        tell(step, metrics)
+
     if offline is None:
         await main.train(config, stop, once=once, show=show, method=method)
+        if once and not taken and not stop.is_set():
+            console.print("no step was taken: `lightning-proxy status` says what waits, and what was dropped and why")
         if (place := await where(config)) is not None:
             console.print(place, markup=False, soft_wrap=True)
     else:

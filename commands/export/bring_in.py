@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from rich.console import Console
-from rich.progress import Progress
 
 from ...proxy.apis.tokens import NOT_THE_POLICY
 from ...proxy.apis.tools import dicts, tool_calls
@@ -24,6 +23,7 @@ from ...proxy.recording.redact import Redactor
 from ...proxy.store.database import opened
 from ...proxy.store.store import Store
 from ...proxy.types import CallEnd, CallStart, Mode, Reward, RolloutName, check_id
+from ..formats import progress_bar
 from ..signals import run_until_signal
 
 Json = dict[str, Any]
@@ -70,7 +70,7 @@ async def bring_in(config: Config, file: Path, model: str, reward: float, lines:
     async with opened(config.store) as database:
         store = Store(database)
         async with Recorder(store, merged=False, redactor=redactor) as recorder:
-            with Progress(console=Console(stderr=True)) as progress:
+            with progress_bar() as progress:
                 for one in progress.track(conversations(file, model, reward), lines, description="conversations"):
                     if await _is_known(store, one):
                         brought.known += 1

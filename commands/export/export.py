@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from rich.console import Console
-from rich.progress import Progress
 
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
@@ -23,6 +22,7 @@ from ...proxy.errors import ConfigError, LightningError, NotFound
 from ...proxy.store.database import opened
 from ...proxy.store.store import Store
 from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
+from ..formats import progress_bar
 from ..signals import run_until_signal
 from .conversations import conversations
 from .files import RowWriter, file_format, open_writer
@@ -143,7 +143,7 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
         store = Store(database)
         counts = await store.rollouts.counts()
         total = sum(n for kinds, n in counts.items() if selection.counts(*kinds))
-        with Progress(console=Console(stderr=True)) as progress:
+        with progress_bar() as progress:
             bar = progress.add_task("rollouts", total=None if selection.task_id else total)
             async with aclosing(_rollouts(store, selection)) as rollouts:
                 async for rollout in rollouts:

@@ -100,9 +100,8 @@ def test_what_was_exported_comes_in_again_as_it_was(tmp_path: Path) -> None:
 
 def test_a_second_import_adds_nothing(tmp_path: Path) -> None:
     path = written(tmp_path, PLAIN, WITH_TOOLS, PLAIN)
-    assert "2 rollouts from" in run(tmp_path, "import", path)[2]
-    assert "0 rollouts from" in (err := run(tmp_path, "import", path)[2])
-    assert "3 were there already" in err
+    assert run(tmp_path, "import", path).stderr == f"2 rollouts from {path}, 1 were there already\n"
+    assert run(tmp_path, "import", path).stderr == f"0 rollouts from {path}, 3 were there already\n"
 
 
 @pytest.mark.parametrize(
