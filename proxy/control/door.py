@@ -43,10 +43,18 @@ class AgentRoute(APIRoute):
 
     schemes: ClassVar[tuple[Callable[..., Any], ...]] = (_ANY, _ANY_AS_HEADER)
 
-    def __init__(self, *args: Any, dependencies: Sequence[Depends] | None = None, **named: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        dependencies: Sequence[Depends] | None = None,
+        openapi_extra: dict[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
         known = {id(one.dependency) for one in dependencies or ()}  # a router that is included makes its routes anew
         added = [Security(one) for one in self.schemes if id(one) not in known]
-        super().__init__(*args, dependencies=[*(dependencies or ()), *added], **named)
+        none_needed = {**(openapi_extra or {}), "security": [{}]}  # beside the schemes: until the first key is made
+        given = [*(dependencies or ()), *added]
+        super().__init__(*args, dependencies=given, openapi_extra=none_needed, **named)
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()

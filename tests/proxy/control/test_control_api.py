@@ -445,10 +445,12 @@ async def test_the_document_says_which_key_a_route_needs(running: Running, tmp_p
         for method, route in item.items()
     }
     assert {route for route, names in needed.items() if names == ["admin key"]} == {
-        "DELETE /rollouts/{rollout_id}", "POST /policy/promote", "POST /policy/rollback"
+        "DELETE /rollouts/{rollout_id}", "POST /policy/promote", "POST /policy/rollback", "POST /prompts",
+        "POST /prompts/{name}/promote", "POST /prompts/{name}/rollback",
     }  # fmt: skip
     assert {route for route, names in needed.items() if not names} == {"GET /healthz", "GET /readyz", "GET /metrics"}
     assert needed["POST /reward"] == ["key", "key in a header"]
+    assert {} in document["paths"]["/reward"]["post"]["security"]  # while there is no key
 
 
 async def test_a_store_that_is_larger_than_it_is_to_be_is_degraded(running: Running, tmp_path: Path) -> None:

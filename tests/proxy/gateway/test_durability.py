@@ -59,7 +59,7 @@ async def test_a_full_disk_is_a_503_and_leaves_nothing_half_recorded(tmp_path: P
         assert client.calls == {call for (call,) in proxy.rows("SELECT call_id FROM calls WHERE status = 'ok'")}
         await client.turn(session, "full", stream=False, padding=600_000)
         async with session.get(f"{proxy.url}/readyz") as answer:
-            assert answer.status == 503 and "could not be written" in (await answer.json())["store"]
+            assert answer.status == 503 and "be written: " in (await answer.json())["store"]
         assert proxy.process is not None
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE, unlimited)
