@@ -69,7 +69,10 @@ class RolloutsBody(Body):
     may_reward: Annotated[bool, Field(strict=True)] = True
     policy_version: Annotated[int, Field(strict=True, ge=0, lt=2**31), WHOLE] | None = None
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    prompts: dict[Id, Annotated[int, Field(strict=True, ge=1, lt=2**31), WHOLE]] = {}
+    prompts: Annotated[
+        dict[Id, Annotated[int, Field(strict=True, ge=1, lt=2**31), WHOLE]],
+        Field(json_schema_extra={"additionalProperties": False}),  # beside the pattern of its names
+    ] = {}
 
 
 class EndBody(Body):

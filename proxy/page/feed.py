@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 
 from ..access.auth import Caller
 from ..control.answers import ERRORS
+from ..control.bodies import Cursor
 from ..control.door import AgentRoute
 from ..control.requests import caller_of, parts_for_all
 from ..errors import InvalidRequest, LightningError
@@ -33,8 +34,8 @@ _EVENTS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}
 @router.get("/feed", response_class=StreamingResponse, responses=_EVENTS)  # type: ignore[arg-type]
 async def feed(
     request: Request,
-    cursor: str | None = None,
-    last_event_id: Annotated[str | None, Header()] = None,
+    cursor: Cursor = None,
+    last_event_id: Annotated[str | None, Header(json_schema_extra={"pattern": "^[0-9]{0,18}$"})] = None,
 ) -> StreamingResponse:
     """Calls, rewards, rollouts, training steps and policy versions as they come, until the client or the proxy stops.
 
@@ -43,7 +44,8 @@ async def feed(
     """
     p, caller = await parts_for_all(request), caller_of(request)
     events = Feed(p.store.database)
-    after = events.newest() if (given := cursor or last_event_id) is None else _number(given)
+    given = cursor if cursor is not None else last_event_id or None  # a browser sends an empty one before the first
+    after = events.newest() if given is None else _number(given)
     whole = given is None or await events.knows(after)
     frames = _frames(request, events, after if whole else events.newest(), caller, whole)
     return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
