@@ -53,7 +53,8 @@ def text_at(request: Json, place: Place) -> str:
     value: Any = request
     for step in place:
         value = value[step]
-    assert isinstance(value, str)
+    if not isinstance(value, str):
+        raise TypeError(f"no text at {place}")
     return value
 
 

@@ -12,11 +12,11 @@ from ..errors import StoreUnavailable
 from ..gateway.question import Question
 from ..json_text import dumps, encode
 from ..recording.group_commit import Statement
-from ..recording.redact import Redactor
+from ..recording.redact import MASK, Redactor
 from ..store.resources.prompts import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Prompt
 from ..store.resources.prompts import Prompts as Table
 from ..types import CallStart, RolloutName
-from .placing import Place, find, put, text_at
+from .placing import Json, Place, find, put, text_at
 
 LOOK_S = 0.5  # until the first prompt is seen; then every call looks
 Outcome = Literal["placed", "unmatched"]
@@ -61,12 +61,12 @@ class Prompts:
             return question
         await self._refresh()
         placed: list[_Place] = []
-        body = question.body
+        body = asked = question.body
         for prompt in self._prompts:
-            place = find(question.endpoint, question.body, prompt.role)
+            place = find(question.endpoint, asked, prompt.role)
             if place is None or any(place == other.place for other in placed):
                 continue
-            sent = text_at(question.body, place)
+            sent = text_at(asked, place)
             if not _fits(prompt, rollout.agent, sent):
                 continue
             version = self._table.kept_by(rollout.rollout_id, prompt.name) or prompt.live
@@ -77,7 +77,7 @@ class Prompts:
             return question
         if any(text_at(body, one.place) != one.sent for one in placed):
             question = question._replace(body=body, request=question.request.with_body(encode(body)))
-        return question._replace(also=partial(self._statements, placed))
+        return question._replace(also=partial(self._statements, placed, asked))
 
     async def _refresh(self) -> None:
         if (stamp := self._table.stamp()) != self._stamp:
@@ -89,14 +89,15 @@ class Prompts:
             with suppress(StoreUnavailable):
                 await self._refresh()
 
-    def _statements(self, placed: Sequence[_Place], start: CallStart) -> list[Statement]:
+    def _statements(self, placed: Sequence[_Place], asked: Json, start: CallStart) -> list[Statement]:
         by_name = {prompt.name: prompt for prompt in self._prompts}
+        kept = self._redactor.value(asked, "request")
         made: list[Statement] = []
         for one in placed:
             row: dict[str, Any] = {"rollout_id": start.rollout.rollout_id, "call_id": start.call_id, "name": one.name}
             row |= {"version": one.version, "place": dumps(one.place)}
             known = by_name[one.name].version_of(one.sent)
-            sent = None if known is not None else self._redactor.text(one.sent)
+            sent = None if known is not None else _text_left(kept, one.place)
             made += [(ROLLOUT_PROMPT_KEPT, row), (CALL_PROMPT, row | {"sent_version": known, "sent": sent})]
         return made
 
@@ -105,3 +106,11 @@ def _fits(prompt: Prompt, agent: str | None, sent: str) -> bool:
     if prompt.agent is not None and agent is not None:
         return agent == prompt.agent
     return prompt.version_of(sent) is not None
+
+
+def _text_left(kept: Any, place: Place) -> str:
+    """What redaction has left of a text."""
+    try:
+        return text_at(kept, place)
+    except (TypeError, LookupError):
+        return MASK

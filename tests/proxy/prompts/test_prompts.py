@@ -143,6 +143,15 @@ async def test_only_admins_change_prompts(running: Running, tmp_path: Path) -> N
         assert (await system.call("GET", "/prompts"))[0] == 401
 
 
+async def test_a_field_that_is_not_kept_is_not_kept_as_a_prompt(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, recording={"redact": {"fields": ["request.messages.*.content"]}}) as system:
+        await add(system, OWN, match={"agent": "writer"})
+        await asyncio.sleep(0.6)
+        await ask(system, "the zebra's own", X_Rollout_Id="r1", X_Agent_Name="writer")
+        _, detail = await system.call("GET", "/rollouts/r1")
+        assert "zebra" not in str(detail) and len(detail["prompts"]) == 1
+
+
 async def test_what_the_agent_sent_is_redacted_and_goes_with_its_rollout(
     running: Running, tmp_path: Path, seen: list[Any]
 ) -> None:
