@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
+import time
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import typer
 from pydantic import SecretStr
@@ -42,8 +46,25 @@ def dashboard(store: StoreConfig, port: int) -> None:
     server = Server(Settings(create_dashboard(config), host=HOST, port=port, **UVICORN))
     typer.echo(f"{path}: http://{HOST}:{port}/#/?key={key}")
     typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
+    was_idle = not _is_in_use(path)
+    watch = threading.Thread(target=_end_when_used, args=(path, server), daemon=True)
+    if was_idle:
+        watch.start()
     with suppress(KeyboardInterrupt):
         server.run()
+    if was_idle and _is_in_use(path):
+        raise LightningError(f"{path} is in use now, and what was shown grows old: start the dashboard again")
+
+
+def _is_in_use(path: Path) -> bool:
+    return path.with_name(f"{path.name}-wal").exists()
+
+
+def _end_when_used(path: Path, server: Any) -> None:
+    """A file that nobody used was opened as one that does not change."""
+    while not server.should_exit:
+        time.sleep(0.5)
+        server.should_exit = server.should_exit or _is_in_use(path)
 
 
 async def _require_readable(store: StoreConfig) -> None:

@@ -19,11 +19,18 @@ class Interval:
     high: float
 
 
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return mean and standard deviation (of all there are); infinite where the values are too large for a sum."""
+    with np.errstate(all="ignore"):
+        return float(np.mean(values)), float(np.std(values))
+
+
 def bootstrap_mean(values: Sequence[float], seed: int) -> Interval:
     """Return the interval of the mean of `values`, one per task."""
     tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     at_once = max(1, MEMORY // len(tasks))
     sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
-    means = [tasks[rng.integers(0, len(tasks), (size, len(tasks)))].mean(axis=1) for size in sizes]
-    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    with np.errstate(all="ignore"):
+        means = [tasks[rng.integers(0, len(tasks), (size, len(tasks)))].mean(axis=1) for size in sizes]
+        low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return Interval(float(low), float(high))

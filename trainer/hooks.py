@@ -5,10 +5,12 @@ The function runs in the trainer's process. A fault in it is one line that names
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,11 @@ def load(setting: str, own: str) -> Callable[..., Any]:
     """Return the function that `own`, a FILE.py:NAME, names. Raise ConfigError where it cannot be had."""
     file, _, name = own.rpartition(":")
     path = Path(file).expanduser().absolute()
-    spec = spec_from_file_location(f"lightning_hook_{path.stem}", path)
+    known_as = f"lightning_hook_{sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = spec_from_file_location(known_as, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigError(f"{setting}: there is no file {path}")
-    module = module_from_spec(spec)
+    module = sys.modules[known_as] = module_from_spec(spec)  # dataclasses look there
     with _told(f"{setting} {own}", path):
         spec.loader.exec_module(module)
     function = getattr(module, name, None)

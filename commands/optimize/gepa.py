@@ -26,7 +26,7 @@ async def search(job: Search, minibatch: int) -> None:
         import gepa
     except ImportError:
         raise ConfigError("--method gepa needs the package gepa: pip install 'lightning-proxy[optimize]'") from None
-    adapter = _adapter(job, asyncio.get_running_loop())
+    adapter = _Adapter(job, asyncio.get_running_loop())
     try:
         await asyncio.to_thread(
             gepa.optimize,
@@ -41,49 +41,62 @@ async def search(job: Search, minibatch: int) -> None:
             logger=_Quiet(),
             seed=job.seed,
         )
-    except BudgetSpent:
-        return
+    except _Ended as ended:
+        if not isinstance(ended.__cause__, BudgetSpent):
+            raise ended.__cause__ from None  # type: ignore[misc]
+    finally:
+        adapter.is_over = True
 
 
-def _adapter(job: Search, loop: asyncio.AbstractEventLoop) -> Any:
-    from gepa.core.adapter import EvaluationBatch
+class _Ended(BaseException):
+    """Ends the package, which goes on after any other fault."""
 
-    class Adapter:
-        """Evaluates candidates for the package, whose thread it is called in."""
 
-        propose_new_texts = None
+class _Adapter:
+    """Evaluates candidates for the package, whose thread it is called in."""
 
-        def __init__(self) -> None:
-            self._idle, self._asked = 0, -1
+    propose_new_texts = None
 
-        def evaluate(self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False) -> Any:
-            scores = self._wait(_scores(job, batch, candidate[job.prompt]))
-            traces = [self._wait(job.scores.lesson(score)) for score in scores] if capture_traces else None
-            rewards = [score.reward for score in scores]
-            return EvaluationBatch(outputs=scores, scores=rewards, trajectories=traces)
+    def __init__(self, job: Search, loop: asyncio.AbstractEventLoop) -> None:
+        self._job, self._loop = job, loop
+        self._idle, self._asked = 0, -1
+        self.is_over = False
 
-        def make_reflective_dataset(
-            self, candidate: dict[str, str], evaluated: Any, components: list[str]
-        ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-            lessons = [
-                {"Inputs": inputs(one), "Generated Outputs": outputs(one), "Feedback": feedback(one)}
-                for one in evaluated.trajectories
-            ]
-            return dict.fromkeys(components, lessons)
+    def evaluate(self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False) -> Any:
+        from gepa.core.adapter import EvaluationBatch
 
-        def reflect(self, prompt: Any) -> str:
-            text = prompt if isinstance(prompt, str) else "\n\n".join(str(one["content"]) for one in prompt)
-            return self._wait(job.reflection.ask(text))
+        scores = self._wait(_scores(self._job, batch, candidate[self._job.prompt]))
+        traces = [self._wait(self._job.scores.lesson(score)) for score in scores] if capture_traces else None
+        rewards = [score.reward for score in scores]
+        return EvaluationBatch(outputs=scores, scores=rewards, trajectories=traces)
 
-        def is_done(self, _: Any) -> bool:
-            self._idle = self._idle + 1 if job.scores.asked == self._asked else 0
-            self._asked = job.scores.asked
-            return self._idle > MOST_IDLE
+    def make_reflective_dataset(
+        self, candidate: dict[str, str], evaluated: Any, components: list[str]
+    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        lessons = [
+            {"Inputs": inputs(one), "Generated Outputs": outputs(one), "Feedback": feedback(one)}
+            for one in evaluated.trajectories
+        ]
+        return dict.fromkeys(components, lessons)
 
-        def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-            return asyncio.run_coroutine_threadsafe(work, loop).result()
+    def reflect(self, prompt: Any) -> str:
+        text = prompt if isinstance(prompt, str) else "\n\n".join(str(one["content"]) for one in prompt)
+        return self._wait(self._job.reflection.ask(text))
 
-    return Adapter()
+    def is_done(self, _: Any) -> bool:
+        self._idle = self._idle + 1 if self._job.scores.asked == self._asked else 0
+        self._asked = self._job.scores.asked
+        return self._idle > MOST_IDLE
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self.is_over:
+            work.close()
+            raise _Ended
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except Exception as error:
+            self.is_over = True
+            raise _Ended from error
 
 
 async def _scores(job: Search, batch: Sequence[Task], text: str) -> list[Score]:

@@ -30,22 +30,24 @@ class Reflection:
     async def ask(self, text: str) -> str:
         """Return the model's answer; LightningError if it gives none."""
         digest = hashlib.sha256(f"{self._model}\n{text}".encode()).hexdigest()
-        self._asked[digest] += 1
-        key = f"{digest} {self._asked[digest]}"
+        key = f"{digest} {self._asked[digest] + 1}"
         if key not in self._answers:
             answer = await self._complete(text)
             await asyncio.to_thread(self._keep, key, answer)
             self._answers[key] = answer
+        self._asked[digest] += 1
         return self._answers[key]
 
     async def _complete(self, text: str) -> str:
         litellm = import_litellm()
+        from openai import OpenAIError
+
         messages = [{"role": "user", "content": text}]
         try:
             answer = await litellm.acompletion(
                 self._model, messages=messages, base_url=self._base_url, timeout=TIMEOUT_S, num_retries=3
             )
-        except litellm.exceptions.OpenAIError as error:  # what all of litellm's errors are
+        except OpenAIError as error:  # what all of litellm's errors are
             raise LightningError(f"{self._model} does not answer: {error}") from None
         content = answer.choices[0].message.content
         if not isinstance(content, str) or not content.strip():

@@ -61,8 +61,10 @@ class Scores:
             if one["status"] == "running":
                 await self._api.end_rollout(one["rollout_id"], "discarded", "the optimisation was stopped")
             elif one["status"] != "discarded":
-                self._add(one["version"], one["task_id"], one["rollout_id"], one["reward"], one["status"] == "failed")
                 self.taken += not one["held_out"]
+                failed = one["status"] == "failed"
+                if failed or one["reward"] is not None:  # another one takes the place of one without a reward
+                    self._add(one["version"], one["task_id"], one["rollout_id"], one["reward"], failed)
 
     @property
     def left(self) -> int:

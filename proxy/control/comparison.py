@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from statistics import fmean
 from typing import Any
 
-from ..bootstrap import bootstrap_mean
+from ..bootstrap import bootstrap_mean, mean_and_spread
 from ..store.reports.versions import TaskMean
 from ..types import Mode
 
@@ -30,9 +29,9 @@ def compared(means: Sequence[TaskMean], a: int, b: int, mode: Mode | None) -> di
         "b": b,
         "mode": mode,
         "tasks": len(tasks),
-        "mean_a": fmean(of_a[task].mean for task in tasks) if tasks else None,
-        "mean_b": fmean(of_b[task].mean for task in tasks) if tasks else None,
-        "difference": fmean(differences) if tasks else None,
+        "mean_a": mean_and_spread([of_a[task].mean for task in tasks])[0] if tasks else None,
+        "mean_b": mean_and_spread([of_b[task].mean for task in tasks])[0] if tasks else None,
+        "difference": mean_and_spread(differences)[0] if tasks else None,
         "interval": astuple(bootstrap_mean(differences, SEED)) if tasks else None,
         "data": [{"task_id": task, "a": _view(of_a[task]), "b": _view(of_b[task])} for task in tasks],
     }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
+from ..bootstrap import mean_and_spread
 from ..store.reports.tasks import TaskRollout
 from .answers import ERRORS, TaskPage, answers
 from .bodies import Cursor, Id
@@ -74,12 +74,13 @@ def task_views(newest: Sequence[TaskRollout], compared: Iterable[TaskRollout]) -
 def _task_view(task_id: str, rollouts: Sequence[TaskRollout], lowest: float, highest: float) -> Task:
     rewarded = [(r, r.reward) for r in rollouts if r.reward is not None]
     rewards = [reward for _, reward in rewarded]
+    mean, spread = mean_and_spread(rewards) if rewards else (None, None)
     return {
         "task_id": task_id,
         "rollouts": len(rollouts),
         "rewarded": len(rewards),
-        "mean": fmean(rewards) if rewards else None,
-        "std": pstdev(rewards) if rewards else None,
+        "mean": mean,
+        "std": spread,
         "min": min(rewards, default=None),
         "max": max(rewards, default=None),
         "solved": _solved(rewards, lowest, highest),

@@ -14,8 +14,9 @@ from ..access.auth import Caller
 from ..control.answers import ERRORS
 from ..control.bodies import Cursor
 from ..control.door import AgentRoute
-from ..control.requests import caller_of, parts_for_all
+from ..control.requests import caller_of, parts, parts_for_all
 from ..errors import InvalidRequest, LightningError
+from ..gateway.asgi import read_headers
 from ..gateway.server import is_stopping
 from ..json_text import dumps
 from ..store.reports.feed import Feed, Happened
@@ -25,6 +26,7 @@ router = APIRouter(tags=["page"], responses=ERRORS, route_class=AgentRoute)
 LOOK_S = 0.25  # from one look at the store to the next
 QUIET_S = 15.0  # after which a comment says that the feed is still there
 AT_ONCE = 500  # events that are read and sent at a time
+LET_IN_S = 5.0  # after which the key is looked at again: it may have been revoked
 
 # Neither a browser nor a proxy on the way is to keep events back.
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -59,19 +61,20 @@ def _number(cursor: str) -> int:
 
 async def _frames(request: Request, events: Feed, cursor: int, caller: Caller, whole: bool) -> AsyncIterator[bytes]:
     yield b"id: %d\n\n" % cursor if whole else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
-    told = monotonic()
+    told = let_in = monotonic()
     try:
         while not is_stopping(request.scope):
-            if events.newest() == cursor:
-                if monotonic() > told + QUIET_S:
-                    told = monotonic()
-                    yield b":\nid: %d\n\n" % cursor
-                await asyncio.sleep(LOOK_S)
-                continue
-            happened, cursor = await events.after(cursor, AT_ONCE, own=caller.own, key_id=caller.key_id)
-            if happened:
+            before, happened = cursor, list[Happened]()
+            if events.newest() != cursor:
+                happened, cursor = await events.after(cursor, AT_ONCE, own=caller.own, key_id=caller.key_id)
+            if happened or monotonic() > told + QUIET_S:
                 told = monotonic()
-                yield b"".join(map(_frame, happened))
+                yield b"".join(map(_frame, happened)) or b":\nid: %d\n\n" % cursor
+            if monotonic() > let_in + LET_IN_S:
+                let_in = monotonic()
+                await parts(request).keys.authenticate(read_headers(request.scope))
+            if cursor - before < AT_ONCE:
+                await asyncio.sleep(LOOK_S)
     except LightningError as error:
         yield b": %s\n\n" % error.message.replace("\n", " ").encode()
 

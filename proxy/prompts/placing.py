@@ -18,7 +18,12 @@ _TEXTS = ("text", "input_text")
 
 
 def find(endpoint: str, request: Json, role: Role) -> Place | None:
-    """Return the place of the first message of a role; None if there is none, or it is not one text alone."""
+    """Return the place of the first message of a role; None if there is none, or it is not one text alone.
+
+    What goes on with a conversation that the server keeps does not say what the user said first.
+    """
+    if role == "user" and (request.get("previous_response_id") or request.get("conversation")):
+        return None
     return next(filter(None, _places(endpoint, request, role)), None)
 
 

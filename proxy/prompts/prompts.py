@@ -69,7 +69,10 @@ class Prompts:
             sent = text_at(asked, place)
             if not _fits(prompt, rollout.agent, sent):
                 continue
-            version = self._table.kept_by(rollout.rollout_id, prompt.name) or prompt.live
+            version = self._table.kept_by(rollout.rollout_id, prompt.name)
+            if version is None and self._table.has_begun(rollout.rollout_id, rollout.agent):
+                continue  # it began with the agent's own text, before there was this prompt
+            version = version or prompt.live
             body = put(body, place, prompt.text_of(version))
             placed.append(_Place(prompt.name, version, place, sent))
         self._count("placed" if placed else "unmatched")

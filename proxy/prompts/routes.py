@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
+from ..access.auth import Caller
 from ..control.answers import ERRORS, answers
 from ..control.bodies import WHOLE, Body, Id, PathId
 from ..control.door import AdminRoute, AgentRoute
@@ -85,8 +86,8 @@ class TriedOutList(BaseModel):
 @router.get("/prompts", response_model=None, responses=answers(PromptList))
 async def list_prompts(request: Request) -> Response:
     """All prompts, by name, with their versions."""
-    p = parts(request)
-    views = [await _view(p, prompt, prompt.live) for prompt in await p.store.prompts.all()]
+    p, caller = await parts_for_all(request), caller_of(request)
+    views = [await _view(p, prompt, prompt.live, caller) for prompt in await p.store.prompts.all()]
     return await large_response(lambda: {"data": views})
 
 
@@ -94,23 +95,27 @@ async def list_prompts(request: Request) -> Response:
 async def get_prompt(request: Request, name: PathId, version: Annotated[int | None, Query(ge=1)] = None) -> Response:
     """A prompt, for an agent that asks for its text.
 
-    A rollout (its key, or `X-Rollout-Id`) gets the version that it keeps. If it keeps none, it keeps the live one now.
+    A rollout (its key, or `X-Rollout-Id`) gets the version that it keeps. If it is open and keeps none, it keeps the
+    live one now. A rollout's own key sees no `versions`.
     """
-    p, rollout_id = parts(request), caller_of(request).rollout_id or request.headers.get("x-rollout-id")
+    p, caller = parts(request), caller_of(request)
+    rollout_id = caller.rollout_id or request.headers.get("x-rollout-id")
     prompt = await p.store.prompts.get(check_id(name, "name"))
     if rollout_id is not None:
         await parts_for(request, rollout_id)
         await p.store.prompts.pin([rollout_id], {name: prompt.live})
     kept = None if rollout_id is None else p.store.prompts.kept_by(rollout_id, name)
-    view = await _view(p, prompt, version or kept or prompt.live)
+    chosen = kept if caller.rollout_id is not None else version or kept
+    view = await _view(p, prompt, chosen or prompt.live, caller)
     return await large_response(lambda: view)
 
 
 @router.get("/prompts/{name}/rollouts", response_model=None, responses=answers(TriedOutList))
 async def list_tried_out(request: Request, name: PathId, run: Id) -> Response:
     """The rollouts in which an optimisation has tried versions of a prompt, oldest first. `run` names it."""
-    p = await parts_for_all(request)
-    tried = await p.store.prompts.tried_out((await p.store.prompts.get(check_id(name, "name"))).name, run)
+    p, caller = await parts_for_all(request), caller_of(request)
+    await p.store.prompts.get(check_id(name, "name"))
+    tried = await p.store.prompts.tried_out(name, run, own=caller.own, key_id=caller.key_id)
     return await large_response(lambda: {"data": [*map(record_view, tried)]})
 
 
@@ -125,7 +130,7 @@ async def post_prompt(request: Request, body: PromptBody) -> Response:
     )  # fmt: skip
     if body.metrics:
         await p.store.prompts.measured(body.name, version, body.metrics)
-    view = await _view(p, await p.store.prompts.get(body.name), version)
+    view = await _view(p, await p.store.prompts.get(body.name), version, caller_of(request))
     return await large_response(lambda: view)
 
 
@@ -134,7 +139,7 @@ async def promote_prompt(request: Request, name: PathId, body: PromptPromoteBody
     """Make a version live. Rollouts that have begun keep theirs."""
     p = parts(request)
     await p.store.prompts.promote(check_id(name, "name"), body.version)
-    return await _live(p, name)
+    return await _live(p, name, caller_of(request))
 
 
 @admins.post("/prompts/{name}/rollback", response_model=None, responses=answers(PromptSeen))
@@ -142,20 +147,22 @@ async def rollback_prompt(request: Request, name: PathId) -> Response:
     """Make the version before the live one live again."""
     p = parts(request)
     await p.store.prompts.rollback(check_id(name, "name"))
-    return await _live(p, name)
+    return await _live(p, name, caller_of(request))
 
 
 router.include_router(admins)
 
 
-async def _live(p: Parts, name: str) -> Response:
+async def _live(p: Parts, name: str, caller: Caller) -> Response:
     prompt = await p.store.prompts.get(name)
-    view = await _view(p, prompt, prompt.live)
+    view = await _view(p, prompt, prompt.live, caller)
     return await large_response(lambda: view)
 
 
-async def _view(p: Parts, prompt: Prompt, version: int) -> dict[str, Any]:
-    rewards = await p.store.prompts.rewards(prompt.name)
+async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[str, Any]:
+    """The prompt as this caller may see it: code that the policy runs can read its rollout's key."""
+    is_rollout = caller.rollout_id is not None
+    rewards = {} if is_rollout else await p.store.prompts.rewards(prompt.name, own=caller.own, key_id=caller.key_id)
     return {
         "name": prompt.name,
         "match": {"agent": prompt.agent, "role": prompt.role},
@@ -164,6 +171,6 @@ async def _view(p: Parts, prompt: Prompt, version: int) -> dict[str, Any]:
         "text": prompt.text_of(version),
         "versions": [
             asdict(one) | {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
-            for one in prompt.versions
+            for one in (() if is_rollout else prompt.versions)
         ],
     }

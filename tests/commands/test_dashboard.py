@@ -8,6 +8,7 @@ import re
 import signal
 import sqlite3
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
@@ -78,6 +79,20 @@ async def test_a_store_alone_can_be_looked_at_and_stays_as_it_is(running: Runnin
             assert (await answer.content.readline()).startswith(b"id: ")
     assert copy.read_bytes() == before
     assert not [*tmp_path.glob("copy.db-*")]
+
+
+async def test_it_ends_when_somebody_else_uses_the_store(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+    argv = ("-m", "lightning_proxy", "dashboard", "--store", tmp_path / "store.db", "--port", str(free_port()))
+    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=PIPE, stderr=PIPE)
+    assert process.stdout is not None
+    await asyncio.wait_for(process.stdout.readline(), 60)
+    await asyncio.sleep(1)
+    async with running(tmp_path) as system:
+        await system.chat("r2")
+        _, said = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 1 and b"is in use now" in said
 
 
 async def test_a_store_in_use_can_be_looked_at(running: Running, tmp_path: Path) -> None:

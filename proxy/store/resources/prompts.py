@@ -42,6 +42,7 @@ SELECT version FROM prompt_log WHERE name = :name AND version < :version ORDER B
 PROMPT_LOG = "INSERT INTO prompt_log (name, version, at) VALUES (:name, :version, :at)"
 PROMPTS_CHANGED = "SELECT (SELECT MAX(n) FROM prompt_log) AS live, (SELECT MAX(rowid) FROM prompt_versions) AS made"
 ROLLOUT_PROMPT = "SELECT version FROM rollout_prompts WHERE rollout_id = :rollout_id AND name = :name"
+AGENT_HAS_CALLED = "SELECT 1 FROM calls WHERE rollout_id = :rollout_id AND agent IS :agent LIMIT 1"
 ROLLOUT_PROMPT_KEPT = """
 INSERT INTO rollout_prompts (rollout_id, name, version) VALUES (:rollout_id, :name, :version)
 ON CONFLICT (rollout_id, name) DO NOTHING
@@ -66,14 +67,14 @@ WHERE calls.rollout_id = :rollout_id ORDER BY calls.seq, call_prompts.name
 PROMPT_REWARDS = """
 SELECT version, mode, AVG(reward) AS mean, COUNT(*) AS rollouts
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
-WHERE name = :name AND reward IS NOT NULL GROUP BY version, mode
+WHERE name = :name AND reward IS NOT NULL AND (NOT :own OR rollouts.key_id IS :key_id) GROUP BY version, mode
 """
 # Oldest first.
 PROMPT_RUN = """
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata ->> '$.held_out', 0) AS held_out
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
-WHERE name = :name AND metadata ->> '$.optimize' = :run ORDER BY n
+WHERE name = :name AND metadata ->> '$.optimize' = :run AND (NOT :own OR rollouts.key_id IS :key_id) ORDER BY n
 """
 
 
@@ -243,6 +244,10 @@ class Prompts:
         row = self._db.one_now(ROLLOUT_PROMPT, {"rollout_id": rollout_id, "name": name})
         return None if row is None else int(row["version"])
 
+    def has_begun(self, rollout_id: str, agent: str | None) -> bool:
+        """Return whether an agent of a rollout has made a call. It is read at once, in the event loop."""
+        return self._db.one_now(AGENT_HAS_CALLED, {"rollout_id": rollout_id, "agent": agent}) is not None
+
     async def placed_in(self, rollout_id: str) -> list[Placed]:
         """Return what was put into the rollout's calls, in their order."""
         return [
@@ -250,16 +255,24 @@ class Prompts:
             for row in await self._db.all(CALL_PROMPTS_OF, {"rollout_id": rollout_id})
         ]
 
-    async def rewards(self, name: str) -> dict[int, dict[str, dict[str, float]]]:
-        """Return the mean reward of the rollouts that kept each version, and their number: by version and mode."""
+    async def rewards(
+        self, name: str, *, own: bool = False, key_id: str | None = None
+    ) -> dict[int, dict[str, dict[str, float]]]:
+        """Return the mean reward of the rollouts that kept each version, and their number: by version and mode.
+
+        `own`: only of those that were opened with the key `key_id`.
+        """
         found: dict[int, dict[str, dict[str, float]]] = {}
-        for row in await self._db.all(PROMPT_REWARDS, {"name": name}):
+        for row in await self._db.all(PROMPT_REWARDS, {"name": name, "own": own, "key_id": key_id}):
             found.setdefault(row["version"], {})[row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
         return found
 
-    async def tried_out(self, name: str, run: str) -> list[TriedOut]:
-        """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first."""
-        rows = await self._db.all(PROMPT_RUN, {"name": name, "run": run})
+    async def tried_out(self, name: str, run: str, *, own: bool = False, key_id: str | None = None) -> list[TriedOut]:
+        """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first.
+
+        `own`: only those that were opened with the key `key_id`.
+        """
+        rows = await self._db.all(PROMPT_RUN, {"name": name, "run": run, "own": own, "key_id": key_id})
         return [read(TriedOut, row, held_out=bool(row["held_out"])) for row in rows]
 
 

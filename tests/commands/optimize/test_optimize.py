@@ -46,8 +46,11 @@ class Reflecting:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.url = ""
+        self.fails = False
 
     async def answer(self, request: web.Request) -> web.Response:
+        if self.fails:
+            return web.json_response({"error": {"message": "no such key"}}, status=401)
         text = (await request.json())["messages"][0]["content"]
         self.asked.append(text)
         missing = " ".join(dict.fromkeys(re.findall(r"missing: (\w+)", text)))
@@ -152,6 +155,18 @@ async def test_a_search_that_was_killed_goes_on(
         assert max(Counter(kept).values()) == 1  # no finished score was asked for again
         assert found["rollouts"] <= 40 and found["mean_after"] > found["mean_before"] == 0
         assert max(Counter(model.asked).values()) <= 2  # what was under way at the kill, at most
+
+
+@pytest.mark.parametrize("method", ["apo", "gepa"])
+async def test_a_reflecting_model_that_does_not_answer_ends_the_search(
+    running: Running, tmp_path: Path, method: str
+) -> None:
+    async with running(tmp_path) as system, reflecting() as model:
+        arguments = await prepare(system, tmp_path, model, method, 40)
+        model.fails = True
+        done = await system.lightning(*arguments, "--json", "--", sys.executable, str(tmp_path / "agent.py"))
+        assert done.returncode == 1 and "openai/m does not answer" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 async def test_what_is_wrong_is_said_before_anything_runs(running: Running, tmp_path: Path) -> None:

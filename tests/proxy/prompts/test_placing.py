@@ -31,6 +31,8 @@ CASES: list[tuple[str, dict[str, Any], str, tuple[Any, ...] | None]] = [
     ("responses", {"input": "be brief"}, "user", ("input",)),
     ("completions", {"prompt": "be brief"}, "user", ("prompt",)),
     ("completions", {"prompt": [1, 2]}, "user", None),
+    ("responses", {"previous_response_id": "r", "input": "be brief"}, "user", None),
+    ("responses", {"conversation": "c", "input": "be brief"}, "user", None),
 ]  # fmt: skip
 
 
