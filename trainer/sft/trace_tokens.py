@@ -7,16 +7,14 @@ template shows its messages, once, and the answer's tokens are what it adds to t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ...proxy.apis.shaping import can_be_imitated
 from ...proxy.apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY
-from ...proxy.types import Choice, ModelCall
+from ...proxy.types import ModelCall
+from ..tuning.rollouts import is_whole, with_tokens
 
 Json = dict[str, Any]
 
@@ -26,17 +24,12 @@ def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall |
 
     None if it has to be tokenised, and the chat template does not show its answer after the prompt.
     """
-    if call.trainable or can_be_imitated(call.untrainable_reason):
-        return _with_tokens(call, call.prompt_token_ids, call.response_token_ids)
+    if is_whole(call):
+        return with_tokens(call, call.prompt_token_ids, call.response_token_ids)
     if call.untrainable_reason not in (NOT_THE_POLICY, NO_TOKEN_IDS) or not call.is_decision or len(call.choices) > 1:
         return call
     tokens = _tokenised(call, tokenizer) if call.endpoint == "chat/completions" else None
-    return tokens and _with_tokens(call, *tokens)
-
-
-def _with_tokens(call: ModelCall, prompt: Sequence[int], answer: Sequence[int]) -> ModelCall:
-    choice = Choice(0, tuple(answer), (0.0,) * len(answer), call.finish_reason)
-    return replace(call, prompt_token_ids=tuple(prompt), choices=(choice,), trainable=True, untrainable_reason=None)
+    return tokens and with_tokens(call, *tokens)
 
 
 def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:

@@ -36,8 +36,9 @@ from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, R
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.sft.sft import IGNORED, SftRun, dataset, fine_tune, mean_loss
 from lightning_proxy.trainer.sft.trace_tokens import as_trace
-from lightning_proxy.trainer.sft.traces import NothingToLearn, TraceReader, Traces
+from lightning_proxy.trainer.sft.traces import TraceReader, Traces
 from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
 from lightning_proxy.trainer.types import Sample
 from support.paths import TESTS
 

@@ -1,0 +1,116 @@
+"""Drives a trainer of TRL through a run: shared settings, checkpoints, the end on demand, logs, divergence."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+
+from ...proxy.errors import LightningError
+from ..files.weights import MARKER
+from ..step.trainer import LightningTrainer
+
+log = logging.getLogger(__name__)
+
+SAVES = 10  # checkpoints in a run
+
+
+class Watch(TrainerCallback):
+    """Ends the run when it is told to, marks whole checkpoints, and logs every epoch.
+
+    `measure` returns the numbers of held-out tasks, which go into the log of each epoch.
+    """
+
+    def __init__(self, stopped: Callable[[], bool], measure: Callable[[], dict[str, float]]) -> None:
+        self._stopped = stopped
+        self._measure = measure
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._stopped() and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / MARKER).touch()
+        log.info("%d of %d optimizer steps", state.global_step, state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "loss" not in logs:  # TRL's summary of the run
+            return
+        measured = self._measure()
+        state.log_history[-1].update(measured)  # goes into checkpoints with the rest
+        said = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured.items())
+        held_out = f" ({said})" if said else ""
+        log.info("epoch %.3g of %d: loss %.4g%s", logs["epoch"], args.num_train_epochs, logs["loss"], held_out)
+
+
+def fit(trainer: LightningTrainer, tuner: Trainer, directory: Path, rate: str) -> dict[str, float] | None:
+    """Train to the end, from the newest checkpoint in `directory` on; returns the last epoch's log, or None if stopped.
+
+    Raises LightningError, which names the setting `rate`, if the loss or the weights are not finite.
+    """
+    for callback in (PrinterCallback, ProgressCallback):
+        tuner.remove_callback(callback)
+    tuner.train(resume_from_checkpoint=_newest_checkpoint(directory))
+    if tuner.state.global_step < tuner.state.max_steps:
+        return None
+    last: dict[str, float] = next(entry for entry in reversed(tuner.state.log_history) if "loss" in entry)
+    if not (math.isfinite(last["loss"]) and all(torch.isfinite(v).all() for v in trainer.adapter().values())):
+        shutil.rmtree(directory, ignore_errors=True)
+        raise LightningError(f"fine-tuning diverged (loss {last['loss']:g}): nothing of it is kept; try a lower {rate}")
+    return {**last, "optimizer_steps": float(tuner.state.max_steps)}
+
+
+def tuning_metrics(
+    last: dict[str, float], *, epochs: int, rate: float, trained: int, computed: int, seconds: float
+) -> dict[str, float]:
+    """Return the metrics that every method has; `trained` and `computed` are an epoch's tokens."""
+    return {
+        "loss": last["loss"],
+        "grad_norm": last["grad_norm"],
+        "lr": rate,
+        "epochs": float(epochs),
+        "optimizer_steps": last["optimizer_steps"],
+        "skipped": 0.0,
+        "trained_tokens": float(epochs * trained),
+        "computed_tokens": float(epochs * computed),
+        "trained_tokens_per_s": epochs * trained / seconds,
+        "computed_tokens_per_s": epochs * computed / seconds,
+        "step_s": seconds,
+    }
+
+
+def arguments(trainer: LightningTrainer, directory: Path, *, epochs: int, rate: float, passes: int) -> dict[str, Any]:
+    """Return the settings of a run whose optimizer steps have `passes` forward passes of one row or pair."""
+    config, cuda = trainer.settings, torch.cuda.is_available()
+    return {
+        "output_dir": str(directory),
+        "use_cpu": not cuda,
+        "bf16": cuda and trainer.policy_model.dtype == torch.bfloat16,
+        "gradient_checkpointing": cuda,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": passes,
+        "num_train_epochs": epochs,
+        "learning_rate": rate,
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": config.max_grad_norm,
+        "seed": config.seed,
+        "logging_strategy": "epoch",
+        "logging_nan_inf_filter": False,
+        "save_strategy": "steps",
+        "save_steps": 1 / SAVES,
+        "save_total_limit": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def _newest_checkpoint(directory: Path) -> str | None:
+    """The newest checkpoint that was written to the end."""
+    whole = [path.parent for path in directory.glob(f"checkpoint-*/{MARKER}")]
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None

@@ -1,0 +1,142 @@
+"""Reads rewarded rollouts and their rows for a run of fine-tuning. It claims nothing, so RL can still train on them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from ...proxy.apis.shaping import can_be_imitated
+from ...proxy.config.trainer import TrainerConfig
+from ...proxy.errors import LightningError, NotFound
+from ...proxy.store.store import Store
+from ...proxy.types import Choice, ModelCall, Rollout
+from ..credit.agents import RollCall, TrainedAgents
+from ..credit.rewards import weighted_rewards
+from ..report.batch_metrics import Seen
+from ..rows.samples import rollout_samples
+from ..types import Sample, Sampling
+
+PAGE = 500
+# The counts of calls that are left out, and their words in an error.
+LEFT_OUT = {
+    "calls_untrainable": "without tokens to learn from",
+    "calls_other_tokens": "of tokens that the model does not have",
+    "calls_untokenised": "of other models that the policy's chat template does not show",
+    "calls_ambiguous": "with several answers",
+    "calls_of_others": "of agents that trainer.agents does not name",
+    "rows_too_long": "longer than trainer.max_sample_tokens or the model's context",
+}
+
+# Gives a call the tokens to learn from; None if it needs some and cannot have them.
+AsLesson = Callable[[ModelCall], ModelCall | None]
+T = TypeVar("T")
+
+
+class NothingToLearn(LightningError):
+    """No rollout in the store can be learned from."""
+
+
+class Rewarded(NamedTuple):
+    """A completed rollout and its reward."""
+
+    rollout: Rollout
+    reward: float
+
+    @property
+    def task(self) -> str:
+        """Return the task's id; the rollout's own if it has no task."""
+        return self.rollout.task_id or self.rollout.rollout_id
+
+
+class RolloutReader:
+    """Reads completed rollouts of mode train, the rewards that count, and the rows of trained agents' calls."""
+
+    def __init__(
+        self, config: TrainerConfig, store: Store, as_lesson: AsLesson, max_tokens: int, vocabulary: int | None = None
+    ) -> None:
+        """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
+        self._config = config
+        self._store = store
+        self._as_lesson = as_lesson
+        self._max_tokens = max_tokens
+        self._vocabulary = vocabulary
+        self._agents = TrainedAgents(config.agents)
+        self._roll_call = RollCall(self._agents)
+
+    async def rewarded(self, among: Collection[str] | None, seen: Seen) -> list[Rewarded]:
+        """Return rollouts with a reward that counts (`reward_weights`), newest first; all, or those `among` these.
+
+        Those that a reward function is still to be asked about have not got all of theirs.
+        """
+        found: list[Rewarded] = []
+        awaiting = set(await self._store.endings.awaiting())
+        cursor: int | None = None
+        while True:
+            page, cursor = await self._store.rollouts.page({"mode": "train", "status": "completed"}, PAGE, cursor)
+            for rollout in (r for r in page if r.rollout_id not in awaiting):
+                posted = await self._store.rewards.of(rollout.rollout_id)
+                reward = weighted_rewards(posted, self._config.reward_weights).posted
+                if reward is not None and (among is None or rollout.rollout_id in among):
+                    seen.reward(rollout.task_id, reward)
+                    found.append(Rewarded(rollout, reward))
+            if cursor is None:
+                return found
+
+    async def rows(self, rollout: Rollout, seen: Seen) -> tuple[Sample, ...]:
+        """Return the rows of a rollout that can be learned from; none if it was deleted meanwhile."""
+        try:
+            calls = await self._store.calls.of(rollout.rollout_id)
+        except NotFound:
+            return ()
+        self._roll_call.look([calls])
+        trained = [call for call in calls if self._agents.role(call.agent) is not None]
+        seen.counts["calls_of_others"] += len(calls) - len(trained)
+        found = [self._as_lesson(call) for call in trained]
+        lessons = [lesson for lesson in found if lesson is not None]
+        seen.counts["calls_untokenised"] += len(found) - len(lessons)
+        made = rollout_samples(
+            lessons,
+            [0.0] * len(lessons),
+            task_id=rollout.task_id or rollout.rollout_id,
+            max_tokens=self._max_tokens,
+            vocabulary=self._vocabulary,
+            sampled=lambda _: Sampling(),  # however: what is learned is the text
+        )
+        seen.counts.update(made.counts)
+        return made.samples
+
+    def in_order(self, tasks: Collection[str]) -> list[str]:
+        """Return tasks in an order that looks random, and is the same in every process."""
+        return sorted(tasks, key=lambda task: hashlib.sha256(f"{self._config.seed} {task}".encode()).digest())
+
+
+def is_whole(call: ModelCall) -> bool:
+    """Return whether the policy's own tokens are known, however they were sampled."""
+    return call.trainable or can_be_imitated(call.untrainable_reason)
+
+
+def with_tokens(call: ModelCall, prompt: Sequence[int], answer: Sequence[int]) -> ModelCall:
+    """Return the call with these tokens to learn from, at log-probability 0."""
+    choice = Choice(0, tuple(answer), (0.0,) * len(answer), call.finish_reason)
+    return replace(call, prompt_token_ids=tuple(prompt), choices=(choice,), trainable=True, untrainable_reason=None)
+
+
+def split(tasks: Sequence[Sequence[T]], held_out: float) -> tuple[list[T], list[T], dict[str, float]]:
+    """Return what is learned from and what is only measured on, the first tasks; and their numbers as metrics."""
+    held = int(held_out * len(tasks))
+    train, measured = ([one for task in part for one in task] for part in (tasks[held:], tasks[:held]))
+    return train, measured, {"groups_trained": float(len(tasks) - held), "groups_held_out": float(held)}
+
+
+def digest(rows: Sequence[Sequence[Sample]]) -> str:
+    """Return a digest that is equal exactly if the rows are the same."""
+    told = [[(s.rollout_id, s.token_ids, s.mask) for s in part] for part in rows]
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def what_was_left_out(seen: Seen) -> str:
+    """Return in words which calls cannot be learned from, and why."""
+    reasons = [f"{seen.counts[name]} calls {what}" for name, what in LEFT_OUT.items() if seen.counts[name]]
+    return ", ".join(reasons) or "they have none"

@@ -1,0 +1,170 @@
+"""A run of fine-tuning on the store's rollouts: reads them, tunes the adapter, commits and publishes one step.
+
+It claims no rollouts. Until it is committed, its own checkpoints are in `policy.directory`/METHOD/N, where N is the
+step that it goes on from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from ...proxy.config.root import Config
+from ...proxy.errors import ConfigError, LightningError, StoreUnavailable
+from ...proxy.store.store import Store
+from ...proxy.store.training import Step
+from ..loop import Show, TrainingLoop, show_nothing
+from ..offline.offline import EPOCHS_DONE
+from ..publish import Publisher
+from ..step.trainer import LightningTrainer
+from ..types import Batch, Method, Sample
+from ..waiting import pause
+
+log = logging.getLogger(__name__)
+
+NOTE = "run.json"
+
+
+class Lessons(Protocol):
+    """What a run learns from. `metrics` counts how it came about; the digest of two is equal if their rows are."""
+
+    @property
+    def metrics(self) -> dict[str, float]: ...
+    @property
+    def rollout_ids(self) -> list[str]: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Rows whose prompts vLLM answers when the new weights are verified."""
+
+
+L = TypeVar("L", bound=Lessons)
+
+
+class TuningRun(ABC, Generic[L]):
+    """One run of a method. If it is killed or stopped, the next one goes on from its checkpoint.
+
+    With `publisher` None, it is not published. The configuration has a section of the method's name.
+    """
+
+    method: ClassVar[Method]
+
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        trainer: LightningTrainer,
+        publisher: Publisher | None,
+        show: Show = show_nothing,
+    ) -> None:
+        if config.policy.adapters:
+            raise ConfigError(
+                f"--method {self.method} trains one adapter for all agents: it is not for policy.adapters yet"
+            )
+        self._config = config.trainer
+        self._store = store
+        self._trainer = trainer
+        self._publisher = publisher
+        self._loop = TrainingLoop(config, store, trainer, publisher, show=show)
+        self._runs = config.policy.directory.absolute() / self.method
+
+    @abstractmethod
+    async def _read(self, among: Collection[str] | None = None) -> L:
+        """The lessons of all rollouts, or of those `among` these. Raises NothingToLearn without any."""
+
+    @abstractmethod
+    def _tune(self, lessons: L, directory: Path, stopped: Callable[[], bool]) -> dict[str, float] | None:
+        """Train the adapter, from the newest checkpoint in `directory` on; metrics, or None if stopped before."""
+
+    async def run(self, stop: asyncio.Event) -> Step | None:
+        """Fine-tune on what the store has now, commit, publish; returns the last step.
+
+        Raises NothingToLearn without lessons. If the store cannot be written, waits for it.
+        """
+        while True:
+            try:
+                return await self._run(stop)
+            except StoreUnavailable as error:
+                log.error("the trainer waits: %s", error)
+            await pause(stop)
+            if stop.is_set():
+                return None
+
+    async def _run(self, stop: asyncio.Event) -> Step | None:
+        await self._loop.resume(stop)
+        if self._publisher is not None:
+            await self._go_on_from_what_is_live()
+        last = await self._store.steps.last()
+        directory = self._runs / str(last.step if last else 0)
+        if self._forget_other_runs(directory) and last is not None and last.metrics.get("method") == self.method:
+            log.info("the run that was stopped while step %d was published is finished", last.step)
+            return last
+        started = time.perf_counter()
+        lessons = await self._lessons(directory)
+        metrics: dict[str, Any] = {
+            "method": self.method, **lessons.metrics, "collect_s": time.perf_counter() - started
+        }  # fmt: skip
+        if last is not None and EPOCHS_DONE in last.metrics:  # of RL offline, which goes on counting
+            metrics[EPOCHS_DONE] = last.metrics[EPOCHS_DONE]
+        tuned = await asyncio.to_thread(self._tune, lessons, directory, stop.is_set)
+        if tuned is None:
+            log.warning("stopped: the same command goes on from the checkpoint in %s", directory)
+            return last
+        await self._conclude(lessons, metrics | tuned, directory)
+        return await self._store.steps.last()
+
+    async def _go_on_from_what_is_live(self) -> None:
+        """Take over the live weights. Raises LightningError if publication is stopped because of a collapse."""
+        if await self._loop.is_stopped():
+            collapse = await self._store.steps.collapse()
+            raise LightningError(f"publication is stopped: {collapse.story if collapse else 'the policy collapsed'}")
+        await self._loop.follow_live_version()
+
+    async def _conclude(self, lessons: L, metrics: dict[str, Any], directory: Path) -> None:
+        step = await self._store.steps.claim((), self._loop.version)
+        self._trainer.adopt(step)
+        await self._loop.conclude(Batch(step, lessons.samples, ()), metrics)
+        if "publish_s" in metrics:  # not stopped before
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def _lessons(self, directory: Path) -> L:
+        """The lessons of an unfinished run in `directory`, if it can go on; else those of now."""
+        section = getattr(self._config, self.method).model_dump(mode="json")
+        settings = {"base": self._loop.version, "seed": self._config.seed, **section}
+        if (directory / NOTE).is_file():
+            note = json.loads((directory / NOTE).read_text())
+            if note["settings"] == settings and (lessons := await self._again(note)) is not None:
+                log.info("going on with the run in %s", directory)
+                return lessons
+            log.warning("the run in %s begins anew: its rollouts, settings or weights have changed", directory)
+            shutil.rmtree(directory)
+        lessons = await self._read()
+        directory.mkdir(parents=True, exist_ok=True)
+        note = {"settings": settings, "rollouts": lessons.rollout_ids, "digest": lessons.digest}
+        part = directory / f".{NOTE}.part"
+        part.write_text(json.dumps(note))
+        part.replace(directory / NOTE)
+        return lessons
+
+    async def _again(self, note: dict[str, Any]) -> L | None:
+        """The rows that a run began with; None if they are different now."""
+        try:
+            lessons = await self._read(set(note["rollouts"]))
+        except LightningError:
+            return None
+        return lessons if lessons.digest == note["digest"] else None
+
+    def _forget_other_runs(self, directory: Path) -> bool:
+        """Remove runs that went on from other steps. Returns whether there were any."""
+        others = [path for path in self._runs.glob("*") if path != directory]
+        for path in others:
+            shutil.rmtree(path, ignore_errors=True)
+        return bool(others)
