@@ -140,7 +140,10 @@ def train(
         int | None, typer.Option(metavar="N", help="stop after so many steps (trainer.max_steps)")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="`rl`, or `sft`: imitate the best rollouts once, then exit (trainer.sft)")
+        str,
+        typer.Option(
+            help="`rl`; or once, then exit: `sft` imitates the best rollouts, `dpo` prefers the better of siblings"
+        ),
     ] = "rl",
     min_reward: Annotated[
         float | None, typer.Option(help="with sft: imitate rollouts from this reward on (trainer.sft.min_reward)")
@@ -151,7 +154,7 @@ def train(
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="with --offline or sft: passes over data (trainer.sft.epochs)"),
+        typer.Option(metavar="N", min=1, help="with --offline, sft or dpo: passes over data (trainer.METHOD.epochs)"),
     ] = None,
     directory: Annotated[
         Path | None,
@@ -167,13 +170,13 @@ def train(
     from .trainer.types import Method
 
     if method not in get_args(Method):
-        raise ConfigError(f"--method is rl or sft, got {method!r}")
-    sft = method == "sft"
-    if not offline and (data or directory or (epochs and not sft)):
-        raise ConfigError("--data and --dir need --offline; --epochs needs --offline or --method sft")
-    if min_reward is not None and not sft:
+        raise ConfigError(f"--method is {', '.join(get_args(Method))}; got {method!r}")
+    tuning = method != "rl"
+    if not offline and (data or directory or (epochs and not tuning)):
+        raise ConfigError("--data and --dir need --offline; --epochs needs --offline, --method sft or dpo")
+    if min_reward is not None and method != "sft":
         raise ConfigError("--min-reward needs --method sft")
-    overrides = {"trainer.sft.min_reward": min_reward, "trainer.sft.epochs": epochs if sft else None}
+    overrides = {"trainer.sft.min_reward": min_reward, **({f"trainer.{method}.epochs": epochs} if tuning else {})}
     _write_for_the_owner_only()
     config = _load(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
     run(

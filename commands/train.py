@@ -36,13 +36,13 @@ class Offline:
 def train(config: Config, *, once: bool = False, offline: Offline | None = None, method: Method = "rl") -> None:
     """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready.
 
-    Method sft is one run, which SIGINT and SIGTERM interrupt; the next one goes on from there.
+    Methods sft and dpo are one run, which SIGINT and SIGTERM interrupt; the next one goes on from there.
     """
     require_model(config)
     if offline is None:
         check_base_model(config)
-    if method == "sft" and _has_launcher():
-        raise ConfigError("--method sft runs in one process: start it without a launcher")
+    if method != "rl" and _has_launcher():
+        raise ConfigError(f"--method {method} runs in one process: start it without a launcher")
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
     # A launcher's processes have GPUs of their own (docs/distributed.md).

@@ -1,15 +1,16 @@
 """Builds the trainer: its core loop, and the optional parts that the configuration asks for.
 
-The side rooms are `judge/`, `sft/`, `offline/` and `distributed/`. Only this module imports them.
+The side rooms are `judge/`, `tuning/`, `sft/`, `preferences/`, `offline/` and `distributed/`. The core imports none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..proxy.config.root import Config
 from ..proxy.config.trainer import TrainerConfig
@@ -28,10 +29,14 @@ from .judge.judge import Judge
 from .loop import Show, TrainingLoop, show_nothing
 from .offline import data
 from .offline.offline import OfflineRun, offline_config, save_weights
+from .preferences.dpo import DpoRun
 from .publish import Publisher
 from .sft.sft import SftRun
 from .step.trainer import LightningTrainer
+from .tuning.run import TuningRun
 from .types import Method
+
+TUNING: Mapping[Method, type[TuningRun[Any]]] = {run.method: run for run in (SftRun, DpoRun)}
 
 
 async def train(
@@ -49,8 +54,8 @@ async def train(
             headers = upstream.credentials | operator_headers(config.policy.directory)
             vllm = VllmFleet(session, upstream.urls, headers, config.policy.model)
             publisher = Publisher(config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer)
-            if method == "sft":
-                await SftRun(config, store, trainer, publisher, show).run(stop)
+            if method in TUNING:
+                await TUNING[method](config, store, trainer, publisher, show).run(stop)
             else:
                 judge = _judge(config, store)
                 loop = TrainingLoop(config, store, trainer, publisher, show=show, judge=judge)
@@ -75,8 +80,8 @@ async def train_offline(
         async with _trainer(config) as trainer:
             async with opened(store_config) as database:
                 store = Store(database)
-                if method == "sft":
-                    last = await SftRun(config, store, trainer, None, show).run(stop)
+                if method in TUNING:
+                    last = await TUNING[method](config, store, trainer, None, show).run(stop)
                 else:
                     last = await OfflineRun(config, store, trainer, epochs, _judge(config, store)).run(stop)
             if last is not None:

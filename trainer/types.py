@@ -11,7 +11,8 @@ from ..proxy.config.policy import DEFAULT_ADAPTER
 from ..proxy.types import ModelCall
 
 # rl: LightningRL, as `trainer` says. sft: supervised fine-tuning on the best rollouts, as `trainer.sft` says.
-Method = Literal["rl", "sft"]
+# dpo: direct preference optimization on pairs of siblings, as `trainer.dpo` says.
+Method = Literal["rl", "sft", "dpo"]
 
 
 @dataclass(frozen=True, slots=True)

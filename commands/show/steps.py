@@ -52,9 +52,11 @@ def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
     tokens, per_second = metrics.get("trained_tokens"), "" if speed is None else f" at {count(speed)}/s"
     loss, held_out = metrics.get("loss"), metrics.get("held_out_loss")
     measured = "" if held_out is None else f", held out {metrics['held_out_loss_before']:.3f} → {held_out:.3f}"
+    if (right := metrics.get("held_out_accuracy")) is not None:
+        measured = f", held out {_share(metrics['held_out_accuracy_before'])} → {_share(right)} right"
     return [
         (0, f"step {step}", "bold"),
-        (2, f"sft loss {loss:.3f}{measured}" if metrics.get("method") == "sft" else "", "magenta"),
+        (2, f"{method} loss {loss:.3f}{measured}" if (method := metrics.get("method")) else "", "magenta"),
         (1, "" if mean is None else f"reward {mean:.3f}", "green"),
         (3, "" if std is None else f"± {std:.2f}", "green"),
         (4, f"{groups} groups" if (groups := _groups(metrics)) != "-" else "", ""),

@@ -135,6 +135,16 @@ class SftConfig(Section):
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
 
 
+class DpoConfig(Section):
+    margin: Positive = 0.1
+    pairs_per_task: Annotated[int, Field(ge=1)] = 4
+    beta: Positive = 0.1
+    epochs: Annotated[int, Field(ge=1)] = 3
+    learning_rate: Positive = 5e-5
+    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+
+
 class TrainerConfig(Section):
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
@@ -168,6 +178,7 @@ class TrainerConfig(Section):
     sapo: SapoConfig = SapoConfig()
     vespo: VespoConfig = VespoConfig()
     sft: SftConfig = SftConfig()
+    dpo: DpoConfig = DpoConfig()
     kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     kl_metric: bool = False
     entropy: EntropyConfig = EntropyConfig()

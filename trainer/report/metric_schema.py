@@ -123,20 +123,35 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     ),
 })  # fmt: skip
 
-# The further metrics of a run of `train --method sft`.
-SFT_METRICS: Mapping[str, Metric] = MappingProxyType(
-    _group(
+# The further metrics of a run of `train --method sft` or `dpo`.
+TUNING_METRICS: Mapping[str, Metric] = MappingProxyType({
+    **_group(
+        "tuning",
+        ("epochs", "count", "passes over the rows"),
+        ("optimizer_steps", "count", "updates of the weights in all epochs"),
+        ("groups_held_out", "count", "tasks that are only measured on"),
+    ),
+    **_group(
         "sft",
         ("held_out_loss_before", "nats", "mean cross-entropy of the answers' tokens of held-out tasks, before the run"),
         ("held_out_loss", "nats", "the same after the run; both need held-out tasks (`trainer.sft.held_out`)"),
         ("token_accuracy", "share", "trained tokens that were the likeliest; mean over the last epoch"),
-        ("epochs", "count", "passes over the rows"),
-        ("optimizer_steps", "count", "updates of the weights in all epochs"),
-        ("groups_held_out", "count", "tasks that are only measured on"),
         ("calls_untokenised", "count", "calls of other models left out: the policy's chat template does not show them"),
-    )
-)
-ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **SFT_METRICS})
+    ),
+    **_group(
+        "dpo",
+        ("pairs", "count", "pairs that are trained on"),
+        ("pairs_held_out", "count", "pairs of held-out tasks"),
+        ("pairs_other_prompt", "count", "pairs left out: their answers begin after different prompts"),
+        ("preference_margin", "1", "beta times the growth of log-odds, chosen to rejected; mean over the last epoch"),
+        ("preference_accuracy", "share", "pairs whose log-odds grew; mean over the last epoch"),
+        ("held_out_accuracy_before", "share", "held-out pairs whose chosen answer is the likelier, before the run"),
+        ("held_out_accuracy", "share", "the same after the run; these need held-out tasks (`trainer.dpo.held_out`)"),
+        ("held_out_margin_before", "nats", "mean log-probability of chosen minus rejected, held-out pairs, before"),
+        ("held_out_margin", "nats", "the same after the run"),
+    ),
+})  # fmt: skip
+ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **TUNING_METRICS})
 
 
 def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:

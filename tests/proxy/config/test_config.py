@@ -148,7 +148,8 @@ def test_all_that_is_wrong_is_told_at_once_with_what_was_meant(tmp_path: Path, m
     assert caught.value.message.splitlines() == [
         f"{path}: proxy.max_body_mb: Input should be greater than 0",
         f"{path}: proxy.prot: unknown key; did you mean port?",
-        f"{path}: proxy.learning_rate: unknown key; did you mean trainer.learning_rate or trainer.sft.learning_rate?",
+        f"{path}: proxy.learning_rate: unknown key; did you mean trainer.learning_rate or "
+        "trainer.sft.learning_rate or trainer.dpo.learning_rate?",
         f"{path}: upstreams.0.fallback: unknown key; did you mean fallbacks?",
         f"{path}: vllm.xyzzy: unknown key",
         "LIGHTNING_TRAINER__KREDIT: trainer.kredit: unknown key; did you mean credit?",

@@ -1,0 +1,144 @@
+"""Chooses what is learned by preference: pairs of siblings, of which one got clearly more reward.
+
+The two answers of a pair follow the same prompt, token by token, for DPO compares answers to one prompt
+(https://arxiv.org/abs/2305.18290). Of a rollout with several rows the first counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from ...proxy.config.trainer import TrainerConfig
+from ...proxy.store.store import Store
+from ...proxy.types import ModelCall
+from ..report.batch_metrics import Seen
+from ..tuning.rollouts import (
+    NothingToLearn,
+    Rewarded,
+    RolloutReader,
+    digest,
+    is_whole,
+    split,
+    what_was_left_out,
+    with_tokens,
+)
+from ..types import Sample
+
+
+class Pair(NamedTuple):
+    """The rows of two siblings with the same prompt; `chosen` got more reward than `rejected`."""
+
+    chosen: Sample
+    rejected: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs to learn from, and pairs of other tasks to measure on; `metrics` counts how they came about."""
+
+    train: tuple[Pair, ...]
+    held_out: tuple[Pair, ...]
+    metrics: dict[str, float]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return tuple(pair.chosen for pair in self.train)
+
+    @property
+    def rollout_ids(self) -> list[str]:
+        return list(dict.fromkeys(s.rollout_id for pair in (*self.train, *self.held_out) for s in pair))
+
+    @property
+    def digest(self) -> str:
+        """Return a digest that is equal for two exactly if they have the same pairs."""
+        return digest((*self.train, (), *self.held_out))
+
+
+class PairReader:
+    """Reads pairs from the store."""
+
+    def __init__(self, config: TrainerConfig, store: Store, max_tokens: int, vocabulary: int | None = None) -> None:
+        """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
+        self._config = config.dpo
+        self._rollouts = RolloutReader(config, store, _as_sampled, max_tokens, vocabulary)
+
+    async def read(self, among: Collection[str] | None = None) -> Pairs:
+        """Return the pairs of each task, of all rollouts or `among` these. Raises NothingToLearn without any.
+
+        Rewards differ by `dpo.margin` at least. At most `dpo.pairs_per_task` of a task are taken: of rollouts that are
+        in the fewest pairs yet, and among these those that differ most.
+        """
+        seen = Seen()
+        tasks: dict[str, list[Rewarded]] = {}
+        for one in await self._rollouts.rewarded(among, seen):
+            if one.rollout.task_id is not None:
+                tasks.setdefault(one.task, []).append(one)
+        differing = {task: of_task for task, of_task in tasks.items() if self._differ(of_task)}
+        if not differing:
+            raise NothingToLearn(
+                f"nothing to prefer: in none of {len(tasks)} tasks do two rewarded rollouts differ by "
+                f"{self._config.margin:g} or more (trainer.dpo.margin)"
+            )
+        ordered = self._rollouts.in_order(differing)
+        found = [pairs for task in ordered if (pairs := await self._of_task(differing[task], seen))]
+        if not found:
+            raise NothingToLearn(
+                f"nothing to prefer: the rewards of {len(differing)} tasks differ, and no two of their rollouts make a "
+                f"pair: {seen.counts['pairs_other_prompt']} pairs of different prompts, {what_was_left_out(seen)}"
+            )
+        return self._pairs(found, seen)
+
+    def _differ(self, rollouts: Sequence[Rewarded]) -> bool:
+        rewards = [one.reward for one in rollouts]
+        return max(rewards) - min(rewards) >= self._config.margin
+
+    async def _of_task(self, rollouts: Sequence[Rewarded], seen: Seen) -> list[Pair]:
+        rows = [(one.reward, made[0]) for one in rollouts if (made := await self._rollouts.rows(one.rollout, seen))]
+        ranked = sorted(rows, key=lambda row: -row[0])
+        apart = [(a[0] - b[0], Pair(a[1], b[1])) for a, b in combinations(ranked, 2)]
+        widest = sorted((one for one in apart if one[0] >= self._config.margin), key=lambda one: -one[0])
+        distinct: dict[Any, Pair] = {}
+        for _, pair in widest:
+            if pair.chosen.token_ids != pair.rejected.token_ids:
+                distinct.setdefault((pair.chosen.token_ids, pair.rejected.token_ids), pair)
+        candidates = [pair for pair in distinct.values() if _same_prompt(pair)]
+        seen.counts["pairs_other_prompt"] += len(distinct) - len(candidates)
+        return self._least_used(candidates)
+
+    def _least_used(self, candidates: list[Pair]) -> list[Pair]:
+        """Up to `dpo.pairs_per_task` of them, each time one whose rollouts are in the fewest pairs yet."""
+        used: Counter[str] = Counter()
+        found: list[Pair] = []
+        while candidates and len(found) < self._config.pairs_per_task:
+            pair = min(candidates, key=lambda p: used[p.chosen.rollout_id] + used[p.rejected.rollout_id])
+            candidates.remove(pair)
+            used.update([pair.chosen.rollout_id, pair.rejected.rollout_id])
+            found.append(pair)
+        return found
+
+    def _pairs(self, tasks: Sequence[list[Pair]], seen: Seen) -> Pairs:
+        train, held_out, counts = split(tasks, self._config.held_out)
+        rollouts = {sample.rollout_id for pair in train for sample in pair}
+        metrics = seen.metrics() | counts | {
+            "groups": float(len(seen.rewards)),
+            "rollouts_trained": float(len(rollouts)),
+            "samples": float(2 * len(train)),
+            "pairs": float(len(train)),
+            "pairs_held_out": float(len(held_out)),
+            "pairs_other_prompt": float(seen.counts["pairs_other_prompt"]),
+        }  # fmt: skip
+        return Pairs(tuple(train), tuple(held_out), metrics)
+
+
+def _as_sampled(call: ModelCall) -> ModelCall:
+    """The call with the policy's own tokens, however they were sampled; unchanged if it has none."""
+    return with_tokens(call, call.prompt_token_ids, call.response_token_ids) if is_whole(call) else call
+
+
+def _same_prompt(pair: Pair) -> bool:
+    first, second = (sample.token_ids[: sample.mask.index(1)] for sample in pair)
+    return first == second
