@@ -142,7 +142,7 @@ def train(
     method: Annotated[
         str,
         typer.Option(
-            help="`rl`; or once, then exit: `sft` imitates the best rollouts, `dpo` prefers the better of siblings"
+            help="`rl`; or one run: `sft` imitates, `dpo` prefers the better of siblings, `kto` goes by thumbs"
         ),
     ] = "rl",
     min_reward: Annotated[
@@ -154,7 +154,7 @@ def train(
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="with --offline, sft or dpo: passes over data (trainer.METHOD.epochs)"),
+        typer.Option(metavar="N", min=1, help="with --offline or not rl: passes over data (trainer.METHOD.epochs)"),
     ] = None,
     directory: Annotated[
         Path | None,
@@ -173,7 +173,7 @@ def train(
         raise ConfigError(f"--method is {', '.join(get_args(Method))}; got {method!r}")
     tuning = method != "rl"
     if not offline and (data or directory or (epochs and not tuning)):
-        raise ConfigError("--data and --dir need --offline; --epochs needs --offline, --method sft or dpo")
+        raise ConfigError("--data and --dir need --offline; --epochs needs --offline or another method than rl")
     if min_reward is not None and method != "sft":
         raise ConfigError("--min-reward needs --method sft")
     overrides = {"trainer.sft.min_reward": min_reward, **({f"trainer.{method}.epochs": epochs} if tuning else {})}

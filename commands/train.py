@@ -36,7 +36,7 @@ class Offline:
 def train(config: Config, *, once: bool = False, offline: Offline | None = None, method: Method = "rl") -> None:
     """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready.
 
-    Methods sft and dpo are one run, which SIGINT and SIGTERM interrupt; the next one goes on from there.
+    Methods other than rl are one run, which SIGINT and SIGTERM interrupt; the next one goes on from there.
     """
     require_model(config)
     if offline is None:

@@ -30,13 +30,14 @@ from .loop import Show, TrainingLoop, show_nothing
 from .offline import data
 from .offline.offline import OfflineRun, offline_config, save_weights
 from .preferences.dpo import DpoRun
+from .preferences.kto import KtoRun
 from .publish import Publisher
 from .sft.sft import SftRun
 from .step.trainer import LightningTrainer
 from .tuning.run import TuningRun
 from .types import Method
 
-TUNING: Mapping[Method, type[TuningRun[Any]]] = {run.method: run for run in (SftRun, DpoRun)}
+TUNING: Mapping[Method, type[TuningRun[Any]]] = {run.method: run for run in (SftRun, DpoRun, KtoRun)}
 
 
 async def train(

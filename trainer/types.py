@@ -12,7 +12,8 @@ from ..proxy.types import ModelCall
 
 # rl: LightningRL, as `trainer` says. sft: supervised fine-tuning on the best rollouts, as `trainer.sft` says.
 # dpo: direct preference optimization on pairs of siblings, as `trainer.dpo` says.
-Method = Literal["rl", "sft", "dpo"]
+# kto: Kahneman-Tversky optimization on single rollouts, as `trainer.kto` says.
+Method = Literal["rl", "sft", "dpo", "kto"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,17 @@ class DpoConfig(Section):
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
 
 
+class KtoConfig(Section):
+    threshold: Number = 0.0
+    up_weight: Positive = 1.0
+    down_weight: Positive = 1.0
+    beta: Positive = 0.1
+    epochs: Annotated[int, Field(ge=1)] = 3
+    learning_rate: Positive = 5e-5
+    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+
+
 class TrainerConfig(Section):
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
@@ -179,6 +190,7 @@ class TrainerConfig(Section):
     vespo: VespoConfig = VespoConfig()
     sft: SftConfig = SftConfig()
     dpo: DpoConfig = DpoConfig()
+    kto: KtoConfig = KtoConfig()
     kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     kl_metric: bool = False
     entropy: EntropyConfig = EntropyConfig()

@@ -6,27 +6,22 @@ these are in the loss: what tools returned is context. The reference is the weig
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from itertools import compress
 from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from trl import DPOConfig, DPOTrainer
 
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import Watch, arguments, fit, tuning_metrics
 from ..tuning.run import TuningRun
-from ..types import Method, Sample
+from ..types import Method
 from .pairs import Pair, PairReader, Pairs
-
-HELD_OUT = ("held_out_accuracy", "held_out_margin")  # the metrics of `preferences`
+from .rows import HELD_OUT, answer_logprobs, measured, padded
 
 
 class DpoRun(TuningRun[Pairs]):
@@ -64,8 +59,12 @@ def prefer(
 
     Goes on from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
     """
+
+    def held_out() -> dict[str, float]:
+        return measured(margins(trainer, pairs.held_out))
+
     started, config = time.perf_counter(), trainer.settings.dpo
-    before = {f"{name}_before": value for name, value in preferences(trainer, pairs.held_out).items()}
+    before = {f"{name}_before": value for name, value in held_out().items()}
     referred = dataset(trainer, pairs.train)
     rows = [sample for pair in pairs.train for sample in pair]
     longest = 2 * max(len(sample.token_ids) for sample in rows)
@@ -75,7 +74,7 @@ def prefer(
         data_collator=collate,
         train_dataset=referred,
         processing_class=trainer.processing_class,
-        callbacks=[Watch(stopped, lambda: preferences(trainer, pairs.held_out))],
+        callbacks=[Watch(stopped, held_out)],
     )
     last = fit(trainer, dpo, directory, "trainer.dpo.learning_rate")
     if last is None:
@@ -88,58 +87,37 @@ def prefer(
         computed=sum(len(sample.token_ids) for sample in rows),
         seconds=time.perf_counter() - started,
     )
-    measured = {name: value for name, value in last.items() if name in HELD_OUT}
+    after = {name: value for name, value in last.items() if name in HELD_OUT}
     grown = {"preference_margin": last["rewards/margins"], "preference_accuracy": last["rewards/accuracies"]}
-    return {**common, **grown, **before, **measured}
+    return {**common, **grown, **before, **after}
 
 
-def preferences(trainer: LightningTrainer, pairs: Sequence[Pair]) -> dict[str, float]:
-    """Return the share of pairs whose chosen answer is the likelier, and by how many nats on average; {} without."""
-    if not pairs:
-        return {}
-    chosen, rejected = answer_logprobs(trainer, pairs)
-    margins = [a - b for a, b in zip(chosen, rejected, strict=True)]
-    return dict(zip(HELD_OUT, (fmean(margin > 0 for margin in margins), fmean(margins)), strict=True))
-
-
-def answer_logprobs(trainer: LightningTrainer, pairs: Sequence[Pair]) -> tuple[list[float], list[float]]:
-    """Return the log-probability of the sampled tokens of each chosen and of each rejected row."""
-
-    def of(samples: Sequence[Sample]) -> list[float]:
-        scored = trainer.logprobs([sample.token_ids for sample in samples])
-        return [math.fsum(compress(row, sample.mask)) for row, sample in zip(scored, samples, strict=True)]
-
-    return of([pair.chosen for pair in pairs]), of([pair.rejected for pair in pairs])
+def margins(trainer: LightningTrainer, pairs: Sequence[Pair]) -> list[float]:
+    """Return by how many nats the chosen answer of each pair is likelier than the rejected one."""
+    scores = answer_logprobs(trainer, [sample for pair in pairs for sample in pair])
+    return [chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
 
 
 def dataset(trainer: LightningTrainer, pairs: Sequence[Pair]) -> Dataset:
     """Return the pairs as rows for `collate`, referred to the policy's present weights."""
-    chosen, rejected = answer_logprobs(trainer, pairs)
+    scores = answer_logprobs(trainer, [sample for pair in pairs for sample in pair])
     return Dataset.from_dict({
         "chosen_ids": [list(pair.chosen.token_ids) for pair in pairs],
         "chosen_mask": [list(pair.chosen.mask) for pair in pairs],
         "rejected_ids": [list(pair.rejected.token_ids) for pair in pairs],
         "rejected_mask": [list(pair.rejected.mask) for pair in pairs],
-        "ref_chosen_logps": chosen,
-        "ref_rejected_logps": rejected,
+        "ref_chosen_logps": scores[::2],
+        "ref_rejected_logps": scores[1::2],
     })  # fmt: skip
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad B pairs to (2B, T) ids, attention mask and mask of the sampled tokens: the chosen first, as TRL wants it."""
-
-    def padded(values: str) -> Tensor:
-        sides = [torch.tensor(row[f"{side}_{values}"]) for side in ("chosen", "rejected") for row in rows]
-        return pad_sequence(sides, batch_first=True)
-
-    lengths = torch.tensor([len(row[f"{side}_ids"]) for side in ("chosen", "rejected") for row in rows])
-    ids = padded("ids")
-    return {
-        "input_ids": ids,
-        "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long(),
-        "completion_mask": padded("mask"),
-        **{name: torch.tensor([row[name] for row in rows]) for name in ("ref_chosen_logps", "ref_rejected_logps")},
+    """Pad B pairs to (2B, T), the chosen first, as TRL wants it."""
+    ids, masks = ([row[f"{side}_{of}"] for side in ("chosen", "rejected") for row in rows] for of in ("ids", "mask"))
+    references = {
+        name: torch.tensor([row[name] for row in rows]) for name in ("ref_chosen_logps", "ref_rejected_logps")
     }
+    return padded(ids, masks) | references
 
 
 def dpo_config(trainer: LightningTrainer, directory: Path, pairs: int) -> DPOConfig:

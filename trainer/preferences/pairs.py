@@ -14,18 +14,8 @@ from typing import Any, NamedTuple
 
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.store import Store
-from ...proxy.types import ModelCall
 from ..report.batch_metrics import Seen
-from ..tuning.rollouts import (
-    NothingToLearn,
-    Rewarded,
-    RolloutReader,
-    digest,
-    is_whole,
-    split,
-    what_was_left_out,
-    with_tokens,
-)
+from ..tuning.rollouts import NothingToLearn, Rewarded, RolloutReader, as_sampled, digest, split, what_was_left_out
 from ..types import Sample
 
 
@@ -64,7 +54,7 @@ class PairReader:
     def __init__(self, config: TrainerConfig, store: Store, max_tokens: int, vocabulary: int | None = None) -> None:
         """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
         self._config = config.dpo
-        self._rollouts = RolloutReader(config, store, _as_sampled, max_tokens, vocabulary)
+        self._rollouts = RolloutReader(config, store, as_sampled, max_tokens, vocabulary)
 
     async def read(self, among: Collection[str] | None = None) -> Pairs:
         """Return the pairs of each task, of all rollouts or `among` these. Raises NothingToLearn without any.
@@ -86,9 +76,11 @@ class PairReader:
         ordered = self._rollouts.in_order(differing)
         found = [pairs for task in ordered if (pairs := await self._of_task(differing[task], seen))]
         if not found:
+            others = seen.counts["pairs_other_prompt"]
+            reasons = [f"{others} pairs of different prompts" if others else "", what_was_left_out(seen)]
             raise NothingToLearn(
                 f"nothing to prefer: the rewards of {len(differing)} tasks differ, and no two of their rollouts make a "
-                f"pair: {seen.counts['pairs_other_prompt']} pairs of different prompts, {what_was_left_out(seen)}"
+                f"pair: {', '.join(filter(None, reasons)) or 'their answers are the same'}"
             )
         return self._pairs(found, seen)
 
@@ -132,11 +124,6 @@ class PairReader:
             "pairs_other_prompt": float(seen.counts["pairs_other_prompt"]),
         }  # fmt: skip
         return Pairs(tuple(train), tuple(held_out), metrics)
-
-
-def _as_sampled(call: ModelCall) -> ModelCall:
-    """The call with the policy's own tokens, however they were sampled; unchanged if it has none."""
-    return with_tokens(call, call.prompt_token_ids, call.response_token_ids) if is_whole(call) else call
 
 
 def _same_prompt(pair: Pair) -> bool:

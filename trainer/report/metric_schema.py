@@ -123,7 +123,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     ),
 })  # fmt: skip
 
-# The further metrics of a run of `train --method sft` or `dpo`.
+# The further metrics of a run of `train --method sft`, `dpo` or `kto`.
 TUNING_METRICS: Mapping[str, Metric] = MappingProxyType({
     **_group(
         "tuning",
@@ -145,9 +145,17 @@ TUNING_METRICS: Mapping[str, Metric] = MappingProxyType({
         ("pairs_other_prompt", "count", "pairs left out: their answers begin after different prompts"),
         ("preference_margin", "1", "beta times the growth of log-odds, chosen to rejected; mean over the last epoch"),
         ("preference_accuracy", "share", "pairs whose log-odds grew; mean over the last epoch"),
-        ("held_out_accuracy_before", "share", "held-out pairs whose chosen answer is the likelier, before the run"),
-        ("held_out_accuracy", "share", "the same after the run; these need held-out tasks (`trainer.dpo.held_out`)"),
-        ("held_out_margin_before", "nats", "mean log-probability of chosen minus rejected, held-out pairs, before"),
+    ),
+    **_group(
+        "kto",
+        ("thumbs_up", "count", "training rows of rollouts with thumbs up"),
+        ("thumbs_down", "count", "training rows of rollouts with thumbs down"),
+    ),
+    **_group(
+        "preferences",
+        ("held_out_accuracy_before", "share", "held-out comparisons whose better answer is likelier, before the run"),
+        ("held_out_accuracy", "share", "the same after the run; these need held-out tasks"),
+        ("held_out_margin_before", "nats", "mean log-probability of better minus worse held-out answers, before"),
         ("held_out_margin", "nats", "the same after the run"),
     ),
 })  # fmt: skip

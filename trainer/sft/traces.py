@@ -77,7 +77,7 @@ class TraceReader:
         if not found:
             raise NothingToLearn(
                 f"nothing to learn from: {sum(map(len, tasks.values()))} rollouts have a reward that is high enough, "
-                f"and no call of theirs can be learned from: {what_was_left_out(seen)}"
+                f"and no call of theirs can be learned from: {what_was_left_out(seen) or 'they have none'}"
             )
         return self._traces(found, seen)
 

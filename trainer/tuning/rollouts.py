@@ -123,6 +123,11 @@ def with_tokens(call: ModelCall, prompt: Sequence[int], answer: Sequence[int]) -
     return replace(call, prompt_token_ids=tuple(prompt), choices=(choice,), trainable=True, untrainable_reason=None)
 
 
+def as_sampled(call: ModelCall) -> ModelCall:
+    """Return the call with the policy's own tokens, however they were sampled; unchanged if it has none."""
+    return with_tokens(call, call.prompt_token_ids, call.response_token_ids) if is_whole(call) else call
+
+
 def split(tasks: Sequence[Sequence[T]], held_out: float) -> tuple[list[T], list[T], dict[str, float]]:
     """Return what is learned from and what is only measured on, the first tasks; and their numbers as metrics."""
     held = int(held_out * len(tasks))
@@ -137,6 +142,6 @@ def digest(rows: Sequence[Sequence[Sample]]) -> str:
 
 
 def what_was_left_out(seen: Seen) -> str:
-    """Return in words which calls cannot be learned from, and why."""
+    """Return in words which calls cannot be learned from, and why; "" if all can."""
     reasons = [f"{seen.counts[name]} calls {what}" for name, what in LEFT_OUT.items() if seen.counts[name]]
-    return ", ".join(reasons) or "they have none"
+    return ", ".join(reasons)

@@ -468,9 +468,9 @@ def test_the_command_tunes_says_how_it_goes_and_rl_goes_on(base: Path, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("--method", "ppo"), "--method is rl, sft, dpo; got 'ppo'"),
+        (("--method", "ppo"), "--method is rl, sft, dpo, kto; got 'ppo'"),
         (("--min-reward", "1"), "--min-reward needs --method sft"),
-        (("--epochs", "2"), "--epochs needs --offline, --method sft or dpo"),
+        (("--epochs", "2"), "--epochs needs --offline or another method than rl"),
     ],
 )
 def test_options_that_do_not_fit_are_named(tmp_path: Path, arguments: tuple[str, ...], what: str) -> None:

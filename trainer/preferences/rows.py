@@ -1,0 +1,39 @@
+"""What methods of preference share: scored and padded rows of sampled tokens, and what is measured on held-out ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import compress
+from statistics import fmean
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..step.trainer import LightningTrainer
+from ..types import Sample
+
+HELD_OUT = ("held_out_accuracy", "held_out_margin")  # the metrics of `measured`
+
+
+def answer_logprobs(trainer: LightningTrainer, samples: Sequence[Sample]) -> list[float]:
+    """Return the log-probability of the sampled tokens of each row under the policy's present weights."""
+    scored = trainer.logprobs([sample.token_ids for sample in samples])
+    return [math.fsum(compress(row, sample.mask)) for row, sample in zip(scored, samples, strict=True)]
+
+
+def measured(margins: Sequence[float]) -> dict[str, float]:
+    """Return the share of comparisons in which the better answer is the likelier, and the mean margin; {} without."""
+    return dict(zip(HELD_OUT, (fmean(m > 0 for m in margins), fmean(margins)), strict=True)) if margins else {}
+
+
+def padded(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], prefix: str = "") -> dict[str, Tensor]:
+    """Pad B rows to (B, T) ids, attention mask and mask of the sampled tokens, by the names that TRL wants."""
+    lengths = torch.tensor([len(row) for row in ids])
+    tokens = pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
+    return {
+        f"{prefix}input_ids": tokens,
+        f"{prefix}attention_mask": (torch.arange(tokens.shape[1]) < lengths[:, None]).long(),
+        f"{prefix}completion_mask": pad_sequence([torch.tensor(mask) for mask in masks], batch_first=True),
+    }
