@@ -55,9 +55,9 @@ async def rollout(
     await store.rewards.post([Reward(name, reward)], None, b"")
 
 
-async def read(store: Store, **dpo: Any) -> Pairs:
+async def read(store: Store, among: Sequence[str] | None = None, **dpo: Any) -> Pairs:
     config = TrainerConfig.model_validate({"dpo": {"held_out": 0.0, **dpo}})
-    return await PairReader(config, store, 100).read()
+    return await PairReader(config, store, 100).read(among)
 
 
 def names(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
@@ -77,6 +77,9 @@ async def test_siblings_whose_rewards_differ_make_pairs_and_none_is_used_much_mo
         wanted = [("best", "worst"), ("good", "poor"), ("good", "worst"), ("best", "poor")]
         assert names(pairs.train) == wanted and pairs.metrics["pairs"] == 4
         assert names((await read(store, margin=0.5, pairs_per_task=2)).train) == wanted[:2]
+        one = await read(store, margin=0.5, pairs_per_task=1)
+        again = await read(store, one.rollout_ids, margin=0.5, pairs_per_task=1)
+        assert names(one.train) == wanted[:1] and again.digest == one.digest, "a run goes on with what it began with"
         assert names((await read(store, margin=1.0)).train) == wanted[:1]
         with pytest.raises(NothingToLearn, match="in none of 1 tasks do two rewarded rollouts differ by 2 or more"):
             await read(store, margin=2.0)
