@@ -41,9 +41,9 @@ async def search(job: Search, minibatch: int) -> None:
             logger=_Quiet(),
             seed=job.seed,
         )
-    except _Ended as ended:
-        if not isinstance(ended.__cause__, BudgetSpent):
-            raise ended.__cause__ from None  # type: ignore[misc]
+    except _Ended:
+        if adapter.fault is not None and not isinstance(adapter.fault, BudgetSpent):
+            raise adapter.fault from None
     finally:
         adapter.is_over = True
 
@@ -61,6 +61,7 @@ class _Adapter:
         self._job, self._loop = job, loop
         self._idle, self._asked = 0, -1
         self.is_over = False
+        self.fault: Exception | None = None
 
     def evaluate(self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False) -> Any:
         from gepa.core.adapter import EvaluationBatch
@@ -95,7 +96,7 @@ class _Adapter:
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except Exception as error:
-            self.is_over = True
+            self.is_over, self.fault = True, error
             raise _Ended from error
 
 

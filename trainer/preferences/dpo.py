@@ -21,7 +21,7 @@ from ..tuning.fit import Watch, arguments, fit, tuning_metrics
 from ..tuning.run import TuningRun
 from ..types import Method
 from .pairs import Pair, PairReader, Pairs
-from .rows import HELD_OUT, answer_logprobs, measured, padded
+from .rows import HELD_OUT, GivenRows, answer_logprobs, measured, padded
 
 
 class DpoRun(TuningRun[Pairs]):
@@ -40,16 +40,8 @@ class DpoRun(TuningRun[Pairs]):
         return prefer(self._trainer, lessons, directory, stopped)
 
 
-class PairTrainer(DPOTrainer):
+class PairTrainer(GivenRows, DPOTrainer):
     """A DPOTrainer over rows of token ids, each with a mask of what was sampled and a log-probability to refer to."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.precompute_ref_logps = True  # they are in the rows
-        self.model.delete_adapter("ref")  # TRL's copy of the weights, which would be in every checkpoint
-
-    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-        return dataset
 
 
 def prefer(

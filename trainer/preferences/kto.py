@@ -22,7 +22,7 @@ from ..step.trainer import LightningTrainer
 from ..tuning.fit import Watch, arguments, fit, tuning_metrics
 from ..tuning.run import TuningRun
 from ..types import Method, Sample
-from .rows import HELD_OUT, answer_logprobs, measured, padded
+from .rows import HELD_OUT, GivenRows, answer_logprobs, measured, padded
 from .thumbs import Thumb, ThumbReader, Thumbs
 
 
@@ -42,16 +42,8 @@ class KtoRun(TuningRun[Thumbs]):
         return heed(self._trainer, lessons, directory, stopped)
 
 
-class ThumbTrainer(KTOTrainer):
+class ThumbTrainer(GivenRows, KTOTrainer):
     """A KTOTrainer over rows of token ids, each with a mask of what was sampled and log-probabilities to refer to."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.precompute_ref_logps = True  # they are in the rows
-        self.model.delete_adapter("ref")  # TRL's copy of the weights, which would be in every checkpoint
-
-    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-        return dataset
 
 
 def heed(

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import compress
 from statistics import fmean
+from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,6 +17,24 @@ from ..step.trainer import LightningTrainer
 from ..types import Sample
 
 HELD_OUT = ("held_out_accuracy", "held_out_margin")  # the metrics of `measured`
+
+
+class GivenRows:
+    """Lets a preference trainer of TRL's take rows of token ids, each with a mask and log-probabilities to refer to.
+
+    TRL would tokenise texts, and compute the reference by itself. Use it as the first base.
+    """
+
+    model: Any
+    precompute_ref_logps: bool
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.precompute_ref_logps = True  # they are in the rows
+        self.model.delete_adapter("ref")  # TRL's copy of the weights, which would be in every checkpoint
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset
 
 
 def answer_logprobs(trainer: LightningTrainer, samples: Sequence[Sample]) -> list[float]:

@@ -139,5 +139,6 @@ async def test_a_feed_does_not_hold_up_the_end_of_the_proxy(running: Running, tm
     async with running(tmp_path) as system, system.session.get(f"{system.url}/feed") as answer:
         await answer.content.readline()
         system.stop()
-        async with asyncio.timeout(3):  # uvicorn would wait for 5
+        async with asyncio.timeout(3):  # the proxy would wait for `proxy.stop_timeout_s`
             await answer.content.read()
+        assert answer.content.at_eof()
