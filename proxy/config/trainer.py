@@ -152,7 +152,7 @@ class KtoConfig(Section):
     beta: Positive = 0.1
     epochs: Annotated[int, Field(ge=1)] = 3
     learning_rate: Positive = 5e-5
-    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    batch_tokens: Annotated[int, Field(ge=1)] = 1024
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
 
 
