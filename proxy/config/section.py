@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -31,6 +31,14 @@ def is_sendable(key: SecretStr) -> bool:
     """Return whether a header can carry this key unchanged."""
     text = key.get_secret_value()
     return text != "" and text.isascii() and text.isprintable() and " " not in text
+
+
+def _off(value: Any) -> Any:
+    """YAML reads `off` without quotes as false."""
+    return "off" if value is False else value
+
+
+CanBeOff = BeforeValidator(_off)
 
 
 class Section(BaseModel):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from . import cron
-from .section import Gpu, Number, Positive, Seconds, Section
+from .section import CanBeOff, Gpu, Number, Positive, Seconds, Section
 
 # The fewest earlier rollouts from which a usual reward can be told.
 MIN_EARLIER = 4
@@ -109,7 +109,7 @@ class EntropyConfig(Section):
 
 
 class CollapseConfig(Section):
-    action: Literal["stop", "rollback", "warn", "off"] = "stop"
+    action: Annotated[Literal["stop", "rollback", "warn", "off"], CanBeOff] = "stop"
     reward_warn: Positive = 3.0
     reward_stop: Positive = 5.0
     min_drop: Annotated[float, Field(ge=0, le=1)] = 0.25

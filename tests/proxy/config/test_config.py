@@ -40,6 +40,12 @@ def test_a_file_with_some_keys_keeps_the_other_defaults(tmp_path: Path) -> None:
     assert load_config(path).trainer == Config().trainer
 
 
+def test_off_needs_no_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("trainer: {collapse: {action: off}}\n")
+    assert load_config(path).trainer.collapse.action == "off"
+
+
 def test_the_environment_wins_over_the_file_and_options_over_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
