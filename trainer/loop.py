@@ -30,8 +30,8 @@ from .files.checkpoint import prune_checkpoints
 from .publish import Publisher
 from .report.metric_schema import scalars
 from .step.trainer import LightningTrainer
-from .types import Batch, Sample
-from .waiting import JudgeError, Stopped, before_retry, pause
+from .types import Batch, Guide, Sample
+from .waiting import GuideError, JudgeError, Stopped, before_retry, pause
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +63,16 @@ class TrainingLoop:
         order: Order | None = None,
         show: Show = show_nothing,
         judge: AskJudge | None = None,
+        guide: Guide | None = None,
     ) -> None:
         self._config = config.trainer
         self._store = store
         self._trainer = trainer
         self._publisher = publisher
+        self._guide = guide
         fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
         sampled = Sampled(publisher.vllm if publisher else None)
-        self.collector = Collector(fitting, store, order, config.policy, trainer.vocabulary, judge, sampled)
+        self.collector = Collector(fitting, store, order, config.policy, trainer.vocabulary, judge, sampled, guide)
         self._schedule = Schedule(config.trainer.schedule, self.collector, store)
         self._monitor = Monitor(config.trainer, store)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
@@ -138,8 +140,23 @@ class TrainingLoop:
         if batch is None:
             return False
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
+        try:
+            batch = await self._guided(batch)
+        except Stopped:
+            log.warning("stopped before step %d began: the next start offers its rollouts again", batch.step)
+            return False
         metrics |= await self._step(batch)
         return await self.conclude(batch, metrics)
+
+    async def _guided(self, batch: Batch) -> Batch:
+        """The batch with what the guide says. Waits while the guide is away; raises Stopped."""
+        while self._guide is not None:
+            try:
+                return await self._guide.guided(batch)
+            except GuideError as error:
+                log.warning("step %d waits: %s", batch.step, error)
+            await before_retry(self._stop)
+        return batch
 
     async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> bool:
         """Commit, publish and report a step with the trainer's present weights. Return False if stopped before."""

@@ -1,6 +1,7 @@
 """Builds the trainer: its core loop, and the optional parts that the configuration asks for.
 
-The side rooms are `judge/`, `tuning/`, `sft/`, `preferences/`, `offline/` and `distributed/`. The core imports none.
+The side rooms are `judge/`, `guides/`, `tuning/`, `sft/`, `preferences/`, `offline/` and `distributed/`. The core
+imports none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from ..proxy.store.store import Store
 from .collect.siblings import AskJudge
 from .credit.strategies import STRATEGIES
 from .distributed import ranks
+from .guides.guides import Guides
+from .guides.hints import Hints
 from .hooks import load
 from .judge.judge import Judge
 from .loop import Show, TrainingLoop, show_nothing
@@ -35,7 +38,7 @@ from .publish import Publisher
 from .sft.sft import SftRun
 from .step.trainer import LightningTrainer
 from .tuning.run import TuningRun
-from .types import Method
+from .types import Guide, Method
 
 TUNING: Mapping[Method, type[TuningRun[Any]]] = {run.method: run for run in (SftRun, DpoRun, KtoRun)}
 
@@ -59,7 +62,8 @@ async def train(
                 await TUNING[method](config, store, trainer, publisher, show).run(stop)
             else:
                 judge = _judge(config, store)
-                loop = TrainingLoop(config, store, trainer, publisher, show=show, judge=judge)
+                guide = _guide(config.trainer, store, trainer)
+                loop = TrainingLoop(config, store, trainer, publisher, show=show, judge=judge, guide=guide)
                 await loop.run(stop, once=once)
 
 
@@ -84,7 +88,8 @@ async def train_offline(
                 if method in TUNING:
                     last = await TUNING[method](config, store, trainer, None, show).run(stop)
                 else:
-                    last = await OfflineRun(config, store, trainer, epochs, _judge(config, store)).run(stop)
+                    guide = _guide(config.trainer, store, trainer)
+                    last = await OfflineRun(config, store, trainer, epochs, _judge(config, store), guide).run(stop)
             if last is not None:
                 if stop.is_set():  # the trainer's own weights may be on their way to the next step
                     await asyncio.to_thread(trainer.load, Path(str(last.checkpoint)))
@@ -135,6 +140,12 @@ async def _trainer(config: Config) -> AsyncIterator[LightningTrainer]:
         processes.end()  # not after an error, which the other processes must take for a failure
     finally:
         trainer.trackers.close()
+
+
+def _guide(config: TrainerConfig, store: Store, trainer: LightningTrainer) -> Guide | None:
+    if config.hints == "off":
+        return None
+    return Guides([Hints(config, store, trainer.processing_class, trainer.max_tokens, trainer.scores_of)])
 
 
 def _judge(config: Config, store: Store) -> AskJudge | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 from ..proxy.config.policy import DEFAULT_ADAPTER
-from ..proxy.types import ModelCall
+from ..proxy.types import ModelCall, Rollout
 
 # rl: LightningRL, as `trainer` says. sft: supervised fine-tuning on the best rollouts, as `trainer.sft` says.
 # dpo: direct preference optimization on pairs of siblings, as `trainer.dpo` says.
@@ -108,6 +108,16 @@ class Sampling:
         )
 
 
+class Guidance(NamedTuple):
+    """What a guide says of a row's tokens: their log-probabilities under it, NaN where it says nothing.
+
+    `weight`: what a nat of difference from the policy's own log-probability adds to a token's advantage.
+    """
+
+    logprobs: tuple[float, ...]
+    weight: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One training row of one rollout. Every list is as long as `token_ids`.
@@ -115,7 +125,8 @@ class Sample:
     `mask[i]` is 1 where the policy sampled `token_ids[i]` and 0 for context; there `logprobs` and `advantages` are 0.0.
     `temperatures[i]` is the sampling temperature of the call that token i belongs to (1.0 for context).
     `shaped` has the answers [start, end) that were sampled in more than a temperature's way; their prompt is the row
-    before them. `adapter` sampled every answer in the row, and is the one that the row trains.
+    before them. `adapter` sampled every answer in the row, and is the one that the row trains. `advantages` come from
+    rewards; what each `guidance` adds to them is only known once the policy has scored the row.
     """
 
     rollout_id: str
@@ -128,9 +139,11 @@ class Sample:
     call_ids: tuple[str, ...] = ()
     adapter: str = DEFAULT_ADAPTER
     shaped: tuple[tuple[int, int, Sampling], ...] = ()
+    guidance: tuple[Guidance, ...] = ()
 
     def __post_init__(self) -> None:
-        lengths = {len(x) for x in (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures)}
+        lists = (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures)
+        lengths = {len(x) for x in (*lists, *(one.logprobs for one in self.guidance))}
         if len(lengths) != 1:
             raise ValueError(f"sample of {self.rollout_id}: token ids, mask, logprobs, advantages differ in length")
         if self.mask and self.mask[0]:
@@ -159,3 +172,13 @@ class Batch:
     compared_by_adapter: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     left_out: str | None = None
+
+
+class Guide(Protocol):
+    """Says more about the tokens of a step than their rewards do."""
+
+    async def teaches(self, rollout: Rollout) -> bool:
+        """Return whether it may teach something of a rollout whose rewards teach nothing."""
+
+    async def guided(self, batch: Batch) -> Batch:
+        """Return the batch with its guidance in the samples. Raise GuideError if it cannot answer now."""

@@ -18,6 +18,10 @@ class JudgeError(LightningError):
     """The judge cannot be reached, or refuses. Its earlier scores are stored; the step asks for the rest again."""
 
 
+class GuideError(LightningError):
+    """A guide, such as a teacher, cannot be reached, or refuses. The step asks it again."""
+
+
 async def pause(stop: asyncio.Event, seconds: float | None = None) -> None:
     """Wait for so many seconds (by default RETRY_S), or until `stop` is set."""
     with suppress(TimeoutError):

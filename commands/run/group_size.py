@@ -18,7 +18,7 @@ def too_small(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> 
         return None
     way_out = f"leave --group-size out, or give {config.group_size} (trainer.group_size)"
     if siblings == 1:
-        if config.lone_rollouts != "drop":
+        if config.takes_lone_rollouts:
             return None
         return f"no step will come of this: each task gets one rollout, with nothing to compare it with; {way_out}"
     return (

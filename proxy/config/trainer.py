@@ -191,6 +191,9 @@ class TrainerConfig(Section):
     sft: SftConfig = SftConfig()
     dpo: DpoConfig = DpoConfig()
     kto: KtoConfig = KtoConfig()
+    hints: Annotated[Literal["off", "comments", "siblings"], CanBeOff] = "off"
+    hint_weight: Positive = 1.0
+    guide_limit: Positive = 5.0
     kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     kl_metric: bool = False
     entropy: EntropyConfig = EntropyConfig()
@@ -235,6 +238,30 @@ class TrainerConfig(Section):
             raise ValueError("loss_type vespo weighs whole answers by itself: it needs importance_level: token")
         return self
 
+    @model_validator(mode="after")
+    def _guides_single_tokens(self) -> TrainerConfig:
+        if self.guided and self.importance_level == "sequence" and self.loss_type != "cispo":
+            raise ValueError(
+                f"hints speak of single tokens, and loss_type {self.loss_type} with importance_level sequence pulls "
+                "all tokens of an answer alike: use importance_level: token, or loss_type: cispo"
+            )
+        return self
+
+    @property
+    def guided(self) -> bool:
+        """Return whether tokens have guides beside their rewards."""
+        return self.hints != "off"
+
+    @property
+    def teaches_without_rewards(self) -> bool:
+        """Return whether something may be learned from rollouts whose rewards teach nothing."""
+        return self.hints == "comments"
+
+    @property
+    def takes_lone_rollouts(self) -> bool:
+        """Return whether rollouts without a task are looked at."""
+        return self.lone_rollouts == "running" or self.teaches_without_rewards
+
     @property
     def rollouts_per_step(self) -> int:
         """Return how many rollouts a whole step compares."""
@@ -263,6 +290,6 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _counts_some_reward(self) -> TrainerConfig:
-        if not any(self.reward_weights.values()):
+        if not any(self.reward_weights.values()) and not self.teaches_without_rewards:
             raise ValueError("reward_weights: at least one name needs a weight other than 0")
         return self

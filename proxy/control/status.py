@@ -49,6 +49,4 @@ async def get_status(request: Request) -> dict[str, Any]:
 async def waiting(p: Parts) -> int:
     """Return how many complete rollouts wait for the trainer."""
     trainer = p.config.trainer
-    return await p.store.waiting.count(
-        lone=trainer.lone_rollouts == "running", failed=trainer.failed_reward is not None
-    )
+    return await p.store.waiting.count(lone=trainer.takes_lone_rollouts, failed=trainer.failed_reward is not None)

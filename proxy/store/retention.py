@@ -57,7 +57,7 @@ AND NOT EXISTS (
     AND (rollouts.status = 'running' OR calls.status = 'incomplete')
 )
 """
-# `waits`: the trainer may still take it. `:lone`: also without a task (`trainer.lone_rollouts`).
+# `waits`: the trainer may still take it. `:lone`: also without a task (`takes_lone_rollouts`).
 ROLLOUTS_OVER = f"""
 SELECT n, created_at, {_IS_OVER} AS is_over,
        mode = 'train' AND (task_id IS NOT NULL OR :lone) AND {HAS_REWARD} AND {IS_OWN}
@@ -104,7 +104,7 @@ class Keeper:
         self._db = database
         self._retention = config.store.retention
         trainer = config.trainer
-        self._waiting = {"failed": trainer.failed_reward is not None, "lone": trainer.lone_rollouts == "running"}
+        self._waiting = {"failed": trainer.failed_reward is not None, "lone": trainer.takes_lone_rollouts}
         self._on_delete = on_delete
         self._problem: str | None = None
 

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.trainer.rows.prefix_tree import build_tree
 from lightning_proxy.trainer.step import tree_attention, trl_config
-from lightning_proxy.trainer.step.scoring import fully_scored, score
+from lightning_proxy.trainer.step.rescoring import fully_scored
+from lightning_proxy.trainer.step.scoring import score
 from lightning_proxy.trainer.step.targets import lora_config
 from lightning_proxy.trainer.step.tree_attention import use_tree_attention
 
@@ -100,7 +101,7 @@ def _measured(model: PreTrainedModel, tokens: int, patch: pytest.MonkeyPatch) ->
         patched.setattr(torch, "from_numpy", lambda array: fake.from_tensor(from_numpy(array)))
         _move(model)
         stays = peak.now
-        sample = fully_scored("row", tuple(range(tokens + 1)), "default")
+        sample = fully_scored(tuple(range(tokens + 1)), "default")
         with torch.autocast(DEVICE.type, torch.bfloat16):
             scores = score(model, build_tree([sample.token_ids[:-1]]), [sample])
         scores.logprobs.sum().backward()

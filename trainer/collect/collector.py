@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import compress
 from typing import Any
 
 from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
@@ -22,7 +23,7 @@ from ..credit.baselines import ACROSS_TASKS
 from ..credit.strategies import group_advantages, group_returns
 from ..report.batch_metrics import Seen
 from ..rows.samples import Placement, RolloutSamples, rollout_samples
-from ..types import Batch, Sample, Sibling
+from ..types import Batch, Guide, Sample, Sibling
 from .sampled import Sampled
 from .siblings import AskJudge, Siblings
 from .take import Comparison, Member, Take, together
@@ -46,10 +47,12 @@ class Collector:
         vocabulary: int | None = None,
         judge: AskJudge | None = None,
         sampled: Sampled | None = None,
+        guide: Guide | None = None,
     ) -> None:
         """`policy` says which agents have adapters of their own; `vocabulary` is the number of the model's tokens.
 
-        `sampled` says how calls were sampled; by default their requests alone do.
+        `sampled` says how calls were sampled; by default their requests alone do. `guide` may teach something of
+        rollouts whose rewards teach nothing.
         """
         policy = policy or PolicyConfig()
         self._config = config
@@ -59,6 +62,7 @@ class Collector:
         self._store = store
         self._siblings = Siblings(config, store, judge)
         self._sampled = sampled or Sampled()
+        self._guide = guide
         self._agents = TrainedAgents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
@@ -128,7 +132,7 @@ class Collector:
         if names := [name for name in self._config.reward_weights if name != "reward"]:
             await self._store.waiting.rewarded_as(names)
         found = await self._store.waiting.groups(self._failed)
-        if self._config.lone_rollouts == "running" and (lone := await self._store.waiting.lone(self._failed)):
+        if self._config.takes_lone_rollouts and (lone := await self._store.waiting.lone(self._failed)):
             found.append(lone)
         return sorted(found, key=self._order)
 
@@ -242,13 +246,15 @@ class Collector:
             take.counts["rollouts_lone"] += 1
         group = [*(member.sibling for member in members), *known]
         advantages = group_advantages(group, self._config)[: len(members)]
+        taught = [True] * len(members)
         if not any(value for own in advantages for value in own):
             take.counts["groups_equal"] += len(group) > 1
-            take.drop(_why_nothing(group, self._agents), (member.rollout for member in members))
-            return
+            taught = [self._guide is not None and await self._guide.teaches(m.rollout) for m in members]
+            nothing = [member.rollout for member, guided in zip(members, taught, strict=True) if not guided]
+            take.drop(_why_nothing(group, self._agents), nothing)
         returns = group_returns(group, self._config)
-        for i, member in enumerate(members):
-            self._take_rollout(take, member, returns[i], advantages[i])
+        for i in compress(range(len(members)), taught):
+            self._take_rollout(take, members[i], returns[i], advantages[i])
 
     def _take_rollout(
         self, take: Take, member: Member, returns: Sequence[float | None], advantages: Sequence[float | None]

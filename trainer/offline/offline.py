@@ -17,6 +17,7 @@ from ...proxy.store.waiting import Group
 from ..collect.siblings import AskJudge
 from ..loop import TrainingLoop
 from ..step.trainer import LightningTrainer
+from ..types import Guide
 from ..waiting import JudgeError
 
 log = logging.getLogger(__name__)
@@ -38,12 +39,13 @@ class OfflineRun:
         trainer: LightningTrainer,
         epochs: int,
         judge: AskJudge | None = None,
+        guide: Guide | None = None,
     ) -> None:
         self._config = config.trainer
         self._store = store
         self._epochs = epochs
         self._done = 0  # epochs
-        self._loop = TrainingLoop(config, store, trainer, None, self._order, judge=judge)
+        self._loop = TrainingLoop(config, store, trainer, None, self._order, judge=judge, guide=guide)
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
@@ -79,7 +81,7 @@ class OfflineRun:
         if last is None or not await self._store.steps.took_any():
             log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
             lone = await self._store.waiting.lone(self._config.failed_reward is not None)
-            if lone is not None and self._config.lone_rollouts == "drop":
+            if lone is not None and not self._config.takes_lone_rollouts:
                 log.warning("%d rollouts have no task: see trainer.lone_rollouts", lone.completed)
             return False
         self._done += 1

@@ -159,7 +159,21 @@ TUNING_METRICS: Mapping[str, Metric] = MappingProxyType({
         ("held_out_margin", "nats", "the same after the run"),
     ),
 })  # fmt: skip
-ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **TUNING_METRICS})
+# The further metrics of a step with hints.
+GUIDE_METRICS: Mapping[str, Metric] = MappingProxyType(
+    _group(
+        "guides",
+        ("guided_share", "share", "trained tokens that a guide spoke of"),
+        ("guide_advantage", "1", "size of what guides add to a token's advantage; mean over guided tokens"),
+        ("guide_kl", "nats", "KL divergence of the policy from its guides: mean over guided tokens (estimator k1)"),
+        ("calls_hinted", "count", "calls that the policy scored again after a hint"),
+        ("calls_without_hint", "count", "calls without one: nobody commented on them, or no sibling did better"),
+        ("hints_not_shown", "count", "hints left out: the chat template does not give the recorded prompt again"),
+        ("hints_too_long", "count", "hints left out: with them a row is over `trainer.max_sample_tokens`"),
+        ("guide_s", "s", "asking the guides, before `step_s`"),
+    )
+)
+ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **TUNING_METRICS, **GUIDE_METRICS})
 
 
 def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -6,17 +6,12 @@ template shows its messages, once, and the answer's tokens are what it adds to t
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ...proxy.apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY
 from ...proxy.types import ModelCall
+from ..rows.rendered import CANNOT_BE_SHOWN, as_shown, shown, tokens_of
 from ..tuning.rollouts import is_whole, with_tokens
-
-Json = dict[str, Any]
 
 
 def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall | None:
@@ -35,38 +30,16 @@ def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall |
 def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:
     """The tokens of prompt and answer, tokenised apart, as the policy would see the one and sample the other."""
     try:
-        (choice,), messages = call.response["choices"], [_message(m) for m in call.request["messages"]]
-        prompt = _shown(tokenizer, call.request, messages, add_generation_prompt=True)
-        whole = _shown(tokenizer, call.request, [*messages, _message(choice["message"])])
+        (choice,), messages = call.response["choices"], [as_shown(m) for m in call.request["messages"]]
+        prompt = shown(tokenizer, call.request, messages, add_generation_prompt=True)
+        whole = shown(tokenizer, call.request, [*messages, as_shown(choice["message"])])
         cut = choice.get("finish_reason") == "length"
-    except (TemplateError, ValueError, TypeError, LookupError, AttributeError):  # whatever a template makes of messages
+    except CANNOT_BE_SHOWN:
         return None
     if not whole.startswith(prompt):
         return None
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, whole[len(prompt) :])]
-    return ids[0], _ended(ids[1], tokenizer.eos_token_id, cut=cut)
-
-
-def _shown(tokenizer: PreTrainedTokenizerBase, request: Json, messages: list[Json], **options: Any) -> str:
-    options |= request.get("chat_template_kwargs") or {}
-    text: str = tokenizer.apply_chat_template(messages, tools=request.get("tools"), tokenize=False, **options)
-    return text
-
-
-def _message(message: Json) -> Json:
-    """A message as vLLM hands it to a template: text in one piece, a tool call's arguments as an object."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content)
-    shown = {name: value for name, value in message.items() if value is not None} | {"content": content or ""}
-    if calls := message.get("tool_calls"):
-        shown["tool_calls"] = [_tool_call(call) for call in calls]
-    return shown
-
-
-def _tool_call(call: Json) -> Json:
-    function = call["function"]
-    return call | {"function": function | {"arguments": json.loads(function["arguments"] or "{}")}}
+    answer = tokens_of(tokenizer, whole[len(prompt) :])
+    return tokens_of(tokenizer, prompt), _ended(answer, tokenizer.eos_token_id, cut=cut)
 
 
 def _ended(ids: list[int], end: int | None, *, cut: bool) -> list[int]:

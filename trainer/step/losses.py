@@ -127,9 +127,10 @@ def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
 def loss_inputs(
     samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float], config: TrainerConfig
 ) -> dict[str, Tensor]:
-    """Return TRL's inputs, `raw_advantages` and `token_weights`; all are (A, L), with 0 where there is no token.
+    """Return TRL's inputs, and more; all are (A, L), with 0 where there is no token.
 
-    The weights go into the loss with the advantages, in which every term is linear.
+    The weights go into the loss with the advantages, in which every term is linear: `advantages` are `raw_advantages`
+    times `advantage_scale`. `token_weights` are what that scale is made of.
     """
     mask = answers.mask
     of_rows = torch.tensor([weights[sample.rollout_id] for sample in samples], device=mask.device)
@@ -147,6 +148,7 @@ def loss_inputs(
         "completion_mask": mask,
         "advantages": advantages * scale,
         "raw_advantages": advantages,
+        "advantage_scale": scale,
         "old_per_token_logps": answers.take(padded([s.logprobs for s in samples], mask.device)),
         "num_items_in_batch": torch.tensor(1.0, device=mask.device),
         "token_weights": token_weights,

@@ -19,7 +19,7 @@ class LossInputs:
     """What a loss is made of. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
 
     `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
-    sampled. `advantages`: the same for every token of an answer.
+    sampled. `advantages`: the same for every token of an answer, but for what guides add to single tokens.
     """
 
     logprobs: Tensor

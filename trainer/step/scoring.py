@@ -103,13 +103,6 @@ def score(
     return Scores(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
 
 
-def fully_scored(name: str, token_ids: tuple[int, ...], adapter: str) -> Sample:
-    """Return a sample in which every token but the first is scored, at temperature 1."""
-    n = len(token_ids)
-    mask, zeros, ones = (0,) + (1,) * (n - 1), (0.0,) * n, (1.0,) * n
-    return Sample(name, name, token_ids, mask, zeros, zeros, ones, adapter=adapter)
-
-
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
     """Raise ConfigError for models that need separate rows: recurrent layers, or a window shorter than a sample."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])

@@ -9,8 +9,13 @@ from torch import Tensor
 NAMED = 5
 
 
-def fault_of_loss(rollout_ids: Sequence[str], parts: Mapping[str, Tensor]) -> str:
-    """Return the first of `parts` that is not finite, or else the loss. A part is (A, L), a row per rollout id."""
+def fault_of_loss(rollout_ids: Sequence[str], inputs: Mapping[str, Tensor], logprobs: Tensor) -> str:
+    """Return the first part of the loss that is not finite, or else the loss. Parts are (A, L), a row per id."""
+    parts = {
+        "captured log-probabilities": inputs["old_per_token_logps"],
+        "advantages": inputs["advantages"],
+        "the policy's log-probabilities": logprobs,
+    }
     for name, values in parts.items():
         finite = values.isfinite().all(1).tolist()
         if not all(finite):

@@ -22,7 +22,8 @@ _MAX_LOG_RATIO = 20.0
 # The numbers that are sums over micro-batches, and so over processes.
 SUMS = (
     "loss", "entropy_sum", "kl_sum", "kl_base_sum", "ratio_sum", "clipped", "trained_tokens", "outside_tokens",
-    "computed_tokens", "padded_tokens", "micro_batches", "passes_halved", "rows_out_of_memory",
+    "computed_tokens", "padded_tokens", "micro_batches", "passes_halved", "rows_out_of_memory", "guided_tokens",
+    "guidance_sum", "guide_gap_sum",
 )  # fmt: skip
 
 
@@ -55,6 +56,9 @@ class StepMetrics:
     micro_batches: int = 0
     passes_halved: int = 0
     rows_out_of_memory: int = 0
+    guided_tokens: int = 0
+    guidance_sum: float = 0.0
+    guide_gap_sum: float = 0.0
     too_large: tuple[str, ...] = ()  # the rollouts of these rows
     fitting: int = sys.maxsize  # so many nodes may be in a pass, after one that did not fit
     entropy_coef: float = 0.0
@@ -94,6 +98,9 @@ class StepMetrics:
         self.ratio_max = max(self.ratio_max, float(ratio.max())) if len(ratio) else self.ratio_max
         advantages = inputs["advantages"][mask]
         self.clipped += float(((compared < low) & (advantages < 0) | (compared > high) & (advantages > 0)).sum())
+        self.guided_tokens += int(inputs["guided"].sum())
+        self.guidance_sum += float(inputs["guidance"].abs().sum())
+        self.guide_gap_sum += float(inputs["guide_gap"].sum())
         self.trained_tokens += len(ratio)
         self.outside_tokens += sum(sample.trained_tokens for sample in micro_batch.samples) - len(ratio)
         self.computed_tokens += len(micro_batch.tree)
@@ -129,6 +136,7 @@ class StepMetrics:
             "skipped": float(self.skipped),
             "entropy": self.entropy,
             **bonus,
+            **self._of_guides(),
             "kl": self.kl_sum / n,
             **kl_base,
             "ratio_mean": self.ratio_sum / n,
@@ -146,6 +154,16 @@ class StepMetrics:
             "step_s": seconds,
             "forward_backward_s": self.forward_backward_s,
             "optimizer_s": self.optimizer_s,
+        }
+
+    def _of_guides(self) -> dict[str, float]:
+        if not self.config.guided:
+            return {}
+        guided = max(self.guided_tokens, 1)
+        return {
+            "guided_share": self.guided_tokens / max(self.trained_tokens, 1),
+            "guide_advantage": self.guidance_sum / guided,
+            "guide_kl": -self.guide_gap_sum / guided,
         }
 
 

@@ -30,10 +30,12 @@ from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
 from .adapters import Adapters, Weights
 from .entropy import EntropyBonus, entropy_term, tokens_by_adapter
+from .guidance import add_guidance
 from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, token_weights
 from .own_loss import own_loss
 from .processes import Pass, Processes, on_every_process, on_every_shard
-from .scoring import Scores, attention_cost, check_tree_support, fully_scored, longest_sample, score
+from .rescoring import fully_scored, logprobs_of
+from .scoring import Scores, attention_cost, check_tree_support, longest_sample, score
 from .shaping import Shaper
 from .shortage import fits, give_back, smaller, too_large
 from .skipped import fault_of_loss, some_rollouts
@@ -220,6 +222,7 @@ class LightningTrainer(GRPOTrainer):
         reference = answers.take(self._reference(micro_batch)) if config.kl_coef or config.kl_metric else None
         scores = Scores(*map(answers.take, self._score(micro_batch)))
         self._scores = scores._replace(logprobs=leave_out_tokens(inputs, scores.logprobs))
+        add_guidance(inputs, samples, answers, self._scores.logprobs, config.guide_limit)
         if reference is not None:
             reference = torch.where(reference.isneginf(), self._scores.logprobs.detach(), reference)
         loss: Tensor = self._compute_loss(self.model, inputs)
@@ -232,12 +235,8 @@ class LightningTrainer(GRPOTrainer):
             return loss * 0.0
         metrics.add(micro_batch, loss.detach(), inputs, self._scores, reference)
         if not metrics.finite:
-            parts = {
-                "captured log-probabilities": inputs["old_per_token_logps"],
-                "advantages": inputs["advantages"],
-                "the policy's log-probabilities": self._scores.logprobs,
-            }
-            metrics.fault = fault_of_loss([samples[row].rollout_id for row in answers.rows[:, 0]], parts)
+            of_answers = [samples[row].rollout_id for row in answers.rows[:, 0]]
+            metrics.fault = fault_of_loss(of_answers, inputs, self._scores.logprobs)
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -281,13 +280,14 @@ class LightningTrainer(GRPOTrainer):
                 return self.logprobs(token_ids, adapter=adapter)
             finally:
                 self.adapters.set({adapter: current})
+        return self.scores_of([fully_scored(tuple(ids), adapter) for ids in token_ids])
+
+    @on_every_shard
+    @torch.no_grad()
+    def scores_of(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Return the log-probabilities of each row's answers, as they were sampled; 0.0 for all other tokens."""
         self.model.eval()
-        rows = [fully_scored(str(i), tuple(ids), adapter) for i, ids in enumerate(token_ids) if len(ids) > 1]
-        found: dict[str, list[float]] = {}
-        for micro_batch in micro_batches(rows, self._cost):
-            for sample, values in zip(micro_batch.samples, self._score(micro_batch).logprobs.tolist(), strict=True):
-                found[sample.rollout_id] = values[: len(sample.token_ids)]
-        return [found.get(str(i), [0.0] * len(ids)) for i, ids in enumerate(token_ids)]
+        return logprobs_of(samples, self._cost, self._score)
 
     def _score(self, micro_batch: MicroBatch) -> Scores:
         self.adapters.activate(micro_batch.adapter)

@@ -22,7 +22,7 @@ from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.step.losses import LOSSES, Answers, answer_spans, loss_inputs, token_weights
 from lightning_proxy.trainer.step.scoring import Scores
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from lightning_proxy.trainer.types import Batch, Sample
+from lightning_proxy.trainer.types import Batch, Guidance, Sample
 from support.paths import EXAMPLES
 
 VOCABULARY = 32
@@ -110,13 +110,19 @@ def plain_loss(learner: LightningTrainer, given: Batch, base: LlamaForCausalLM |
             ratios = [(logps[i] - sample.logprobs[i]).exp() for i in own]
             if c.importance_level == "sequence":
                 ratios = [torch.stack(ratios).log().mean().exp()] * len(own)
+            said = [advantage + guided(c, sample, i, float(logps[i].detach())) for i in own]
             whole = math.exp(sum(float((logps[i] - sample.logprobs[i]).detach()) for i in own))
-            for i, ratio in zip(own, ratios, strict=True):
-                total = total + weight * term(c, ratio, advantage, logps[i], whole)
+            for i, ratio, value in zip(own, ratios, said, strict=True):
+                total = total + weight * term(c, ratio, value, logps[i], whole)
                 if reference is not None:
                     own_ratio = (logps[i] - sample.logprobs[i]).exp().detach().clamp(max=c.importance_cap)
                     total = total + weight * c.kl_coef * own_ratio * (logps[i] - reference[i]) ** 2 / 2
     return total / (given.compared or len(rollouts))
+
+
+def guided(c: TrainerConfig, sample: Sample, i: int, logp: float) -> float:
+    gaps = [(g.logprobs[i] - logp, g.weight) for g in sample.guidance if not math.isnan(g.logprobs[i])]
+    return sum(weight * max(-c.guide_limit, min(gap, c.guide_limit)) for gap, weight in gaps)
 
 
 def plain_logps_of(model: LlamaForCausalLM, sample: Sample) -> Tensor:
@@ -197,6 +203,39 @@ def test_a_loss_is_that_of_a_plain_implementation_however_the_step_is_cut_and_ca
         loss, found = taken(learner, batch(learner, merged=merged))
         assert loss == pytest.approx(float(expected.detach()), rel=1e-4, abs=1e-6)
         assert (found - slope).norm() < 1e-4 * slope.norm()
+
+
+@pytest.mark.parametrize(("loss_type", "level"), [c for c in CASES if c[1] == "token" or c[0] == "cispo"])
+def test_a_guides_log_probability_minus_the_policys_is_an_advantage_of_each_token(
+    model: Path, tmp_path: Path, loss_type: str, level: str
+) -> None:
+    settings = {"loss_type": loss_type, "importance_level": level, "hints": "comments", "guide_limit": 3.0}
+    learner = trained_a_little(trainer(model, tmp_path, **settings))
+    given, rng = batch(learner), random.Random(5)
+
+    def says(sample: Sample, weight: float) -> Guidance:
+        chosen = [rng.choice([math.nan, -math.inf, -0.1, -2.0, -4.0, -9999.0]) for _ in sample.mask]
+        return Guidance(tuple(chosen), weight)
+
+    weights = [(0.5, 2.0)[: i % 3] for i in range(len(given.samples))]  # of no guide, of one, of two
+    told = [tuple(says(s, w) for w in of) for s, of in zip(given.samples, weights, strict=True)]
+    given = replace(given, samples=tuple(replace(s, guidance=g) for s, g in zip(given.samples, told, strict=True)))
+    expected = plain_loss(learner, given)
+    slope = gradient(learner, expected)
+    for budget in (8192, 20):
+        learner._cost = replace(learner._cost, max_nodes=budget)
+        loss, found = taken(learner, given)
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-4, abs=1e-6)
+        assert (found - slope).norm() < 1e-4 * slope.norm()
+
+
+def test_what_guides_say_is_measured(model: Path, tmp_path: Path) -> None:
+    learner = trainer(model, tmp_path, hints="comments", learning_rate=1e-2)
+    first, second = learner.logprobs([[3, 4, 5]])[0][1:]
+    said = (Guidance((math.nan, first - 1.0, math.nan), 0.5),)
+    metrics = learner.step(Batch(1, (replace(row("r", "t", ([3], [4, 5], [first, second], 0.0)), guidance=said),), ()))
+    assert (metrics["guided_share"], metrics["guide_advantage"], metrics["guide_kl"]) == pytest.approx((0.5, 0.5, 1.0))
+    assert learner.logprobs([[3, 4]])[0][1] < first  # the guide finds the token less likely than the policy does
 
 
 def plain_entropy(learner: LightningTrainer, given: Batch) -> Tensor:
@@ -377,6 +416,12 @@ def test_what_is_clipped_is_counted_on_the_side_that_the_advantage_pulls_to(mode
 def test_a_level_that_a_loss_is_not_made_for_is_refused(settings: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match="it needs importance_level"):
         TrainerConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "luspo"])
+def test_hints_need_a_loss_that_tells_tokens_apart(loss_type: str) -> None:
+    with pytest.raises(ValidationError, match="hints speak of single tokens"):
+        TrainerConfig.model_validate({"loss_type": loss_type, "importance_level": "sequence", "hints": "comments"})
 
 
 @pytest.mark.parametrize("place", ["captured log-probabilities", "advantages"])

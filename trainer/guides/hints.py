@@ -1,0 +1,99 @@
+"""Lets the policy guide itself: it scores its own answers again, after a prompt with a hint in it.
+
+What it learned from the hint is in the difference: a token that the hint makes likelier gets a positive advantage
+(SDPO, arXiv 2601.20802). A hint is the comment of a reward, or the answer of a better sibling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from ...proxy.config.trainer import TrainerConfig
+from ...proxy.errors import NotFound
+from ...proxy.store.store import Store
+from ...proxy.types import ModelCall, Rollout
+from ..credit.rewards import reward_weights
+from ..types import Batch, Guidance, Sample
+from .hinted import Hint, answers_of, hinted_prompt, hinted_row
+from .sources import Recorded, comment, comments, siblings
+
+# Scores the answers of rows: a log-probability for each token.
+Score = Callable[[Sequence[Sample]], list[list[float]]]
+COUNTS = ("calls_hinted", "calls_without_hint", "hints_not_shown", "hints_too_long")
+
+
+class Hints:
+    """Shows the policy a hint to each call that there is one for, and notes what it then says of the answer."""
+
+    def __init__(
+        self, config: TrainerConfig, store: Store, tokenizer: PreTrainedTokenizerBase, max_tokens: int, score: Score
+    ) -> None:
+        """A row with a hint has at most `max_tokens` tokens."""
+        assert config.hints != "off"
+        self._kind: Hint = config.hints
+        self._weight = config.hint_weight
+        self._rewards = reward_weights(config)
+        self._store = store
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._score = score
+
+    async def teaches(self, rollout: Rollout) -> bool:
+        """Return whether somebody commented on the rollout. No sibling is better where rewards are equal."""
+        return self._kind == "comments" and any(map(comment, await self._store.rewards.of(rollout.rollout_id)))
+
+    async def guided(self, batch: Batch) -> Batch:
+        """Return the batch with what the policy says of its answers after a hint."""
+        recorded: list[Recorded] = []
+        for rollout_id, task_id in {sample.rollout_id: sample.task_id for sample in batch.samples}.items():
+            with suppress(NotFound):  # deleted meanwhile
+                calls, rewards = await self._store.calls.of(rollout_id), await self._store.rewards.of(rollout_id)
+                recorded.append(Recorded(task_id, calls, rewards))
+        samples, counts = await asyncio.to_thread(self._guided, batch.samples, recorded)
+        metrics = {name: float(counts[name]) for name in COUNTS}
+        return replace(batch, samples=samples, metrics={**batch.metrics, **metrics})
+
+    def _guided(
+        self, samples: Sequence[Sample], recorded: Sequence[Recorded]
+    ) -> tuple[tuple[Sample, ...], Counter[str]]:
+        calls = {call.call_id: call for rollout in recorded for call in rollout.calls}
+        hints = self._hints(recorded)
+        said = [[math.nan] * len(sample.token_ids) for sample in samples]
+        counts: Counter[str] = Counter()
+        places: list[tuple[list[float], int, int]] = []
+        rows: list[Sample] = []
+        for sample, values in zip(samples, said, strict=True):
+            for call_id, start, end in answers_of(sample):
+                row, why = self._row(sample, start, end, calls.get(call_id), hints.get(call_id))
+                counts[why] += 1
+                if row is not None:
+                    places.append((values, start, end))
+                    rows.append(row)
+        for (values, start, end), found in zip(places, self._score(rows), strict=True):
+            values[start:end] = found[start - end :]
+        guidance = [Guidance(tuple(values), self._weight) for values in said]
+        return tuple(replace(s, guidance=(*s.guidance, g)) for s, g in zip(samples, guidance, strict=True)), counts
+
+    def _hints(self, recorded: Sequence[Recorded]) -> Mapping[str, str]:
+        if self._kind == "comments":
+            return comments(recorded)
+        return siblings(recorded, self._rewards, self._tokenizer)
+
+    def _row(
+        self, sample: Sample, start: int, end: int, call: ModelCall | None, hint: str | None
+    ) -> tuple[Sample | None, str]:
+        """The answer at [start, end) after a hint, or None; and what counts it."""
+        if call is None or hint is None:
+            return None, "calls_without_hint"
+        prompt = hinted_prompt(call, hint, self._kind, self._tokenizer)
+        if prompt is None:
+            return None, "hints_not_shown"
+        row = hinted_row(sample, start, end, prompt)
+        return (None, "hints_too_long") if len(row.token_ids) > self._max_tokens else (row, "calls_hinted")

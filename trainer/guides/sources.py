@@ -1,0 +1,76 @@
+"""Finds the hint for each call of a step: what was said of it, or how a better sibling answered. Pure, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from ...proxy.types import ModelCall, Reward
+from ..credit.rewards import JUDGE, weighted_rewards
+
+THOUGHT = "</think>"  # what comes before it is no answer
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A rollout of the step: its task, its calls in order, and all its rewards, oldest first."""
+
+    task_id: str
+    calls: Sequence[ModelCall]
+    rewards: Sequence[Reward]
+
+
+def comments(rollouts: Sequence[Recorded]) -> dict[str, str]:
+    """Return hints by call id: the comments on the call's rewards, or else on those of its rollout.
+
+    The newest reward of each name counts. A judge's score says nothing that could be followed.
+    """
+    found: dict[str, str] = {}
+    for rollout in rollouts:
+        newest = {(reward.call_id, reward.name): comment(reward) for reward in rollout.rewards}
+        of: dict[str | None, list[str]] = {}
+        for (call_id, _), said in newest.items():
+            if said:
+                of.setdefault(call_id, []).append(said)
+        for call in rollout.calls:
+            if said_of_it := of.get(call.call_id) or of.get(None):
+                found[call.call_id] = "\n".join(said_of_it)
+    return found
+
+
+def comment(reward: Reward) -> str:
+    """Return what was said with a reward; "" if nothing was."""
+    return "" if reward.name == JUDGE else (reward.comment or "").strip()
+
+
+def siblings(
+    rollouts: Sequence[Recorded], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str]:
+    """Return hints by call id: all answers that the same agent gave in the best rollout of the task.
+
+    The best has the highest reward, by `weights`. Rollouts with as high a one get no hint.
+    """
+    tasks: dict[str, list[tuple[float, Recorded]]] = {}
+    for rollout in rollouts:
+        posted = weighted_rewards(rollout.rewards, weights).posted
+        tasks.setdefault(rollout.task_id, []).append((-math.inf if posted is None else posted, rollout))
+    found: dict[str, str] = {}
+    for of_task in tasks.values():
+        highest, best = max(of_task, key=lambda one: one[0])
+        answers = _answers(best, tokenizer)
+        worse = [call for reward, rollout in of_task if reward < highest for call in rollout.calls]
+        found |= {call.call_id: answers[call.agent] for call in worse if call.agent in answers}
+    return found
+
+
+def _answers(rollout: Recorded, tokenizer: PreTrainedTokenizerBase) -> dict[str | None, str]:
+    """What each agent answered, in order, as the policy wrote it: with its tool calls, without its thoughts."""
+    found: dict[str | None, list[str]] = {}
+    for call in rollout.calls:
+        if call.trainable and call.is_decision:
+            text: str = tokenizer.decode(list(call.response_token_ids), skip_special_tokens=True)
+            found.setdefault(call.agent, []).append(text.rpartition(THOUGHT)[2].strip())
+    return {agent: "\n\n".join(filter(None, texts)) for agent, texts in found.items() if any(texts)}
