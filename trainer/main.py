@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..proxy.errors import ConfigError
 from ..proxy.policy.mode import decide
 from ..proxy.policy.operator import operator_headers
 from ..proxy.policy.swap import Swap
-from ..proxy.policy.vllm import VllmFleet, operator_session
+from ..proxy.policy.vllm import VllmFleet, VllmServer, operator_session
 from ..proxy.store.database import opened
 from ..proxy.store.store import Store
 from .collect.siblings import AskJudge
@@ -27,6 +28,7 @@ from .credit.strategies import STRATEGIES
 from .distributed import ranks
 from .guides.guides import Guides
 from .guides.hints import Hints
+from .guides.teacher import Teacher
 from .hooks import load
 from .judge.judge import Judge
 from .loop import Show, TrainingLoop, show_nothing
@@ -39,6 +41,9 @@ from .sft.sft import SftRun
 from .step.trainer import LightningTrainer
 from .tuning.run import TuningRun
 from .types import Guide, Method
+from .waiting import GuideError
+
+log = logging.getLogger(__name__)
 
 TUNING: Mapping[Method, type[TuningRun[Any]]] = {run.method: run for run in (SftRun, DpoRun, KtoRun)}
 
@@ -62,9 +67,9 @@ async def train(
                 await TUNING[method](config, store, trainer, publisher, show).run(stop)
             else:
                 judge = _judge(config, store)
-                guide = _guide(config.trainer, store, trainer)
-                loop = TrainingLoop(config, store, trainer, publisher, show=show, judge=judge, guide=guide)
-                await loop.run(stop, once=once)
+                async with _guide(config.trainer, store, trainer) as guide:
+                    loop = TrainingLoop(config, store, trainer, publisher, show=show, judge=judge, guide=guide)
+                    await loop.run(stop, once=once)
 
 
 async def train_offline(
@@ -88,8 +93,9 @@ async def train_offline(
                 if method in TUNING:
                     last = await TUNING[method](config, store, trainer, None, show).run(stop)
                 else:
-                    guide = _guide(config.trainer, store, trainer)
-                    last = await OfflineRun(config, store, trainer, epochs, _judge(config, store), guide).run(stop)
+                    judge = _judge(config, store)
+                    async with _guide(config.trainer, store, trainer) as guide:
+                        last = await OfflineRun(config, store, trainer, epochs, judge, guide).run(stop)
             if last is not None:
                 if stop.is_set():  # the trainer's own weights may be on their way to the next step
                     await asyncio.to_thread(trainer.load, Path(str(last.checkpoint)))
@@ -142,10 +148,22 @@ async def _trainer(config: Config) -> AsyncIterator[LightningTrainer]:
         trainer.trackers.close()
 
 
-def _guide(config: TrainerConfig, store: Store, trainer: LightningTrainer) -> Guide | None:
-    if config.hints == "off":
-        return None
-    return Guides([Hints(config, store, trainer.processing_class, trainer.max_tokens, trainer.scores_of)])
+@asynccontextmanager
+async def _guide(config: TrainerConfig, store: Store, trainer: LightningTrainer) -> AsyncIterator[Guide | None]:
+    """What says more of a step's tokens than their rewards do; None if nothing does."""
+    tokenizer, guides = trainer.processing_class, list[Guide]()
+    async with operator_session() as session:
+        if config.teacher.base_url is not None:
+            url, headers, timeout_s = config.teacher.base_url, config.teacher.credentials, config.teacher.timeout_s
+            teacher = Teacher(config.teacher, VllmServer(session, url, headers, timeout_s=timeout_s), tokenizer)
+            try:
+                await teacher.check()
+            except GuideError as error:
+                log.warning("steps will wait: %s", error)
+            guides.append(teacher)
+        if config.hints != "off":
+            guides.append(Hints(config, store, tokenizer, trainer.max_tokens, trainer.scores_of))
+        yield Guides(guides) if guides else None
 
 
 def _judge(config: Config, store: Store) -> AskJudge | None:

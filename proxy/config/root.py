@@ -39,7 +39,8 @@ class Config(Section):
         return next((upstream for upstream in self.upstreams if upstream.kind == "vllm"), None)
 
     def keys(self) -> list[str]:
-        """Return every secret key in the configuration: ours and the upstreams'."""
-        headers = self.telemetry.otlp_headers.values()
-        ours = [key.get_secret_value() for key in (*self.proxy.api_keys, *self.proxy.admin_keys, *headers)]
+        """Return every secret key in the configuration: ours, the upstreams' and the teacher's."""
+        headers, teacher = self.telemetry.otlp_headers.values(), self.trainer.teacher.api_key
+        held = (*self.proxy.api_keys, *self.proxy.admin_keys, *headers, *([teacher] if teacher else []))
+        ours = [key.get_secret_value() for key in held]
         return [*ours, *(secret for upstream in self.upstreams for secret in upstream.secrets())]

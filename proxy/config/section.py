@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
@@ -31,6 +32,15 @@ def is_sendable(key: SecretStr) -> bool:
     """Return whether a header can carry this key unchanged."""
     text = key.get_secret_value()
     return text != "" and text.isascii() and text.isprintable() and " " not in text
+
+
+def check_url(key: str, url: str, *, is_vllm: bool) -> None:
+    """Raise ValueError unless `url`, the value of `key`, can be asked."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
+        raise ValueError(f"{key} must be an http(s) URL, got {url!r}")
+    if is_vllm and (parts.query or not parts.path.strip("/")):
+        raise ValueError(f"{key} of kind vllm must have a path, which ends in /v1 as a rule, and no query; got {url!r}")
 
 
 def _off(value: Any) -> Any:

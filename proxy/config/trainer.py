@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from . import cron
-from .section import CanBeOff, Gpu, Number, Positive, Seconds, Section
+from .section import NOT_SENDABLE, CanBeOff, Gpu, Number, Positive, Seconds, Section, check_url, is_sendable
 
 # The fewest earlier rollouts from which a usual reward can be told.
 MIN_EARLIER = 4
@@ -156,6 +156,28 @@ class KtoConfig(Section):
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
 
 
+class TeacherConfig(Section):
+    base_url: str | None = None
+    model: str | None = None
+    api_key: SecretStr | None = None
+    weight: Positive = 1.0
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    timeout_s: Seconds = 120.0
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> TeacherConfig:
+        if self.base_url is not None:
+            check_url("base_url", self.base_url, is_vllm=True)
+        if self.api_key is not None and not is_sendable(self.api_key):
+            raise ValueError(f"api_key cannot be sent: {NOT_SENDABLE}")
+        return self
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """Return the header that carries its key; empty without a key."""
+        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key.get_secret_value()}"}
+
+
 class TrainerConfig(Section):
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
@@ -193,6 +215,7 @@ class TrainerConfig(Section):
     kto: KtoConfig = KtoConfig()
     hints: Annotated[Literal["off", "comments", "siblings"], CanBeOff] = "off"
     hint_weight: Positive = 1.0
+    teacher: TeacherConfig = TeacherConfig()
     guide_limit: Positive = 5.0
     kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     kl_metric: bool = False
@@ -242,20 +265,20 @@ class TrainerConfig(Section):
     def _guides_single_tokens(self) -> TrainerConfig:
         if self.guided and self.importance_level == "sequence" and self.loss_type != "cispo":
             raise ValueError(
-                f"hints speak of single tokens, and loss_type {self.loss_type} with importance_level sequence pulls "
-                "all tokens of an answer alike: use importance_level: token, or loss_type: cispo"
+                "hints and teachers speak of single tokens, but with importance_level sequence "
+                f"loss_type {self.loss_type} pulls all tokens of an answer alike: use token, or loss_type: cispo"
             )
         return self
 
     @property
     def guided(self) -> bool:
         """Return whether tokens have guides beside their rewards."""
-        return self.hints != "off"
+        return self.hints != "off" or self.teacher.base_url is not None
 
     @property
     def teaches_without_rewards(self) -> bool:
         """Return whether something may be learned from rollouts whose rewards teach nothing."""
-        return self.hints == "comments"
+        return self.hints == "comments" or self.teacher.base_url is not None
 
     @property
     def takes_lone_rollouts(self) -> bool:

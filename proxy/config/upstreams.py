@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
-from .section import NOT_SENDABLE, Seconds, Section, is_sendable
+from .section import NOT_SENDABLE, Seconds, Section, check_url, is_sendable
 
 _SECRET_NAME = re.compile(r"key|token|secret|password|authorization|credential", re.IGNORECASE)
 
@@ -20,14 +19,6 @@ def below(url: str, path: str = "") -> str:
     """Return the URL of a path below a server's URL, whose own query stays behind it."""
     base, mark, query = url.partition("?")
     return base.rstrip("/") + path + mark + query
-
-
-def _check_url(key: str, url: str, *, is_vllm: bool) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
-        raise ValueError(f"{key} must be an http(s) URL, got {url!r}")
-    if is_vllm and (parts.query or not parts.path.strip("/")):
-        raise ValueError(f"{key} of kind vllm must have a path, which ends in /v1 as a rule, and no query; got {url!r}")
 
 
 class UpstreamConfig(Section):
@@ -75,7 +66,7 @@ class UpstreamConfig(Section):
             self._check_litellm()
             return self
         for key, url in [("base_url", self.base_url), *(("replicas", url) for url in self.replicas)]:
-            _check_url(key, url or "", is_vllm=self.kind == "vllm")
+            check_url(key, url or "", is_vllm=self.kind == "vllm")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("replicas must differ from each other and from base_url")
         if self.litellm_params:

@@ -40,15 +40,20 @@ class VllmServer:
     """One vLLM server, addressed by the `base_url` of its upstream; operator routes are beside its /v1."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, base_url: str, headers: Mapping[str, str], model: str | None = None
+        self,
+        session: aiohttp.ClientSession,
+        base_url: str,
+        headers: Mapping[str, str],
+        model: str | None = None,
+        timeout_s: float = 120.0,
     ) -> None:
-        """`model`: the base model, where a server lists several; by default its first."""
+        """`model`: the base model, where a server lists several; by default its first. `timeout_s`: of a request."""
         self.base_url = base_url.rstrip("/")
         self._model = model
         self._headers = headers
         self._session = session
         self._root = self.base_url.removesuffix("/v1")
-        self._timeout = aiohttp.ClientTimeout(total=120.0, sock_connect=5)
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5)
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the served models: the base model, whose `parent` is None, and the adapters."""
@@ -116,6 +121,19 @@ class VllmServer:
         body |= {"logprobs": 5, "return_tokens_as_token_ids": True} | _PLAIN
         return await self._request("POST", "/v1/completions", body, _most_likely)
 
+    async def tokens(self, model: str, text: str) -> list[int]:
+        """Return the tokens of a text, with only those special tokens that it names."""
+        body = {"model": model, "prompt": text, "max_tokens": 1, "add_special_tokens": False, "return_token_ids": True}
+        return await self._request("POST", "/v1/completions", body, _prompt_tokens)
+
+    async def scored(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        """Return each token's log-probability after those before it, at temperature 1; 0.0 for the first.
+
+        vLLM 0.32 on a CPU with LoRA enabled ends when it is asked for this.
+        """
+        body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0}
+        return await self._request("POST", "/v1/completions", body, lambda answer: _scored(answer, token_ids))
+
     async def adds_usage(self) -> bool:
         """Return whether streams end with a usage chunk unasked, as those of vLLM's --enable-force-include-usage do."""
         body = {"model": await self.base_model(), "prompt": PROBE_PROMPT, "max_tokens": 1, "stream": True}
@@ -171,6 +189,16 @@ def _model(model: Any) -> dict[str, Any]:
 def _sampled(answer: Any) -> tuple[list[int], list[float]]:
     choice = answer["choices"][0]
     return list(map(int, choice["token_ids"])), list(map(float, choice["logprobs"]["token_logprobs"]))
+
+
+def _prompt_tokens(answer: Any) -> list[int]:
+    return list(map(int, answer["choices"][0]["prompt_token_ids"]))
+
+
+def _scored(answer: Any, token_ids: Sequence[int]) -> list[float]:
+    _, *found = answer["choices"][0]["prompt_logprobs"]
+    told = [float(one[str(token)]["logprob"]) for one, token in zip(found, token_ids[1:], strict=True)]
+    return [0.0, *told]
 
 
 def _most_likely(answer: Any) -> list[tuple[str, dict[str, float]]]:

@@ -8,15 +8,17 @@ import shutil
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lightning_proxy.proxy.types import Choice, Reward, RolloutName
+from lightning_proxy.proxy.types import Choice, Reward, Rollout, RolloutName
 from lightning_proxy.trainer.judge.judge import Judge
+from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.report.metric_schema import METRICS
 from lightning_proxy.trainer.types import Batch
-from lightning_proxy.trainer.waiting import JudgeError
+from lightning_proxy.trainer.waiting import GuideError, JudgeError
 from support.small_model import VOCABULARY
 from support.training import (
     bench,
@@ -327,3 +329,48 @@ async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(base: Path,
         late += await b.groups("t4")
         assert await loop._train_when_due(once=False), "enough for another round"
         assert await b.steps_of(late) == {2}
+
+
+class AwayTwice:
+    """A guide that teaches something of every rollout, and is away when it is first asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def teaches(self, rollout: Rollout) -> bool:
+        return True
+
+    async def guided(self, batch: Batch) -> Batch:
+        self.asked.append(len(batch.samples))
+        if len(self.asked) < 3:
+            raise GuideError("trainer.teacher: away")
+        return batch
+
+
+async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
+    guide = AwayTwice()
+    async with bench(base, tmp_path) as b:
+        equal = [await b.rollout("t1", 0.5) for _ in range(4)]
+        await b.loop(partial(TrainingLoop, guide=guide)).run(asyncio.Event(), once=True)
+        assert await b.steps_of(equal) == {1}
+        assert guide.asked == [4, 4, 4] and caplog.text.count("step 1 waits: trainer.teacher: away") == 2
+
+
+async def test_a_trainer_that_is_stopped_while_its_guide_is_away_loses_no_rollout(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        useful, stop = await b.groups("t1"), asyncio.Event()
+        running = asyncio.ensure_future(
+            b.loop(partial(TrainingLoop, guide=(guide := AwayTwice()))).run(stop, once=True)
+        )
+        async with asyncio.timeout(20):
+            while not guide.asked:
+                await asyncio.sleep(0.01)
+            stop.set()
+            await running
+        await b.loop().run(asyncio.Event(), once=True)
+        last = await b.store.steps.last()
+        assert last is not None and last.metrics["rollouts_trained"] == 4
+        assert await b.steps_of(useful) == {last.step}

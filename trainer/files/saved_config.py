@@ -114,6 +114,15 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Saved:
     """Nested sections as dotted keys. A dict that is no section stays one value."""
     found: Saved = {}
     for name, value in values.items():
-        is_section = prefix == "trainer" and name in ("air", "judge", "schedule", "collapse", "sft", "dpo", "kto")
+        is_section = prefix == "trainer" and name in (
+            "air",
+            "judge",
+            "schedule",
+            "collapse",
+            "sft",
+            "dpo",
+            "kto",
+            "teacher",
+        )
         found |= _flat(f"{prefix}.{name}", value) if is_section else {f"{prefix}.{name}": value}
     return found

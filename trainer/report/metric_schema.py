@@ -159,7 +159,7 @@ TUNING_METRICS: Mapping[str, Metric] = MappingProxyType({
         ("held_out_margin", "nats", "the same after the run"),
     ),
 })  # fmt: skip
-# The further metrics of a step with hints.
+# The further metrics of a step with hints or a teacher.
 GUIDE_METRICS: Mapping[str, Metric] = MappingProxyType(
     _group(
         "guides",
@@ -170,6 +170,13 @@ GUIDE_METRICS: Mapping[str, Metric] = MappingProxyType(
         ("calls_without_hint", "count", "calls without one: nobody commented on them, or no sibling did better"),
         ("hints_not_shown", "count", "hints left out: the chat template does not give the recorded prompt again"),
         ("hints_too_long", "count", "hints left out: with them a row is over `trainer.max_sample_tokens`"),
+        ("calls_taught", "count", "calls that the teacher scored"),
+        (
+            "calls_not_plain",
+            "count",
+            "calls that the teacher cannot score: not sampled at temperature 1 and nothing else",
+        ),
+        ("calls_beyond_teacher", "count", "calls that begin beyond the teacher's longest row"),
         ("guide_s", "s", "asking the guides, before `step_s`"),
     )
 )

@@ -420,7 +420,7 @@ def test_a_level_that_a_loss_is_not_made_for_is_refused(settings: dict[str, str]
 
 @pytest.mark.parametrize("loss_type", ["grpo", "sapo", "luspo"])
 def test_hints_need_a_loss_that_tells_tokens_apart(loss_type: str) -> None:
-    with pytest.raises(ValidationError, match="hints speak of single tokens"):
+    with pytest.raises(ValidationError, match="speak of single tokens"):
         TrainerConfig.model_validate({"loss_type": loss_type, "importance_level": "sequence", "hints": "comments"})
 
 
