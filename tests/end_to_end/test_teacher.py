@@ -1,0 +1,64 @@
+"""A real vLLM as a teacher: what it says is what its weights say, and the policy comes nearer to it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
+from support.spelling_model import LETTERS
+from support.whole_system import System
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
+
+
+async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
+    merged: System, speller: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    from lightning_proxy.trainer.guides.teacher import Teacher
+    from lightning_proxy.trainer.step.trainer import LightningTrainer
+    from lightning_proxy.trainer.types import Batch, Sample
+
+    merged.promote(0)
+    config = TrainerConfig.model_validate({
+        "teacher": {"base_url": f"http://127.0.0.1:{merged.vllm_port}/v1"}, "reward_weights": {"reward": 0},
+        "learning_rate": 2e-3, "report_to": [], "dtype": "float32",
+    })  # fmt: skip
+    learner = LightningTrainer(config, PolicyConfig(model=str(speller), directory=tmp_path))
+    letters = learner.processing_class(list(LETTERS), add_special_tokens=False)["input_ids"]
+    prompts = [tuple(token for (token,) in random.Random(i).sample(letters, 6)) for i in range(8)]
+
+    @torch.no_grad()
+    def batch(step: int) -> Batch:
+        """What the policy answers now: four answers of eight tokens to each prompt."""
+        ids = torch.tensor(prompts * 4)
+        for _ in range(8):
+            chances = learner.policy_model(input_ids=ids).logits[:, -1].float().softmax(-1)
+            ids = torch.cat([ids, chances.multinomial(1)], 1)
+        rows = [tuple(row) for row in ids.tolist()]
+        mask, zeros, ones = (0,) * 6 + (1,) * 8, (0.0,) * 14, (1.0,) * 14
+        captured = [(*zeros[:6], *said[6:]) for said in learner.logprobs(rows)]
+        samples = [Sample("r", "t", r, mask, c, zeros, ones, ("c",)) for r, c in zip(rows, captured, strict=True)]
+        return Batch(step, tuple(samples), ("r",))
+
+    torch.manual_seed(0)
+    async with operator_session() as session:
+        teacher = Teacher(
+            config.teacher, VllmServer(session, str(config.teacher.base_url), {}), learner.processing_class
+        )
+        first = await teacher.guided(batch(0))
+        own = learner.logprobs([sample.token_ids for sample in first.samples])  # the adapter adds nothing yet
+        for sample, said in zip(first.samples, own, strict=True):
+            assert sample.guidance[0].logprobs[6:] == pytest.approx(said[6:], abs=1e-3)
+        with torch.no_grad():
+            for name, parameter in learner.peft_model.named_parameters():
+                if "lora_B" in name:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        gaps = [learner.step(await teacher.guided(batch(step)))["guide_kl"] for step in range(1, 13)]
+    assert gaps[0] > 0.2 and sum(gaps[-3:]) / 3 < gaps[0] / 2, gaps
