@@ -27,7 +27,7 @@ def plan_command(config: Config, gpus: str | None, *, as_json: bool) -> None:
     about = model_config(model)
     if about is None or shape_of(about) is None:
         raise ConfigError(f"policy.model: the sizes of {model} cannot be read from its config.json")
-    if gpus and config.policy.publish == "auto":
+    if gpus and config.policy.publish == "auto" and config.trainer.weights == "lora":
         policy = config.policy.model_copy(update={"publish": "lora"})  # what auto means on a GPU
         config = config.model_copy(update={"policy": policy})
     settled = settle(config, machine)

@@ -31,6 +31,7 @@ LEVELS = {
         {"publish"},
         {"verify"},
         {"step"},
+        {"weights"},
         {"collect", "files"},
         {"collapse", "report", "plan"},
         {"rows"},

@@ -17,11 +17,11 @@ from ..proxy.errors import PublishError, UpstreamTimeout, UpstreamUnreachable
 from ..proxy.policy.swap import Superseded, Swap
 from ..proxy.policy.vllm import VllmError, VllmServer
 from ..proxy.types import PolicyVersion
-from .step.adapters import Weights
 from .step.shortage import give_back
 from .step.trainer import LightningTrainer
 from .types import Sample
 from .waiting import before_retry
+from .weights.choice import compute_dtype
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,9 @@ class Verifier:
         self._swap = swap
         self._trainer = trainer
         self.difference = 0.0
-        # By adapter, the weights that were last seen to be served; at first those that the trainer begins with.
-        self._served: dict[str, Weights] = trainer.adapters.all_weights()
+        # The trainer keeps the weights that were last seen to be served; at first those that it begins with.
+        for adapter in trainer.trained.names:
+            trainer.keep(adapter)
 
     async def load_and_verify(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:
         """Load a version's adapters and verify them. Do it again if vLLM restarts meanwhile: it forgets them."""
@@ -119,14 +120,14 @@ class Verifier:
             verified += 1
         if not verified:
             raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
-        self._served[adapter] = self._trainer.adapter(adapter)
+        self._trainer.keep(adapter)
         give_back()
 
     async def _ask(
         self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]], adapter: str, stop: asyncio.Event
     ) -> Evidence:
         """Let the server answer until it is clear which weights do. PublishError if they are not the adapter's."""
-        evidence, old = Evidence(), self._served[adapter]
+        evidence = Evidence()
         while evidence.may_become_clear:
             if not evidence.rounds:
                 asked = list(prompts)
@@ -135,10 +136,10 @@ class Verifier:
                 asked = [prompts[i % len(prompts)] for i in range(MORE_ANSWERS)]
                 answers = await asyncio.gather(*(server.sample(model, prompt, MORE_TOKENS) for prompt in asked))
             rows = [[*prompt, *ids] for prompt, (ids, _) in zip(asked, answers, strict=True)]
-            ours = await asyncio.to_thread(self._trainer.logprobs, rows, None, adapter)
+            ours = await asyncio.to_thread(self._trainer.logprobs, rows, adapter)
             if not evidence.rounds:
                 self._require_near(model, ours, answers)
-            before = await asyncio.to_thread(self._trainer.logprobs, rows, old, adapter)
+            before = await asyncio.to_thread(self._trainer.logprobs, rows, adapter, kept=True)
             evidence.add(ours, before, answers)
         if evidence.is_old:
             raise PublishError(f"vLLM still serves the weights from before as {model}: {evidence}")
@@ -195,7 +196,7 @@ class Verifier:
     def _require_near(self, model: str, ours: Sequence[Sequence[float]], answers: Sequence[Answer]) -> None:
         """Raise PublishError if the answers are not those of the trainer's weights, whatever else they are."""
         difference = mean_difference(ours, answers)
-        tolerance = self._config.verify_tolerance or TOLERANCE[self._trainer.policy_model.dtype]
+        tolerance = self._config.verify_tolerance or TOLERANCE[compute_dtype(self._trainer.settings)]
         if not difference <= tolerance:  # NaN fails too
             raise PublishError(
                 f"vLLM does not serve the weights that were published as {model}: its log-probabilities of "

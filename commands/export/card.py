@@ -19,13 +19,14 @@ MAX_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM takes for --max-lora-ran
 class Facts:
     """What a card tells. `steps`: from the base model to this version, oldest first; `rewards`: by mode and version.
 
-    `rank`: of the adapter.
+    `rank`: of the adapter. `full`: all weights were trained, and there is no adapter.
     """
 
     base: str
     version: PolicyVersion
     form: str
     rank: int
+    full: bool
     steps: tuple[Step, ...]
     data: TrainedData
     rewards: Mapping[tuple[str, int], MeanReward]
@@ -55,7 +56,8 @@ def _public_name(facts: Facts) -> str | None:
 def _about(facts: Facts) -> Iterator[str]:
     version, count = facts.version, len(facts.steps)
     name = Path(facts.base).name
-    what = "A LoRA adapter for" if facts.form == "adapter" else "A whole model: a LoRA adapter merged into"
+    whole = "A whole model: all weights of" if facts.full else "A whole model: a LoRA adapter merged into"
+    what = "A LoRA adapter for" if facts.form == "adapter" else whole
     yield f"# {name}, policy version {version.version}"
     yield ""
     yield f"{what} `{name}`, trained with lightning-proxy. The licence of the base model applies."

@@ -112,6 +112,8 @@ def _made(config: Config, wanted: Form, source: Path, step: Step | None, target:
     except ImportError:
         message = f"to make it {wanted} needs torch and peft: pip install 'lightning-proxy[train]'"
         raise LightningError(message) from None
+    if config.trainer.weights == "full":
+        raise ConfigError("--as adapter: with trainer.weights full there is none; leave --as out")
     if config.policy.model is None:
         raise ConfigError("policy.model: the base model is needed to make the other form of a version")
     if wanted == "merged":
@@ -134,6 +136,7 @@ async def _facts(store: Store, config: Config, version: PolicyVersion, form: For
         version=version,
         form=form,
         rank=config.trainer.lora_rank,
+        full=config.trainer.weights == "full",
         steps=tuple(reversed(steps)),
         data=await store.steps.data_of([step.step for step in steps]),
         rewards=await store.rollouts.rewards_by_version((0, version.version)),

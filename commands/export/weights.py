@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.config.root import Config
 from ...trainer.files.weights import write_adapter, write_merged
-from ...trainer.step.targets import lora_config
+from ...trainer.weights.targets import lora_config
 
 disable_progress_bar()
 

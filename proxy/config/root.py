@@ -33,6 +33,14 @@ class Config(Section):
         check_fallbacks({upstream.name: upstream.fallbacks for upstream in self.upstreams}, len(self.upstreams))
         return self
 
+    @model_validator(mode="after")
+    def _publishes_all_weights_merged(self) -> Config:
+        if self.trainer.weights == "full" and self.policy.publish == "lora":
+            raise ValueError("trainer.weights full has no adapter to publish: set policy.publish to merged or auto")
+        if self.trainer.weights == "full" and self.policy.adapters:
+            raise ValueError("trainer.weights full is one set of weights for all agents: leave out policy.adapters")
+        return self
+
     @cached_property
     def policy_upstream(self) -> UpstreamConfig | None:
         """Return the upstream that serves the policy, the first of kind vllm; None without one."""

@@ -221,6 +221,7 @@ class TrainerConfig(Section):
     kl_metric: bool = False
     entropy: EntropyConfig = EntropyConfig()
     collapse: CollapseConfig = CollapseConfig()
+    weights: Literal["lora", "full"] = "lora"
     lora_rank: Annotated[int, Field(ge=1)] = 16
     lora_alpha: Annotated[int, Field(ge=1)] = 32
     lora_targets: list[str] | Literal["language", "all-linear"] = "language"

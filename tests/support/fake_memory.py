@@ -21,8 +21,8 @@ from lightning_proxy.trainer.rows.prefix_tree import build_tree
 from lightning_proxy.trainer.step import tree_attention, trl_config
 from lightning_proxy.trainer.step.rescoring import fully_scored
 from lightning_proxy.trainer.step.scoring import score
-from lightning_proxy.trainer.step.targets import lora_config
 from lightning_proxy.trainer.step.tree_attention import use_tree_attention
+from lightning_proxy.trainer.weights.targets import lora_config
 
 # Fake tensors cannot be indexed on a device that PyTorch was not built for; sizes are the same on each.
 DEVICE = torch.device("cpu")
@@ -84,11 +84,12 @@ def as_flex(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def peak_of_a_pass(config: dict[str, Any], tokens: int, trainer: TrainerConfig, patch: pytest.MonkeyPatch) -> int:
-    """Return the bytes that a pass over one row of so many tokens adds to weights and adapter at its peak."""
+    """Return the bytes that a pass over one row of so many tokens adds to weights (and adapter) at its peak."""
     with as_flex(patch):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
-            adapted = get_peft_model(model, lora_config(trainer, model))
+            dtype = torch.bfloat16 if trainer.weights == "lora" else torch.float32
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+            adapted = get_peft_model(model, lora_config(trainer, model)) if trainer.weights == "lora" else model
         use_tree_attention(model)
         trl_config.checkpoint_layers(model, trainer)
         adapted.train()

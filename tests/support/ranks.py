@@ -86,21 +86,22 @@ def shared_out(given: Batch, adapters: Sequence[str]) -> Batch:
 def lead(learner: LightningTrainer, out: Path) -> dict[str, Any]:
     """Everything that the training loop asks of a trainer, on rank 0; what came of it."""
     given = [batch(1), batch(2), poisoned(batch(3)), batch(4, 1, 1), replace(batch(5), samples=())]
-    metrics = [learner.step(shared_out(one, learner.adapters.names)) for one in given]
+    metrics = [learner.step(shared_out(one, learner.trained.names)) for one in given]
     before = learner.logprobs(ROWS)
     learner.save(out / "checkpoint")
     learner.save_weights(out / "adapter", merged=False)
     learner.save_weights(out / "merged", merged=True)
     kept = learner.adapter()
+    learner.keep()
     metrics.append(learner.step(batch(6)))
     moved = learner.adapter()
     learner.load(out / "checkpoint")
     metrics.append(learner.step(batch(6)))
     found = {"metrics": metrics, "kept": kept, "moved": moved, "again": learner.adapter(), "before": before}
-    found["all"] = learner.adapters.all_weights()
+    found["all"] = learner.trained.all_weights()
     return found | {
-        "old": learner.logprobs(ROWS, kept),
-        "now": learner.logprobs(ROWS, adapter=learner.adapters.names[-1]),
+        "old": learner.logprobs(ROWS, kept=True),
+        "now": learner.logprobs(ROWS, adapter=learner.trained.names[-1]),
     }
 
 
@@ -123,7 +124,7 @@ def main(what: str, directory: Path) -> None:
         ranks.follow(learner)
         layer = learner.policy_model.base_model.layers[0].mlp.up_proj.base_layer
         sharded = isinstance(layer.weight, DTensor) and layer.weight.to_local().numel() < layer.weight.numel()
-        found = {"adapter": learner.adapter(), "all": learner.adapters.all_weights(), "rank": rank, "sharded": sharded}
+        found = {"adapter": learner.adapter(), "all": learner.trained.all_weights(), "rank": rank, "sharded": sharded}
         found["recomputed"] = len(recomputed)
         torch.save(found, out / f"rank-{rank}.pt")
         return

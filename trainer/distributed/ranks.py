@@ -1,7 +1,7 @@
 """Runs one trainer in several processes (ranks). Rank 0 leads; the others repeat its work.
 
-Adapter and optimizer are the same on every rank. The samples of a step are shared out, and gradients are summed before
-anybody uses them, so a step's update does not depend on the number of ranks.
+Weights and optimizer are the same on every rank, or sharded over them. The samples of a step are shared out, and
+gradients are summed before anybody uses them, so a step's update does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...proxy.errors import ConfigError, LightningError
 from ..rows.microbatches import MicroBatch, TreeCost
@@ -55,16 +56,31 @@ class Ranks(Processes):
         self.size = 1
         self._turn = threading.RLock()
         self._calling = False
+        self._joined = False
 
-    def prepare(self, accelerator: Accelerator, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Join the other ranks, and give all of them the adapter of rank 0.
+    def prepare(self, accelerator: Accelerator, model: Any) -> Any:
+        """Join the other ranks, and give all of them the trained weights of rank 0.
 
-        The model is not wrapped: DDP and FSDP would average gradients, which are summed here, and the model is called
-        part by part.
+        The model is not wrapped: DDP would average gradients, which are summed here, and the model is called part by
+        part.
         """
+        self._join(accelerator)
+        if self.sharded:
+            shards.shard(model, accelerator.device)
+        else:
+            model = accelerator.prepare_model(model, evaluation_mode=True)
+        if self.size > 1:
+            for parameter in (p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)):
+                dist.broadcast(parameter.data, src=0)
+        return model
+
+    def _join(self, accelerator: Accelerator) -> None:
+        if self._joined:
+            return
+        self._joined = True
         self.sharded = shards.asked_for()
         if accelerator.num_processes == 1 and not self.sharded:
-            return super().prepare(accelerator, model, optimizer)
+            return
         if accelerator.distributed_type not in SUPPORTED:
             raise ConfigError(f"the launcher's distributed_type: {accelerator.distributed_type.value} is not supported")
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
@@ -72,14 +88,6 @@ class Ranks(Processes):
             # On the CPU whatever the device: objects travel, and a lost process shows as a closed connection.
             self._idle = dist.new_group(backend="gloo", timeout=IDLE)
             self._step = dist.new_group(backend="gloo", timeout=STEP)
-        if self.sharded:
-            shards.shard(model.get_base_model(), accelerator.device)
-        else:
-            model = accelerator.prepare_model(model, evaluation_mode=True)
-        if self.size > 1:
-            for parameter in (p for p in model.parameters() if p.requires_grad):
-                dist.broadcast(parameter.data, src=0)
-        return model, accelerator.prepare_optimizer(optimizer)
 
     @contextmanager
     def together(self, method: str, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -133,10 +141,13 @@ class Ranks(Processes):
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum every rank's gradients in float32, in one message. A parameter without any gradient gets none."""
+        """Sum every rank's gradients in float32, in one message. A parameter without any gradient gets none.
+
+        Those of sharded parameters are summed already: FSDP2 does it in the backward pass.
+        """
         if self.size == 1:
             return
-        parameters = list(parameters)
+        parameters = [p for p in parameters if not isinstance(p, DTensor)]
         found = self.gathered([p.grad is not None for p in parameters])
         parameters = [p for p, *has in zip(parameters, *found, strict=True) if any(has)]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -147,6 +158,17 @@ class Ranks(Processes):
 
     def whole(self, weight: Tensor) -> Tensor:
         return shards.gathered(weight)
+
+    def part(self, weight: Tensor, like: Tensor) -> Tensor:
+        return shards.scattered(weight, like) if self.sharded else weight
+
+    def local(self, weight: Tensor) -> Tensor:
+        return shards.local(weight)
+
+    def clip(self, accelerator: Accelerator, parameters: Sequence[nn.Parameter], limit: float) -> float:
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            return shards.clip(parameters, limit)
+        return super().clip(accelerator, parameters, limit)
 
     def alone(self, accelerator: Accelerator) -> Any:
         return accelerator if self.size == 1 else _Alone(accelerator)

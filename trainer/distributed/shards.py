@@ -1,20 +1,22 @@
-"""Spreads the frozen base model over the ranks with FSDP2: every rank keeps a part of each layer.
+"""Spreads a model over the ranks with FSDP2: every rank keeps a part of each layer.
 
-The adapter is small and stays whole on every rank, and so do embeddings and head. So FSDP2 has no gradient to reduce
-and no optimizer state to shard: it only gathers a layer's weights while they are needed.
+Embeddings, head and LoRA adapters stay whole on every rank. If layers are trained, FSDP2 gathers their weights while
+they are needed, and sums and shares out their gradients; each rank has the optimizer's state of its own parts.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from ...proxy.errors import ConfigError
@@ -25,20 +27,24 @@ def asked_for() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def shard(model: PreTrainedModel, device: torch.device) -> None:
-    """Shard the decoder layers of `model` (the bare causal LM, on the CPU), and move everything to `device`."""
+def shard(model: nn.Module, device: torch.device) -> None:
+    """Shard the decoder layers of `model` (on the CPU, perhaps with adapters), and move everything to `device`."""
     plugin = FullyShardedDataParallelPlugin()
     check(plugin)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    body = model.base_model
-    layers = _layers(model)
-    frozen = {p for layer in layers for p in layer.parameters() if not p.requires_grad}
-    whole = {p for p in body.parameters() if p not in frozen}
+    bare = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(bare, PreTrainedModel)
+    layers, body = _layers(bare), bare.base_model
+    spread = {
+        p for layer in layers for p in layer.parameters() if not (isinstance(model, PeftModel) and p.requires_grad)
+    }
+    whole = {p for p in body.parameters() if p not in spread}
     for layer in layers:
-        fully_shard(layer, mesh=mesh, ignored_params=whole, reshard_after_forward=plugin.reshard_after_forward)
+        shared = fully_shard(layer, mesh=mesh, ignored_params=whole, reshard_after_forward=plugin.reshard_after_forward)
+        shared.set_gradient_divide_factor(1.0)  # sums, and no means
     # The root: it starts gathering the next layer while one is computed.
     fully_shard(body, mesh=mesh, ignored_params=whole)
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*bare.parameters(), *bare.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
 
@@ -46,6 +52,35 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
 def gathered(weight: Tensor) -> Tensor:
     """Return a sharded weight as a whole, which needs every rank; return any other weight as it is."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def scattered(weight: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a weight, or the weight itself if `like` is whole. Rank 0 has the values."""
+    value = (
+        torch.empty(weight.shape, dtype=weight.dtype, device=like.device) if weight.is_meta else weight.to(like.device)
+    )
+    if isinstance(like, DTensor):
+        return distribute_tensor(value, like.device_mesh, like.placements)
+    dist.broadcast(value, src=0)
+    return value
+
+
+def local(weight: Tensor) -> Tensor:
+    """Return the part of a weight that is on this rank."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+@torch.no_grad()
+def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
+    """Clip the norm of all gradients together, of sharded and of whole parameters; return it as it was."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    spread, whole = ([g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False))
+    squares = torch.stack([gathered(torch.nn.utils.get_total_norm(part)) for part in (spread, whole) if part]) ** 2
+    norm = squares.sum().sqrt()
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    for gradient in gradients:
+        local(gradient).mul_(factor)
+    return float(norm)
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...proxy.config.policy import PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
@@ -21,8 +21,10 @@ from ...proxy.errors import ConfigError
 FILE = "config.json"
 WEIGHTS = "weights of policy.model"
 ADAPTERS = "policy.adapters, their names"
+KIND = "trainer.weights"
 # The weights and optimizer state in a checkpoint fit these values only.
-FIXED = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets", ADAPTERS, WEIGHTS)
+FIXED = (KIND, ADAPTERS, WEIGHTS)
+FIXED_OF_LORA = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets")
 FINGERPRINTED = 256  # values of each tensor
 
 Saved = dict[str, Any]
@@ -53,16 +55,17 @@ def changes(directory: Path, config: Saved) -> list[str]:
     except ValueError:
         raise ConfigError(f"{path} is damaged: restore it, or delete it to go on without this check") from None
     differing = [key for key in config if key in before and before[key] != config[key]]
-    if fixed := [key for key in differing if key in FIXED]:
-        raise ConfigError(_refusal(directory, fixed, before, config))
+    fixed = [key for key in differing if key in FIXED or (key in FIXED_OF_LORA and config[KIND] == "lora")]
+    if fixed:
+        raise ConfigError(_refusal(directory, [KIND] if KIND in fixed else fixed, before, config))
     return [_change(key, before, config) for key in differing]
 
 
-def read_state(path: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Read a checkpoint. Raises ConfigError if it is damaged, or its adapters have other names or shapes."""
+def read_state(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, Any]:
+    """Read a checkpoint. Raises ConfigError if it is damaged, or its weights have other names or `shapes`."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        found = _shapes(state["adapters"])
+        found = _flat_shapes({own: {k: tuple(w.shape) for k, w in ws.items()} for own, ws in state["adapters"].items()})
         state["step"], state["rng"]
     except Exception as error:  # half a file may make a reader raise anything
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -70,19 +73,19 @@ def read_state(path: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> dict
             f"the checkpoint {path} is damaged ({what}): restore it from a backup, or make an earlier policy version "
             "live (lightning-proxy policy promote), or start anew with another store.url and policy.directory"
         ) from None
-    wanted = _shapes(adapters)
+    wanted = _flat_shapes(shapes)
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise ConfigError(
-                f"the checkpoint {path} has an adapter of another shape: {name} is {found.get(name, 'missing')} in the "
+                f"the checkpoint {path} has weights of another shape: {name} is {found.get(name, 'missing')} in the "
                 f"checkpoint and {wanted.get(name, 'missing')} in the configuration; restore the earlier values of "
-                "policy.model, policy.adapters, trainer.lora_rank and trainer.lora_targets"
+                "policy.model, policy.adapters, trainer.weights, trainer.lora_rank and trainer.lora_targets"
             )
     return state
 
 
-def _shapes(adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, ...]]:
-    return {f"{adapter}: {name}": tuple(w.shape) for adapter, own in adapters.items() for name, w in own.items()}
+def _flat_shapes(shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    return {f"{adapter}: {name}": shape for adapter, own in shapes.items() for name, shape in own.items()}
 
 
 def fingerprint(model: nn.Module) -> str:

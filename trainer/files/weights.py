@@ -1,7 +1,8 @@
-"""Writes the policy's weights for vLLM: as a LoRA adapter, or as the whole model with the adapter merged in."""
+"""Writes the policy's weights for vLLM: as LoRA adapters, or as a whole model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,12 +53,56 @@ def save_merged(
     """
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
-    state = _merged_state(base, whole, keep=writes)
+    _write_whole(base, _merged_state(base, whole, keep=writes), tokenizer, directory, writes=writes)
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    dtype: torch.dtype,
+    *,
+    whole: Callable[[Tensor], Tensor],
+    writes: bool,
+) -> None:
+    """Write a whole model in `dtype` as an ordinary checkpoint. Otherwise like `save_merged`.
+
+    A weight that two modules share is written once, as transformers does.
+    """
+    once = {name for name, _ in model.named_parameters()}
+    again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    state = {}
+    for name, part in model.state_dict().items():
+        if name not in again:
+            weight = whole(part)
+            if writes:
+                weight = weight.to(dtype) if weight.is_floating_point() else weight
+                state[name] = weight if weight is part else weight.cpu()
+    _write_whole(model, state, tokenizer, directory, writes=writes, dtype=dtype)
+
+
+def _write_whole(
+    model: PreTrainedModel,
+    state: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    writes: bool,
+    dtype: torch.dtype | None = None,
+) -> None:
     if not writes:
         return
     with whole_directory(directory) as temporary:
-        _write_model(base, state, tokenizer, temporary)
+        _write_model(model, state, tokenizer, temporary)
+        if dtype is not None:
+            _note_dtype(temporary / "config.json", dtype)
         (temporary / MARKER).touch()
+
+
+def _note_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Write which dtype the weights are in: transformers writes that of the model in memory."""
+    about = json.loads(config.read_text())
+    config.write_text(json.dumps(about | {"dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
 
 
 def _write_model(

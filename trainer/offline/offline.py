@@ -111,20 +111,28 @@ def offline_config(config: Config, directory: Path, store: StoreConfig) -> Confi
 def save_weights(config: Config, trainer: LightningTrainer, step: int) -> None:
     """Write the weights as files, and log where they are and how to serve them."""
     directory = config.policy.directory
-    adapter, merged = directory / "adapter", directory / "model"
-    trainer.save_weights(adapter, merged=False)
     if not config.policy.adapters and publish_mode(config) == "merged":
-        trainer.save_weights(merged, merged=True)
-        log.info("the weights of step %d, merged into the model: %s", step, merged)
+        trainer.save_weights(directory / "model", merged=True)
+        log.info("the weights of step %d, as a whole model: %s", step, directory / "model")
+    if config.trainer.weights == "full":
+        whole = shlex.quote(str(directory / "model"))
+        log.info("to serve them: vllm serve %s --served-model-name %s", whole, config.policy.alias)
+    else:
+        _save_adapters(config, trainer, step)
+    log.info(
+        "to publish them, verified, and train on with live traffic: "
+        "LIGHTNING_STORE__URL=%s LIGHTNING_POLICY__DIRECTORY=%s lightning-proxy up --model %s",
+        shlex.quote(config.store.url), shlex.quote(str(directory)), shlex.quote(str(config.policy.model)),
+    )  # fmt: skip
+
+
+def _save_adapters(config: Config, trainer: LightningTrainer, step: int) -> None:
+    adapter = config.policy.directory / "adapter"
+    trainer.save_weights(adapter, merged=False)
     log.info("the weights of step %d, as a LoRA adapter: %s", step, adapter)
     alias, model = config.policy.alias, shlex.quote(str(config.policy.model))
     modules = [f"{alias}={adapter}", *(f"{alias}.{own}={adapter / own}" for own in config.policy.adapters)]
     log.info(
         "to serve them: vllm serve %s --enable-lora --max-lora-rank %d --max-loras %d --lora-modules %s",
         model, config.trainer.lora_rank, len(modules), shlex.join(modules),
-    )  # fmt: skip
-    log.info(
-        "to publish them, verified, and train on with live traffic: "
-        "LIGHTNING_STORE__URL=%s LIGHTNING_POLICY__DIRECTORY=%s lightning-proxy up --model %s",
-        shlex.quote(config.store.url), shlex.quote(str(directory)), model,
     )  # fmt: skip

@@ -36,6 +36,16 @@ def weights(shape: Shape) -> float:
     return BF16 * shape.parameters
 
 
+def master_weights(shape: Shape, *, reference: bool = False) -> float:
+    """Return the bytes of weights that are all trained (float32); a frozen `reference` beside them is in bfloat16."""
+    return (FLOAT32 + BF16 * reference) * shape.parameters
+
+
+def whole_gradients(shape: Shape) -> float:
+    """Return the bytes of their gradients (twice: a pass adds its own when it is done) and of AdamW's two moments."""
+    return 4 * FLOAT32 * shape.parameters
+
+
 def kv_cache(shape: Shape, tokens: int) -> float:
     """Return the bytes of the keys and values of so many tokens."""
     return 2 * BF16 * shape.layers * shape.keys * tokens
@@ -61,6 +71,16 @@ def training_pass(shape: Shape, tokens: int, *, checkpointing: bool = True) -> f
     else:
         a_token = shape.layers * _layer(shape) + ends
     return max(a_token * tokens, (shape.layers * BF16 * shape.hidden + ends) * tokens + LOGITS)
+
+
+def whole_pass(shape: Shape, tokens: int, *, checkpointing: bool = True) -> float:
+    """Return what a pass takes if all weights are trained, besides these and their gradients.
+
+    Without checkpointing it keeps all weights in bfloat16. In the end there is the gradient of the head, twice.
+    """
+    kept = 0 if checkpointing else BF16 * shape.parameters
+    head = 2 * FLOAT32 * shape.vocabulary * shape.hidden
+    return max(training_pass(shape, tokens, checkpointing=checkpointing) + kept, head)
 
 
 def _layer(shape: Shape) -> float:

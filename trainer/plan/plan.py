@@ -34,6 +34,8 @@ class Wanted:
     served: bool = True  # vLLM runs on this machine, too
     trained: bool = True  # and the trainer
     adapter: Adapter = field(default_factory=Adapter)
+    whole: bool = False  # all weights are trained
+    reference: bool = False  # and compared with those of the base model
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +138,19 @@ def _server(shape: Shape, wanted: Wanted, cards: int) -> dict[str, float]:
 def _trainer(shape: Shape, wanted: Wanted, tokens: int) -> dict[str, float]:
     if not wanted.trained:
         return {}
-    needs = {
-        "weights": memory.weights(shape),
-        "adapters": memory.trained_adapters(shape, wanted.adapter),
-        "a pass": memory.training_pass(shape, tokens, checkpointing=wanted.checkpointing),
-        "CUDA": memory.CONTEXT,
-    }
+    if wanted.whole:
+        needs = {
+            "weights": memory.master_weights(shape, reference=wanted.reference),
+            "gradients, optimizer": memory.whole_gradients(shape),
+            "a pass": memory.whole_pass(shape, tokens, checkpointing=wanted.checkpointing),
+        }
+    else:
+        needs = {
+            "weights": memory.weights(shape),
+            "adapters": memory.trained_adapters(shape, wanted.adapter),
+            "a pass": memory.training_pass(shape, tokens, checkpointing=wanted.checkpointing),
+        }
+    needs["CUDA"] = memory.CONTEXT
     return {**needs, "lost in pieces": memory.LOSS * sum(needs.values())}
 
 

@@ -71,6 +71,8 @@ def _wanted(config: Config, numbers: list[int], offline: bool) -> Wanted:
         checkpointing=trainer.gradient_checkpointing is not False,
         served=not offline and _is_here(config),
         adapter=Adapter(trainer.lora_rank, adapters, vllm.max_loras * adapters if lora else 0),
+        whole=trainer.weights == "full",
+        reference=bool(trainer.kl_coef) or trainer.kl_metric,
     )
 
 

@@ -61,7 +61,7 @@ def prefer(
     rows = [sample for pair in pairs.train for sample in pair]
     longest = 2 * max(len(sample.token_ids) for sample in rows)
     dpo = PairTrainer(
-        model=trainer.peft_model,
+        model=trainer.model,
         args=dpo_config(trainer, directory, max(1, config.batch_tokens // longest)),
         data_collator=collate,
         train_dataset=referred,

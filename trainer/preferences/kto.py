@@ -63,7 +63,7 @@ def heed(
     longest = max(len(row["KL_ids"]) for row in rows)
     longest = max(longest, *(len(sample.token_ids) for sample in thumbs.samples))
     kto = ThumbTrainer(
-        model=trainer.peft_model,
+        model=trainer.model,
         args=kto_config(trainer, directory, max(2, config.batch_tokens // longest)),
         data_collator=collate,
         train_dataset=rows,

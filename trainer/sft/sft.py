@@ -59,7 +59,7 @@ def fine_tune(
     before = {f"{name}_before": value for name, value in held_out().items()}
     packing = Packing.of(traces.train, config.batch_tokens)
     sft = SFTTrainer(
-        model=trainer.peft_model,
+        model=trainer.model,
         args=_sft_config(trainer, directory, packing),
         train_dataset=dataset(traces.train),
         processing_class=trainer.processing_class,

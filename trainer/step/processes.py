@@ -29,16 +29,16 @@ class Pass(NamedTuple):
 class Processes:
     """A single process. Several processes override these methods (`distributed.ranks.Ranks`).
 
-    Process 0 leads: it alone talks to the store and to vLLM. If the base model is `sharded`, all processes must make
-    the same passes.
+    Process 0 leads: it alone talks to the store and to vLLM. If the model is `sharded`, all processes must make the
+    same passes.
     """
 
     rank = 0
     sharded = False
 
-    def prepare(self, accelerator: Any, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Move the model to its device and wrap the optimizer, as `accelerator.prepare` does."""
-        return accelerator.prepare(model, optimizer)
+    def prepare(self, accelerator: Any, model: Any) -> Any:
+        """Move the model to its device, as `accelerator.prepare` does."""
+        return accelerator.prepare_model(model, evaluation_mode=True)
 
     def together(self, method: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Have the other processes call the trainer's `method` while the block runs."""
@@ -58,6 +58,21 @@ class Processes:
     def whole(self, weight: Tensor) -> Tensor:
         """Return the weight itself. A sharded one is gathered, which every process has to take part in."""
         return weight
+
+    def part(self, weight: Tensor, like: Tensor) -> Tensor:
+        """Return this process's part of a whole weight, sharded `like` this one. It undoes `whole`.
+
+        With a sharded model only process 0 need have the values, and every process has to take part.
+        """
+        return weight
+
+    def local(self, weight: Tensor) -> Tensor:
+        """Return the part of a weight that is in this process."""
+        return weight
+
+    def clip(self, accelerator: Any, parameters: Sequence[nn.Parameter], limit: float) -> float:
+        """Clip the norm of these parameters' gradients together; returns it as it was before."""
+        return float(accelerator.clip_grad_norm_(parameters, limit))
 
     def alone(self, accelerator: Any) -> Any:
         """Return the accelerator of this process without the others: it gathers and sums nothing."""

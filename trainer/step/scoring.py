@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...proxy.errors import ConfigError
 from ..rows.prefix_tree import Ints, PrefixTree, padded_tree
 from ..types import Sample, Sampling
 from .flex import FLEX_BLOCK
-from .shaping import Place, Shaper, truncate
+from .shaping import Shaper
+from .token_scores import Shape, token_scores
 from .tree_attention import TreeMask, use_tree_attention
 
-# So many logits are computed at a time (64 MiB in float32). Larger pieces miss a CPU's caches and are slower.
-_LOGITS_PER_CHUNK = 2**24
 # Tokens, if the model does not say how many it can take.
 DEFAULT_SAMPLE = 4096
-# In place of a log-probability of -inf in an entropy, where it is multiplied by 0.
-_LEAST = -1e4
 
 
 class Scores(NamedTuple):
@@ -80,7 +77,7 @@ def score(
 ) -> Scores:
     """Score the trained tokens of `samples` with one forward pass over `tree`, which has all but their last tokens.
 
-    `model` is the bare causal LM with its LoRA layers. Without `shaper` there is nothing but temperatures.
+    `model` is the bare causal LM, perhaps with LoRA layers. Without `shaper` there is nothing but temperatures.
     """
     hidden = _hidden_states(model, tree)
     targets = Targets.of(samples)
@@ -97,8 +94,8 @@ def score(
     )  # fmt: skip
     shaped = None
     if shaper is not None and targets.ways.any():
-        shaped = _Shape(shaper, shaper.places(samples, targets.rows[first], targets.columns[first]))
-    logprobs, entropies = _TokenScores.apply(hidden[chosen], model, tokens, temperatures, shaped, entropy_gradient)
+        shaped = Shape(shaper, shaper.places(samples, targets.rows[first], targets.columns[first]))
+    logprobs, entropies = token_scores(hidden[chosen], model, tokens, temperatures, shaped, entropy_gradient)
     shape = (len(samples), max(len(s.token_ids) for s in samples))
     return Scores(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
 
@@ -150,108 +147,3 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
     )
     states: Tensor = output.last_hidden_state
     return states[0, :n]
-
-
-class _Shape(NamedTuple):
-    """How each of K tokens was sampled, and what computes it."""
-
-    shaper: Shaper
-    places: Sequence[Place | None]
-
-
-class _TokenScores(torch.autograd.Function):
-    """(K, H) hidden states, (K,) next tokens and temperatures -> (K,) log-probabilities and entropies, in float32.
-
-    Each result depends on its own row alone, so the forward pass also finds the gradient's direction: no logits are
-    kept or computed twice. The head itself gets no gradient; TRL forbids adapters on it. The direction of the entropies
-    costs one more pass through the head.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        model: PreTrainedModel,
-        labels: Tensor,
-        temperatures: Tensor,
-        shape: _Shape | None,
-        entropy_gradient: bool,
-    ) -> Any:
-        chunk = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
-        wanted = (1 + entropy_gradient) if ctx.needs_input_grad[0] else 0
-        parts = [
-            _score_chunk(
-                model,
-                *(x[start : start + chunk] for x in (hidden, labels, temperatures)),
-                shape=shape and _Shape(shape.shaper, shape.places[start : start + chunk]),
-                directions=wanted,
-            )
-            for start in range(0, len(labels), chunk)
-        ]
-        logprobs, entropies, *directions = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(*directions)
-        if wanted < 2:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hidden = sum(
-            gradient[:, None] * direction
-            for gradient, direction in zip(gradients, ctx.saved_tensors, strict=False)  # not of the entropies
-        )
-        assert isinstance(hidden, Tensor)
-        return hidden.to(ctx.saved_tensors[0].dtype), None, None, None, None, None
-
-
-def _score_chunk(
-    model: PreTrainedModel,
-    hidden: Tensor,
-    labels: Tensor,
-    temperatures: Tensor,
-    *,
-    shape: _Shape | None,
-    directions: int,
-) -> tuple[Tensor, ...]:
-    """Log-probabilities, entropies, and `directions` of: d logprob / d hidden, d entropy / d hidden."""
-    rows = torch.arange(len(labels), device=labels.device)
-    with torch.set_grad_enabled(directions > 0):
-        hidden = hidden.detach().requires_grad_(directions > 0)
-        logits = _logits(model, hidden)
-        if shape is not None:
-            logits = shape.shaper.before_temperature(logits.float(), shape.places)
-    logp = logits.detach().float() / temperatures[:, None]
-    logp -= logp.logsumexp(-1, keepdim=True)
-    if shape is not None:
-        logp = truncate(logp, shape.places)
-    chosen = logp[rows, labels]
-    probs = logp.exp()
-    if shape is not None:
-        lost = torch.tensor([place is not None and place.is_lost for place in shape.places], device=chosen.device)
-        chosen = chosen.masked_fill(lost, -torch.inf)
-        logp = logp.clamp(min=_LEAST)
-    entropies = -torch.linalg.vecdot(probs, logp)
-    # Of logits over temperature: the one is 1 for the chosen token minus probs, the other -probs * (logp + entropy).
-    slopes = [probs * (logp + entropies[:, None])] if directions > 1 else []
-    if directions:
-        probs[rows, labels] -= 1
-        slopes = [probs, *slopes]
-    found = [
-        torch.autograd.grad(logits, hidden, slope.to(logits.dtype), retain_graph=slope is not slopes[-1])[0]
-        for slope in slopes
-    ]
-    return chosen, entropies, *((direction / -temperatures[:, None]).to(hidden.dtype) for direction in found)
-
-
-def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The head's output as in the model's own forward pass: Cohere and Granite scale it, Gemma caps it."""
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Module)
-    config = model.config.get_text_config()
-    logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
-    if divisor := getattr(config, "logits_scaling", None):
-        logits = logits / divisor
-    cap = getattr(config, "final_logit_softcapping", None)
-    return cap * torch.tanh(logits / cap) if cap else logits

@@ -1,23 +1,26 @@
-"""What a checkpoint holds of a trainer besides the configuration: adapters, optimizer, schedule, random state."""
+"""What a checkpoint holds of a trainer besides the configuration: weights, optimizer, schedule, random state."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from .trainer import LightningTrainer
 
 State = dict[str, Any]
+SHARDED = ("adapters", "optimizer")
 
 
 def state_of(trainer: LightningTrainer) -> State:
     """Return what a trainer needs to go on exactly from here."""
     return {
         "step": trainer.state.global_step,
-        "adapters": trainer.adapters.all_weights(),
-        "optimizer": trainer.optimizer.state_dict(),
+        "adapters": trainer.trained.all_weights(),
+        "optimizer": trainer.trained.optimizer_state(trainer.optimizer),
         "scheduler": trainer.lr_scheduler.state_dict(),
         "entropy": trainer.entropy.state(),
         "rng": torch.get_rng_state(),
@@ -27,9 +30,9 @@ def state_of(trainer: LightningTrainer) -> State:
 
 def restore(trainer: LightningTrainer, state: State) -> None:
     """Give a trainer the state; without the optimizer's, its moments and the schedule begin anew."""
-    trainer.adapters.set(state["adapters"])
+    trainer.trained.set(state["adapters"])
     if "optimizer" in state:
-        trainer.optimizer.load_state_dict(state["optimizer"])
+        trainer.trained.load_optimizer_state(trainer.optimizer, state["optimizer"])
         trainer.lr_scheduler.load_state_dict(state["scheduler"])
     else:
         trainer.optimizer.state.clear()
@@ -38,6 +41,13 @@ def restore(trainer: LightningTrainer, state: State) -> None:
     trainer.entropy.load(state.get("entropy", {}))
     _set_random_state(state)
     trainer.state.global_step = state["step"]
+
+
+def without_values(state: State) -> State:
+    """Return a state for processes that get their parts of sharded weights and moments from process 0."""
+    return tree_map_only(Tensor, lambda t: t.to("meta"), {key: state[key] for key in SHARDED if key in state}) | {
+        key: value for key, value in state.items() if key not in SHARDED
+    }
 
 
 def _set_random_state(state: State) -> None:

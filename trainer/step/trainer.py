@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import PeftModel
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, ProgressCallback
 from trl import GRPOTrainer
@@ -23,12 +22,12 @@ from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 from ..files import saved_config
 from ..files.checkpoint import whole_directory
-from ..files.weights import save_adapter, save_merged
 from ..plan.settle import TOKENS_PER_PASS
 from ..report.trackers import Trackers
 from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
-from .adapters import Adapters, Weights
+from ..weights.choice import load_model, peft_config, trained, weight_dtype
+from ..weights.trained import Weights
 from .entropy import EntropyBonus, entropy_term, tokens_by_adapter
 from .guidance import add_guidance
 from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, token_weights
@@ -39,11 +38,10 @@ from .scoring import Scores, attention_cost, check_tree_support, longest_sample,
 from .shaping import Shaper
 from .shortage import fits, give_back, smaller, too_large
 from .skipped import fault_of_loss, some_rollouts
-from .state import restore, state_of
+from .state import State, restore, state_of, without_values
 from .step_metrics import StepMetrics
-from .targets import lora_config
 from .tree_attention import use_tree_attention
-from .trl_config import ENDLESS, checkpoint_layers, grpo_config, load_model, rewards_come_from_the_store
+from .trl_config import ENDLESS, checkpoint_layers, grpo_config, rewards_come_from_the_store
 
 log = logging.getLogger(__name__)
 STATE_FILE = "state.pt"
@@ -66,7 +64,7 @@ class LightningTrainer(GRPOTrainer):
         if config.threads:
             torch.set_num_threads(config.threads)
         self.trackers = Trackers(config.report_to, policy.directory / "trainer")
-        model = load_model(policy.model, config)
+        model = load_model(policy.model, weight_dtype(config))
         use_tree_attention(model)
         super().__init__(
             model=model,
@@ -75,7 +73,7 @@ class LightningTrainer(GRPOTrainer):
             reward_funcs=rewards_come_from_the_store,
             train_dataset=Dataset.from_dict({"prompt": [""]}),
             processing_class=AutoTokenizer.from_pretrained(policy.model),
-            peft_config=lora_config(config, model),
+            peft_config=peft_config(config, model),
         )
         longest = {"max_sample_tokens": longest_sample(model.config, config.max_sample_tokens)}
         self.settings = config.model_copy(update=longest)
@@ -86,18 +84,21 @@ class LightningTrainer(GRPOTrainer):
 
     def _prepare(self, policy: PolicyConfig, processes: Processes) -> None:
         config = self.settings
-        self.adapters = Adapters(self.peft_model, policy.adapters)
-        checkpoint_layers(self.policy_model, config)
-        self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or ENDLESS)
-        self._saved_config = saved_config.saved_config(config, policy, saved_config.fingerprint(self.model))
         self.processes = processes
-        self.model, self.optimizer = processes.prepare(self.accelerator, self.model, self.optimizer)
+        self.trained = trained(self.model, config, policy, processes)
+        self._kept: dict[str, Weights] = {}
+        checkpoint_layers(self.policy_model, config)
+        self._saved_config = saved_config.saved_config(config, policy, saved_config.fingerprint(self.model))
+        self.model = self.trained.prepare(partial(processes.prepare, self.accelerator))
+        self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or ENDLESS)
+        self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
         self.current_gradient_accumulation_steps = 1
         # After TRL's constructor, which would warn of a normalisation that is not used here.
         self.importance_sampling_level = config.importance_level
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
         self._scores: Scores | None = None
+        self._read: State | None = None  # the checkpoint that this process alone has read
         self.entropy = EntropyBonus(config.entropy)
         self._shaper = Shaper(self.processing_class, self.policy_model)
         check_tree_support(self.policy_model.config, self.max_tokens)
@@ -107,17 +108,9 @@ class LightningTrainer(GRPOTrainer):
         )
 
     @property
-    def peft_model(self) -> PeftModel:
-        model = self.accelerator.unwrap_model(self.model)
-        assert isinstance(model, PeftModel)
-        return model
-
-    @property
     def policy_model(self) -> PreTrainedModel:
-        """Return the bare causal LM, with LoRA layers in it."""
-        model = self.peft_model.get_base_model()
-        assert isinstance(model, PreTrainedModel)
-        return model
+        """Return the bare causal LM; it may have LoRA layers in it."""
+        return self.trained.model
 
     @property
     def max_tokens(self) -> int:
@@ -146,7 +139,7 @@ class LightningTrainer(GRPOTrainer):
         self.optimizer.zero_grad()
         metrics = self._add_gradients(batch, samples, metrics)
         if metrics.micro_batches and metrics.finite:
-            self.processes.sum_gradients(self.adapters.parameters())
+            self.processes.sum_gradients(self.trained.parameters())
             metrics.grad_norm = self._clip_gradients()  # on a GPU this waits for the backward passes
             if not metrics.finite:
                 metrics.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
@@ -169,7 +162,7 @@ class LightningTrainer(GRPOTrainer):
         """Forward and backward passes over `samples`; returns the metrics of all processes together."""
         self.model.train()
         metrics.fault = None if samples else "it has no trainable tokens"
-        weights = {adapter: self._token_weights(batch, adapter) for adapter in self.adapters.names}
+        weights = {adapter: self._token_weights(batch, adapter) for adapter in self.trained.names}
         tokens = tokens_by_adapter(samples)
         todo = self.processes.passes(micro_batches(samples, self._cost), self._cost)[::-1]
         while todo:
@@ -178,7 +171,7 @@ class LightningTrainer(GRPOTrainer):
             work = partial(self._pass, one, weights[adapter], tokens[adapter], tried)
             if self.processes.sharded:
                 work()  # a process that halved its pass would leave the others waiting
-            elif not fits(work, self.adapters.parameters(adapter)):
+            elif not fits(work, self.trained.parameters(adapter)):
                 todo += [Pass(half, one.counts) for half in smaller(one.micro_batch, metrics)]
                 continue
             metrics = tried
@@ -259,27 +252,23 @@ class LightningTrainer(GRPOTrainer):
     def _clip_gradients(self) -> float:
         """Clip each adapter's gradient by itself; returns the norm of all together, before clipping."""
         limit = self.args.max_grad_norm
-        parts = [self.adapters.parameters(name) for name in self.adapters.names]
-        return math.hypot(*(float(self.accelerator.clip_grad_norm_(part, limit)) for part in parts))
+        parts = [self.trained.parameters(name) for name in self.trained.names]
+        return math.hypot(*(self.processes.clip(self.accelerator, part, limit) for part in parts))
 
     # Scoring -------------------------------------------------------------------------------------------------------
 
     @on_every_shard
     @torch.no_grad()
     def logprobs(
-        self, token_ids: Sequence[Sequence[int]], weights: Weights | None = None, adapter: str = DEFAULT_ADAPTER
+        self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, kept: bool = False
     ) -> list[list[float]]:
         """Return each token's log-probability at temperature 1 under an adapter; 0.0 for the first of each row.
 
-        With `weights`, score as if the adapter had these.
+        With `kept`, score as if the adapter had the weights that `keep` copied last.
         """
-        if weights is not None:
-            current = self.adapter(adapter)
-            self.adapters.set({adapter: weights})
-            try:
-                return self.logprobs(token_ids, adapter=adapter)
-            finally:
-                self.adapters.set({adapter: current})
+        if kept:
+            with self.trained.exchanged(adapter, self._kept[adapter]):
+                return self.logprobs(token_ids, adapter)
         return self.scores_of([fully_scored(tuple(ids), adapter) for ids in token_ids])
 
     @on_every_shard
@@ -289,37 +278,46 @@ class LightningTrainer(GRPOTrainer):
         self.model.eval()
         return logprobs_of(samples, self._cost, self._score)
 
-    def _score(self, micro_batch: MicroBatch) -> Scores:
-        self.adapters.activate(micro_batch.adapter)
+    @on_every_shard
+    def keep(self, adapter: str = DEFAULT_ADAPTER) -> None:
+        """Remember an adapter's present weights, for `logprobs` to score with later."""
+        self._kept[adapter] = self.trained.copy(adapter)
+
+    def _score(self, micro_batch: MicroBatch, model: PreTrainedModel | None = None) -> Scores:
+        self.trained.activate(micro_batch.adapter)
         with self.accelerator.autocast():
             bonus, tree, samples = self.entropy.weight > 0, micro_batch.tree, micro_batch.samples
-            return score(self.policy_model, tree, samples, self._shaper, entropy_gradient=bonus)
+            return score(model or self.policy_model, tree, samples, self._shaper, entropy_gradient=bonus)
 
     @torch.no_grad()
     def _reference(self, micro_batch: MicroBatch) -> Tensor:
-        """(B, T) log-probabilities under the base model: the same pass with the adapter off."""
+        """(B, T) log-probabilities under the base model, by the same pass."""
         self.model.eval()
-        with self.peft_model.disable_adapter():
-            logprobs = self._score(micro_batch).logprobs
+        with self.trained.reference() as base:
+            logprobs = self._score(micro_batch, base).logprobs
         self.model.train()
         return logprobs
 
     # Weights and checkpoints ---------------------------------------------------------------------------------------
 
+    @on_every_shard
     def adapter(self, name: str = DEFAULT_ADAPTER) -> Weights:
-        """Return a copy of an adapter's weights."""
-        return self.adapters.weights(name)
+        """Return a copy of an adapter's weights; `default` is also the name of a whole model's."""
+        return self.trained.weights(name)
 
     def adopt(self, step: int) -> None:
         """Note that the adapter was trained by other means, as `step`: the optimizer's old moments go."""
         self.optimizer.state.clear()
         self.state.global_step = step
 
+    @on_every_shard
     def save(self, directory: Path) -> None:
-        """Write adapters, optimizer, scheduler, random state and step; `directory` appears whole or not at all."""
-        with whole_directory(directory) as temporary:
-            torch.save(state_of(self), temporary / STATE_FILE)
-            saved_config.write(temporary, self._saved_config)
+        """Write weights, optimizer, scheduler, random state and step; `directory` appears whole or not at all."""
+        state = state_of(self)
+        if self.processes.rank == 0:
+            with whole_directory(directory) as temporary:
+                torch.save(state, temporary / STATE_FILE)
+                saved_config.write(temporary, self._saved_config)
 
     def load(self, directory: Path) -> int:
         """Go on exactly from what `save` wrote; returns the step it was written after.
@@ -328,23 +326,21 @@ class LightningTrainer(GRPOTrainer):
         another base model than configured.
         """
         changed = saved_config.changes(directory, self._saved_config)
-        state = saved_config.read_state(directory / STATE_FILE, self.adapters.all_weights())
+        state = saved_config.read_state(directory / STATE_FILE, self.trained.shapes())
         if "optimizer" not in state:
             log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
-        self._restore(state)
+        self._read = state
+        self._restore(without_values(state) if self.trained.sharded else state)
+        self._read = None
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
         return int(state["step"])
 
     @on_every_process
-    def _restore(self, state: dict[str, Any]) -> None:
-        restore(self, state)
+    def _restore(self, state: State) -> None:
+        restore(self, self._read or state)
 
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:
-        """Write what vLLM loads: the adapters, or the whole model with the default adapter merged in."""
-        leads, whole = self.processes.rank == 0, self.processes.whole
-        if merged:
-            save_merged(self.peft_model, self.processing_class, directory, whole=whole, writes=leads)
-        elif leads:
-            save_adapter(self.peft_model, directory)
+        """Write what vLLM loads: adapters, or with `merged` a whole model."""
+        self.trained.save(directory, self.processing_class, merged=merged)

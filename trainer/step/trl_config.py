@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from trl import GRPOConfig
-from trl.trainer.utils import create_model_from_path
 
 from ...proxy.config.trainer import TrainerConfig
 from ..report.trackers import PROJECT
+from ..weights.choice import uses_autocast
 from .losses import loss_arguments
 
 ENDLESS = 10**9  # steps, for schedules of a run without `trainer.max_steps`
@@ -22,7 +22,7 @@ def grpo_config(config: TrainerConfig, output_dir: Path, run_name: str) -> GRPOC
     return GRPOConfig(
         output_dir=str(output_dir),
         use_cpu=not cuda,
-        bf16=cuda and weight_dtype(config) == "bfloat16",
+        bf16=uses_autocast(config),
         gradient_checkpointing=False,  # `train()` would switch it on; `checkpoint_layers` does
         **loss_arguments(config),
         disable_dropout=True,
@@ -41,23 +41,6 @@ def grpo_config(config: TrainerConfig, output_dir: Path, run_name: str) -> GRPOC
         save_strategy="no",
         disable_tqdm=True,
     )
-
-
-def weight_dtype(config: TrainerConfig) -> str:
-    """Return the dtype of the base model's weights."""
-    return {"auto": "bfloat16" if torch.cuda.is_available() else "float32"}.get(config.dtype, config.dtype)
-
-
-def load_model(path: str, config: TrainerConfig) -> PreTrainedModel:
-    """Load the base model on the CPU; the trainer moves it to its one device.
-
-    A device map would spread it over all GPUs, or over the CPU if their memory is short.
-    """
-    model = create_model_from_path(
-        path, dtype=weight_dtype(config), attn_implementation="sdpa", device_map=None, trust_remote_code=False
-    )
-    assert isinstance(model, PreTrainedModel)
-    return model
 
 
 def checkpoint_layers(model: PreTrainedModel, config: TrainerConfig) -> None:

@@ -15,6 +15,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from ...proxy.errors import LightningError
 from ..files.weights import MARKER
 from ..step.trainer import LightningTrainer
+from ..weights.choice import uses_autocast
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def arguments(trainer: LightningTrainer, directory: Path, *, epochs: int, rate: 
     return {
         "output_dir": str(directory),
         "use_cpu": not cuda,
-        "bf16": cuda and trainer.policy_model.dtype == torch.bfloat16,
+        "bf16": uses_autocast(config),
         "gradient_checkpointing": cuda,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": passes,

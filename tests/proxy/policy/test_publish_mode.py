@@ -69,6 +69,24 @@ async def test_what_one_machine_has_decided_holds_on_another(tmp_path: Path, mon
     assert not (tmp_path / "other.db").exists()
 
 
+@pytest.mark.parametrize("gpu", [True, False])
+def test_all_weights_are_published_merged_on_any_machine(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mode, "has_gpu", lambda: gpu)
+    assert publish_mode(Config.model_validate({"trainer": {"weights": "full"}})) == "merged"
+
+
+@pytest.mark.parametrize(
+    ("policy", "named"),
+    [
+        ({"publish": "lora"}, "set policy.publish to merged"),
+        ({"adapters": {"w": ["w"]}}, "policy.adapters"),
+    ],
+)
+def test_all_weights_and_adapters_are_refused_together(policy: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"trainer.weights full .*{named}"):
+        Config.model_validate({"trainer": {"weights": "full"}, "policy": policy})
+
+
 async def test_a_proxy_and_a_trainer_that_were_told_otherwise_say_so(
     running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

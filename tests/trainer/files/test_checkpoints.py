@@ -74,7 +74,7 @@ def test_another_base_model_is_refused_and_one_that_was_moved_is_not(base: Path,
 
 
 def test_a_model_is_the_same_in_either_precision(base: Path, tmp_path: Path) -> None:
-    model = trainer(base, tmp_path).peft_model
+    model = trainer(base, tmp_path).model
     assert fingerprint(model) == fingerprint(model.to(torch.bfloat16))
 
 
@@ -82,7 +82,7 @@ def test_an_adapter_of_another_rank_is_refused_without_a_saved_configuration(bas
     trainer(base, tmp_path).save(tmp_path / "1")
     (tmp_path / "1" / "config.json").unlink()
     with pytest.raises(
-        ConfigError, match=r"adapter of another shape: .* is \(4, \d+\) in the checkpoint and \(8, \d+\)"
+        ConfigError, match=r"weights of another shape: .* is \(4, \d+\) in the checkpoint and \(8, \d+\)"
     ):
         trainer(base, tmp_path, lora_rank=8).load(tmp_path / "1")
 

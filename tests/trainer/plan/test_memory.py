@@ -30,12 +30,24 @@ def test_a_pass_takes_what_the_plan_says(name: str, checkpointing: bool, monkeyp
     assert memory.training_pass(shape, TOKENS, checkpointing=checkpointing) == pytest.approx(found, rel=0.15)
 
 
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=SLOW)])
+def test_a_pass_of_all_weights_takes_what_the_plan_says(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = SIZES["Qwen2.5-1.5B"]
+    shape = shape_of(sizes)
+    assert shape is not None
+    config = TrainerConfig(weights="full", gradient_checkpointing=checkpointing)
+    found = peak_of_a_pass(sizes, TOKENS, config, monkeypatch)
+    gradients = memory.FLOAT32 * shape.parameters
+    said = gradients + memory.whole_pass(shape, TOKENS, checkpointing=checkpointing)
+    assert said == pytest.approx(found, rel=0.15)
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_weights_and_adapters_are_as_large_as_those_of_the_model(name: str) -> None:
     from peft import get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightning_proxy.trainer.step.targets import lora_config
+    from lightning_proxy.trainer.weights.targets import lora_config
 
     config: dict[str, Any] = {**SIZES[name], "num_hidden_layers": 2}
     shape = shape_of(config)

@@ -157,23 +157,23 @@ def test_loss_and_gradient_are_those_of_dpo_over_the_sampled_tokens_alone(base: 
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-4)
 
     dpo = PairTrainer(
-        model=trainer.peft_model, args=dpo_config(trainer, tmp_path, 1), train_dataset=rows, data_collator=collate,
+        model=trainer.model, args=dpo_config(trainer, tmp_path, 1), train_dataset=rows, data_collator=collate,
         processing_class=trainer.processing_class,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.no_grad():  # away from the reference, where LoRA's gradient is not half zero
-        for parameter in trainer.adapters.parameters():
+        for parameter in trainer.trained.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     loss = dpo.compute_loss(dpo.model.eval(), collate(list(rows)))
     loss.backward()
-    gradients = [p.grad.clone() for p in trainer.adapters.parameters()]
-    trainer.peft_model.zero_grad()
+    gradients = [p.grad.clone() for p in trainer.trained.parameters()]
+    trainer.model.zero_grad()
     now = [[answer_logprob(trainer.policy_model, sample) for sample in pair] for pair in (TOOLS, PLAIN)]
     grown = [(a - ra) - (b - rb) for (a, b), (ra, rb) in zip(now, expected, strict=True)]
     own = -logsigmoid(BETA * torch.stack(grown)).mean()
     own.backward()
     assert float(loss.detach()) == pytest.approx(float(own.detach()), abs=1e-5)
-    for gradient, parameter in zip(gradients, trainer.adapters.parameters(), strict=True):
+    for gradient, parameter in zip(gradients, trainer.trained.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-5)
 
 
@@ -199,7 +199,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -
     trainer = made(base, tmp_path / "whole", batch_tokens=1)
     whole = prefer(trainer, pairs, tmp_path / "whole" / "run", never)
     weights = trainer.adapter()
-    assert set(trainer.peft_model.peft_config) == {"default"}
+    assert set(trainer.model.peft_config) == {"default"}
     asked = iter([False] * 7 + [True] * 20)
     assert prefer(made(base, tmp_path, batch_tokens=1), pairs, tmp_path / "run", lambda: next(asked)) is None
     resumed = made(base, tmp_path, batch_tokens=1)

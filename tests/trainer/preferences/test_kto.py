@@ -81,17 +81,17 @@ def test_loss_and_gradient_are_those_of_kto_over_the_sampled_tokens_alone(base: 
     assert rows[1]["KL_ids"] == [0, 4, 9, 10, 7, 8, 11, 1] and rows[1]["KL_mask"] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert rows[0]["KL_ids"] == [0, 5, 6, 14, 1]
     kto = ThumbTrainer(
-        model=trainer.peft_model, args=kto_config(trainer, tmp_path, 3), train_dataset=rows, data_collator=collate,
+        model=trainer.model, args=kto_config(trainer, tmp_path, 3), train_dataset=rows, data_collator=collate,
         processing_class=trainer.processing_class,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.no_grad():  # away from the reference, where LoRA's gradient is half zero
-        for parameter in trainer.adapters.parameters():
+        for parameter in trainer.trained.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     loss = kto.compute_loss(kto.model.eval(), collate(list(rows)))
     loss.backward()
-    gradients = [p.grad.clone() for p in trainer.adapters.parameters()]
-    trainer.peft_model.zero_grad()
+    gradients = [p.grad.clone() for p in trainer.trained.parameters()]
+    trainer.model.zero_grad()
     model = trainer.policy_model
     grown = [answer_logprob(model, r["ids"], r["mask"]) - r["ref_logps"] for r in rows]
     lent = [answer_logprob(model, r["KL_ids"], r["KL_mask"]).detach() - r["ref_KL_logps"] for r in rows]
@@ -100,7 +100,7 @@ def test_loss_and_gradient_are_those_of_kto_over_the_sampled_tokens_alone(base: 
     own = torch.stack([1 - torch.sigmoid(0.5 * side * (g - kl)) for side, g in zip(sides, grown, strict=True)]).mean()
     own.backward()
     assert float(loss.detach()) == pytest.approx(float(own.detach()), abs=1e-5)
-    for gradient, parameter in zip(gradients, trainer.adapters.parameters(), strict=True):
+    for gradient, parameter in zip(gradients, trainer.trained.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-5)
 
 

@@ -185,7 +185,7 @@ def test_the_gradient_of_a_shaped_log_probability_is_its_own(model: Path, tmp_pa
     learner = LightningTrainer(config, PolicyConfig(model=str(model), directory=tmp_path))
     sampling = Sampling(repetition_penalty=1.5, frequency_penalty=0.2, bias=((7, 1.0),), top_k=23)
     sample = row("r", (6, 7, 6), sampling)
-    adapters = [p for p in learner.peft_model.parameters() if p.requires_grad]
+    adapters = [p for p in learner.model.parameters() if p.requires_grad]
     for parameter in adapters:
         torch.nn.init.normal_(parameter, std=0.1)
     (batch,) = micro_batches([sample], learner._cost)

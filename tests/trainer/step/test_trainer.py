@@ -183,18 +183,18 @@ def test_a_loss_that_is_not_finite_leaves_everything_untouched(
     metrics = learner.step(Batch(2, (*batch(2).samples[:-1], bad), ()))
     assert metrics["skipped"] == 1.0
     assert all(math.isfinite(value) for value in metrics.values())
-    assert torch.equal(lora_weights(learner.peft_model), lora_weights(twin.peft_model))
+    assert torch.equal(lora_weights(learner.model), lora_weights(twin.model))
     assert learner.step(batch(3))["loss"] == twin.step(batch(3))["loss"]
-    assert torch.equal(lora_weights(learner.peft_model), lora_weights(twin.peft_model))
+    assert torch.equal(lora_weights(learner.model), lora_weights(twin.model))
 
 
 def test_bfloat16_weights_train_too(model_directory: Path, tmp_path: Path) -> None:
     learner = trainer(model_directory, tmp_path, dtype="bfloat16")
-    before = lora_weights(learner.peft_model).clone()
+    before = lora_weights(learner.model).clone()
     metrics = learner.step(batch())
     assert learner.policy_model.dtype == torch.bfloat16
     assert metrics["skipped"] == 0.0 and metrics["grad_norm"] > 0
-    assert not torch.equal(before, lora_weights(learner.peft_model))
+    assert not torch.equal(before, lora_weights(learner.model))
 
 
 def test_a_step_without_samples_is_skipped(model_directory: Path, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_resuming_gives_the_losses_of_an_unbroken_run(model_directory: Path, tmp
     resumed = [second.step(batch(step)) for step in (3, 4)]
     for name in ("loss", "grad_norm", "lr"):
         assert [m[name] for m in resumed] == [m[name] for m in unbroken]
-    assert torch.equal(lora_weights(first.peft_model), lora_weights(second.peft_model))
+    assert torch.equal(lora_weights(first.model), lora_weights(second.model))
 
 
 def test_a_resumed_run_takes_the_rate_that_is_configured_now(model_directory: Path, tmp_path: Path) -> None:
@@ -250,16 +250,16 @@ def test_the_merged_checkpoint_and_the_adapter_compute_what_the_trainer_does(
 ) -> None:
     learner = trainer(model_directory, tmp_path)
     learner.step(batch())
-    before = lora_weights(learner.peft_model).clone()
-    save_merged(learner.peft_model, learner.processing_class, tmp_path / "merged")
-    save_adapter(learner.peft_model, tmp_path / "adapter")
-    assert torch.equal(before, lora_weights(learner.peft_model))
+    before = lora_weights(learner.model).clone()
+    save_merged(learner.model, learner.processing_class, tmp_path / "merged")
+    save_adapter(learner.model, tmp_path / "adapter")
+    assert torch.equal(before, lora_weights(learner.model))
 
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     with torch.no_grad():
         ids = torch.randint(0, VOCABULARY, (2, 12))
         untrained = base(input_ids=ids).logits
-        expected = learner.peft_model(input_ids=ids).logits
+        expected = learner.model(input_ids=ids).logits
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
         adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(input_ids=ids).logits
     assert (expected - untrained).abs().max() > 1e-2

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from torch import Tensor, nn
+from peft import PeftModel, get_peft_model_state_dict
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.errors import ConfigError
+from ..files.weights import save_adapter, save_merged
+from .trained import Spread, Trained, Weights
 
-Weights = dict[str, Tensor]
 _PREFIX = "lora_"
 
 
-class Adapters:
+class Adapters(Trained):
     """The adapters of `model`: its first one, `default`, and one for each of `names`. All are trainable."""
 
-    def __init__(self, model: PeftModel, names: Iterable[str]) -> None:
+    def __init__(self, model: PeftModel, names: Iterable[str], spread: Spread) -> None:
+        super().__init__(spread)
         self._model = model
+        base = model.get_base_model()
+        assert isinstance(base, PreTrainedModel)
+        self.model = base
         # Sorted, because an optimizer's state goes by position.
         self.names = (DEFAULT_ADAPTER, *sorted(names))
         for name in self.names[1:]:
@@ -30,29 +38,43 @@ class Adapters:
         for parameter in self.parameters():
             parameter.requires_grad_(True)
 
+    def prepare(self, place: Callable[[Any], Any]) -> Any:
+        self._model = place(self._model)
+        return self._model
+
     def parameters(self, *names: str) -> list[nn.Parameter]:
         """Return the parameters of these adapters, by default of all, whichever is active."""
         chosen = names or self.names
         return [p for name, p in self._model.named_parameters() if _adapter_in(name) in chosen]
 
     def activate(self, name: str) -> None:
-        """Make the model use this adapter."""
         if self._model.active_adapter != name:
             self._model.set_adapter(name)
 
-    def weights(self, name: str = DEFAULT_ADAPTER) -> Weights:
-        """Return a copy of an adapter's weights, under PEFT's names."""
-        found = get_peft_model_state_dict(self._model, adapter_name=name)
-        return {key: value.clone() for key, value in found.items()}
+    def live(self, name: str) -> Weights:
+        """Return an adapter's weights under PEFT's names."""
+        found: Weights = get_peft_model_state_dict(self._model, adapter_name=name)
+        return found
 
-    def all_weights(self) -> dict[str, Weights]:
-        return {name: self.weights(name) for name in self.names}
+    @contextmanager
+    def reference(self) -> Iterator[PreTrainedModel]:
+        """Yield the model with the adapters off."""
+        with self._model.disable_adapter():
+            yield self.model
 
-    @torch.no_grad()
-    def set(self, weights: Mapping[str, Weights]) -> None:
-        """Replace the weights of these adapters."""
-        for name, own in weights.items():
-            set_peft_model_state_dict(self._model, own, adapter_name=name)
+    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
+        """Write the adapters, or the whole model with the default adapter merged in."""
+        if merged:
+            save_merged(self._model, tokenizer, directory, whole=self._spread.whole, writes=self.writes)
+        elif self.writes:
+            save_adapter(self._model, directory)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)
 
 
 def _adapter_in(parameter: str) -> str | None:

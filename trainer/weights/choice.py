@@ -1,0 +1,69 @@
+"""Decides by `trainer.weights` what is trained, and in which precision. The rest of the trainer does not ask for it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from peft import LoraConfig
+from transformers import PreTrainedModel
+from trl.trainer.utils import create_model_from_path
+
+from ...proxy.config.policy import PolicyConfig
+from ...proxy.config.trainer import TrainerConfig
+from .adapters import Adapters
+from .targets import lora_config
+from .trained import Spread, Trained
+from .whole import WholeModel
+
+log = logging.getLogger(__name__)
+
+HIGH_RATE = 1e-5  # for a whole model
+
+
+def compute_dtype(config: TrainerConfig) -> torch.dtype:
+    """Return the dtype that the model is computed in, and that vLLM is given its weights in."""
+    name = {"auto": "bfloat16" if torch.cuda.is_available() else "float32"}.get(config.dtype, config.dtype)
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def weight_dtype(config: TrainerConfig) -> torch.dtype:
+    """Return the dtype of the model's weights. Trained ones are float32: bfloat16 would round small updates away."""
+    return torch.float32 if config.weights == "full" else compute_dtype(config)
+
+
+def uses_autocast(config: TrainerConfig) -> bool:
+    """Return whether the model is computed in bfloat16 under autocast."""
+    return compute_dtype(config) == torch.bfloat16 and (torch.cuda.is_available() or config.weights == "full")
+
+
+def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a model on the CPU; the trainer moves it to its one device.
+
+    A device map would spread it over all GPUs, or over the CPU if their memory is short.
+    """
+    model = create_model_from_path(
+        path, dtype=dtype, attn_implementation="sdpa", device_map=None, trust_remote_code=False
+    )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def peft_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig | None:
+    """Return PEFT's configuration of the adapters; None if there are none."""
+    return lora_config(config, model) if config.weights == "lora" else None
+
+
+def trained(model: PreTrainedModel, config: TrainerConfig, policy: PolicyConfig, spread: Spread) -> Trained:
+    """Return what is trained of `model`, which has LoRA layers if there is a `peft_config`."""
+    if config.weights == "lora":
+        return Adapters(model, policy.adapters, spread)
+    if config.learning_rate > HIGH_RATE:
+        log.warning(
+            "trainer.learning_rate %g is high for trainer.weights: full; 1e-6 is usual, and more than %g seldom learns",
+            config.learning_rate, HIGH_RATE,
+        )  # fmt: skip
+    base = None
+    if config.kl_coef or config.kl_metric:
+        base = load_model(str(policy.model), compute_dtype(config)).requires_grad_(False)
+    return WholeModel(model, base, spread, compute_dtype(config))
