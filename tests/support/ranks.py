@@ -25,6 +25,8 @@ from lightning_proxy.trainer.types import Batch, Sample
 
 VOCABULARY = 64
 OWN = ("checker", "writer")  # beside the one that all others share
+# The KL is to a frozen copy, which is sharded too.
+FULL = {"weights": "full", "kl_coef": 0.1}
 ROWS = [(5, 6, 7, 8), (5, 6, 9)]
 
 
@@ -89,7 +91,8 @@ def lead(learner: LightningTrainer, out: Path) -> dict[str, Any]:
     metrics = [learner.step(shared_out(one, learner.trained.names)) for one in given]
     before = learner.logprobs(ROWS)
     learner.save(out / "checkpoint")
-    learner.save_weights(out / "adapter", merged=False)
+    if learner.settings.weights == "lora":
+        learner.save_weights(out / "adapter", merged=False)
     learner.save_weights(out / "merged", merged=True)
     kept = learner.adapter()
     learner.keep()
@@ -98,7 +101,7 @@ def lead(learner: LightningTrainer, out: Path) -> dict[str, Any]:
     learner.load(out / "checkpoint")
     metrics.append(learner.step(batch(6)))
     found = {"metrics": metrics, "kept": kept, "moved": moved, "again": learner.adapter(), "before": before}
-    found["all"] = learner.trained.all_weights()
+    found["all"] = {name: learner.adapter(name) for name in learner.trained.names}
     return found | {
         "old": learner.logprobs(ROWS, kept=True),
         "now": learner.logprobs(ROWS, adapter=learner.trained.names[-1]),
@@ -113,8 +116,8 @@ def main(what: str, directory: Path) -> None:
     ranks = Ranks()
     # The seed differs at first, and must not stay so. A sharded base is computed as on GPUs: with checkpointing.
     # Of passes one machine's memory plan may allow longer ones than another's.
-    own: Any = {"seed": rank, "max_tokens_per_batch": 30 + 40 * rank}
-    learner = trainer(directory, adapters, ranks, gradient_checkpointing=what == "fsdp", **own)
+    own: Any = {"seed": rank, "max_tokens_per_batch": 30 + 40 * rank, **(FULL if what.startswith("full") else {})}
+    learner = trainer(directory, adapters, ranks, gradient_checkpointing=what.endswith("fsdp"), **own)
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     recomputed: list[int] = []  # the times that a layer was computed in a backward pass
     learner.policy_model.base_model.layers[0].mlp.register_forward_pre_hook(
@@ -122,10 +125,12 @@ def main(what: str, directory: Path) -> None:
     )
     if rank:
         ranks.follow(learner)
-        layer = learner.policy_model.base_model.layers[0].mlp.up_proj.base_layer
-        sharded = isinstance(layer.weight, DTensor) and layer.weight.to_local().numel() < layer.weight.numel()
-        found = {"adapter": learner.adapter(), "all": learner.trained.all_weights(), "rank": rank, "sharded": sharded}
-        found["recomputed"] = len(recomputed)
+        layer = learner.policy_model.base_model.layers[0].mlp.up_proj
+        weight = getattr(layer, "base_layer", layer).weight
+        sharded = isinstance(weight, DTensor) and weight.to_local().numel() < weight.numel()
+        found = {"rank": rank, "sharded": sharded, "recomputed": len(recomputed)}
+        if not learner.trained.sharded:
+            found |= {"adapter": learner.adapter(), "all": learner.trained.all_weights()}
         torch.save(found, out / f"rank-{rank}.pt")
         return
     if what == "waits":

@@ -41,7 +41,9 @@ def shard(model: nn.Module, device: torch.device) -> None:
     whole = {p for p in body.parameters() if p not in spread}
     for layer in layers:
         shared = fully_shard(layer, mesh=mesh, ignored_params=whole, reshard_after_forward=plugin.reshard_after_forward)
-        shared.set_gradient_divide_factor(1.0)  # sums, and no means
+        # Gradients are summed, not averaged. Gloo knows no sum that is scaled on the way.
+        shared.set_gradient_divide_factor(1.0)
+        shared.set_force_sum_reduction_for_comms(True)
     # The root: it starts gathering the next layer while one is computed.
     fully_shard(body, mesh=mesh, ignored_params=whole)
     for tensor in (*bare.parameters(), *bare.buffers()):

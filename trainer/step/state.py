@@ -45,9 +45,8 @@ def restore(trainer: LightningTrainer, state: State) -> None:
 
 def without_values(state: State) -> State:
     """Return a state for processes that get their parts of sharded weights and moments from process 0."""
-    return tree_map_only(Tensor, lambda t: t.to("meta"), {key: state[key] for key in SHARDED if key in state}) | {
-        key: value for key, value in state.items() if key not in SHARDED
-    }
+    large = {key: state[key] for key in SHARDED if key in state}
+    return state | tree_map_only(Tensor, lambda value: value.to("meta") if value.dim() else value, large)
 
 
 def _set_random_state(state: State) -> None:

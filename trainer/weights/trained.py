@@ -87,7 +87,7 @@ class Trained(ABC):
         for key, weight in self.live(name).items():
             whole = self._spread.whole(weight)
             if self.writes or not self.sharded:
-                found[key] = whole.cpu() if self.sharded else whole.clone()
+                found[key] = whole.clone() if whole is weight else whole.cpu()
         return found
 
     def all_weights(self) -> dict[str, Weights]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.ranks import OWN, batch, lead, make_model, trainer
+from support.ranks import FULL, OWN, batch, lead, make_model, trainer
 
 torch = pytest.importorskip("torch")
 
@@ -86,6 +86,39 @@ def test_two_processes_make_the_update_of_one(directory: Path, tmp_path: Path, k
     for file in ("merged/model.safetensors", "adapter/adapter_model.safetensors"):
         ours, theirs = (load_file(directory / who / file) for who in ("one", kind))
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.long), "fsdp"])
+def test_two_processes_train_all_weights_as_one_does(directory: Path, tmp_path: Path, kind: str) -> None:
+    """The same steps, with a KL to the base model. A checkpoint of two processes is gone on with by one."""
+    (directory / f"full-{kind}-one").mkdir()
+    one = lead(trainer(directory, **FULL), directory / f"full-{kind}-one")
+    process = worker(launcher(tmp_path, kind), f"full-{kind}", directory)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    two, other = (torch.load(directory / f"full-{kind}" / f"rank-{rank}.pt") for rank in (0, 1))
+    assert other["sharded"] == (kind == "fsdp") and (other["recomputed"] > 0) == (kind == "fsdp")
+    for weights in ("kept", "moved", "again"):
+        assert one[weights].keys() == two[weights].keys()
+        for name, weight in one[weights].items():
+            torch.testing.assert_close(two[weights][name], weight, rtol=1e-3, atol=2e-4)
+    for alone, together in zip(one["metrics"], two["metrics"], strict=True):
+        assert together["skipped"] == alone["skipped"]
+        if alone["trained_tokens"] == together["trained_tokens"]:  # one process stops where it meets a NaN
+            for name in ("grad_norm", "kl_base"):
+                assert together.get(name, 0.0) == pytest.approx(alone.get(name, 0.0), rel=5e-3, abs=1e-6)
+    for rows in ("before", "old", "now"):
+        for mine, theirs in zip(one[rows], two[rows], strict=True):
+            assert theirs == pytest.approx(mine, abs=5e-3)
+    ours, theirs = (
+        load_file(directory / who / "merged/model.safetensors") for who in (f"full-{kind}-one", f"full-{kind}")
+    )
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-4)
+    alone = trainer(directory, **FULL)
+    alone.load(directory / f"full-{kind}" / "checkpoint")
+    alone.step(batch(6))
+    for name, weight in alone.adapter().items():
+        torch.testing.assert_close(two["moved"][name], weight, rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.long
