@@ -42,9 +42,10 @@ def post_reward(reward: float, comment: str) -> None:
 
 def main(ask: Callable[[int, int], str]) -> None:
     task = json.loads(os.environ["LIGHTNING_TASK"])
-    text = ask(task["a"], task["b"])
-    reward = score(text, task["a"] + task["b"])
-    post_reward(reward, comment="exact" if reward == 1 else f"answered {text[:80]!r}")
+    a, b = task["a"], task["b"]
+    text = ask(a, b)
+    reward = score(text, a + b)
+    post_reward(reward, comment="exact" if reward == 1 else f"{a}+{b} is {a + b}, and just that: not {text[:80]!r}")
 
 
 if __name__ == "__main__":
