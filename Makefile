@@ -13,7 +13,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-page bench-credit bench-train bench-sampling soak
+.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-page bench-credit bench-train bench-sampling bench-methods soak
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -108,6 +108,9 @@ bench-train: setup  ## a training step beside TRL's own padded rows, on the same
 
 bench-sampling: setup  ## are ratios 1 with unchanged weights, however a real vLLM samples? half an hour
 	$(BIN)/python -W ignore benchmarks/sampling.py $(ARGS)
+
+bench-methods: setup  ## what rl, sft, dpo and kto make of the same number of rollouts, three seeds: an hour and a half
+	$(BIN)/python benchmarks/methods.py $(ARGS)
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 	$(BIN)/python benchmarks/soak.py $(ARGS)

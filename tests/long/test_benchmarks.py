@@ -6,12 +6,15 @@ import asyncio
 import json
 import sqlite3
 import sys
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.errors import LightningError
 from support.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -186,3 +189,37 @@ async def test_the_benchmark_of_the_page_asks_each_route_once_its_store_is_full(
     rows = [line.split("|")[1].strip(" `") for line in out.splitlines()[4:]]
     assert (code, len(rows)) == (0, 13)
     assert {"GET /healthz", "GET /rollouts/rollout-32/rows", "GET /policy/compare?a=0&b=8"} <= set(rows)
+
+
+async def test_the_benchmark_of_methods_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import methods  # type: ignore[import-not-found]
+
+    class PlayedPlace:
+        """Measures nothing, and ends the measurement at the third method."""
+
+        def __init__(self, *_: object) -> None: ...
+
+        @asynccontextmanager
+        async def served(self) -> AsyncIterator[Any]:
+            yield SimpleNamespace(guard=lambda work: work)
+
+        async def measure(self, work: Any) -> dict[str, Any]:
+            measured.append((work.name, work.seed))
+            if len(measured) == 3:
+                raise LightningError("stopped")
+            held_out = {"right": work.seed / 10, "mean_reward": 0.5}
+            row = {"method": work.name, "seed": work.seed, "rollouts": 64, "cpu_s": 90.0, "peak_mib": 2048}
+            return row | {"held_out": held_out}
+
+    measured: list[tuple[str, int]] = []
+    works = [methods.Work(name, seed) for seed in (1, 2) for name in ("dpo", "rl")]
+    monkeypatch.setattr(methods, "Place", PlayedPlace)
+    with pytest.raises(LightningError):
+        await methods.measure(works, tmp_path, 64)
+    await methods.measure(works, tmp_path, 64)
+    assert measured == [("dpo", 1), ("rl", 1), ("dpo", 2), ("dpo", 2), ("rl", 2)]
+    rows = list(methods.table(methods.read(tmp_path / "results.jsonl")))
+    assert rows[2] == "| dpo | 1, 2 | 64 | 15 % [10 to 20] | 0.50 [0.50 to 0.50] | 1.5 [1.5 to 1.5] | 2.0 GiB |"
