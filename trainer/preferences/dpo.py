@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ from ..tuning.run import TuningRun
 from ..types import Method
 from .pairs import Pair, PairReader, Pairs
 from .rows import HELD_OUT, GivenRows, answer_logprobs, measured, padded
+
+PASS_TOKENS = 1024  # of the pairs that are computed together
 
 
 class DpoRun(TuningRun[Pairs]):
@@ -62,7 +65,7 @@ def prefer(
     longest = 2 * max(len(sample.token_ids) for sample in rows)
     dpo = PairTrainer(
         model=trainer.model,
-        args=dpo_config(trainer, directory, max(1, config.batch_tokens // longest)),
+        args=dpo_config(trainer, directory, max(1, config.batch_tokens // longest), PASS_TOKENS // longest),
         data_collator=collate,
         train_dataset=referred,
         processing_class=trainer.processing_class,
@@ -112,11 +115,13 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     return padded(ids, masks) | references
 
 
-def dpo_config(trainer: LightningTrainer, directory: Path, pairs: int) -> DPOConfig:
-    """Return TRL's settings of a run whose optimizer steps have so many pairs."""
+def dpo_config(trainer: LightningTrainer, directory: Path, pairs: int, together: int = 1) -> DPOConfig:
+    """Return TRL's settings of a run of at most `pairs` in an optimizer step, `together` of them in a forward pass."""
     config = trainer.settings.dpo
+    passes = ceil(pairs / max(1, together))
+    common = arguments(trainer, directory, epochs=config.epochs, rate=config.learning_rate, passes=passes)
     return DPOConfig(
-        **arguments(trainer, directory, epochs=config.epochs, rate=config.learning_rate, passes=pairs),
+        **{**common, "per_device_train_batch_size": pairs // passes},
         beta=config.beta,
         max_length=None,
         remove_unused_columns=False,

@@ -25,6 +25,7 @@ from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.main import train_offline
+from lightning_proxy.trainer.preferences import dpo
 from lightning_proxy.trainer.preferences.dpo import DpoRun, PairTrainer, collate, dataset, dpo_config, prefer
 from lightning_proxy.trainer.preferences.pairs import Pair, PairReader, Pairs
 from lightning_proxy.trainer.step.trainer import LightningTrainer
@@ -156,7 +157,7 @@ def test_loss_and_gradient_are_those_of_dpo_over_the_sampled_tokens_alone(base: 
     found = [[one["ref_chosen_logps"], one["ref_rejected_logps"]] for one in rows]
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-4)
 
-    dpo = PairTrainer(
+    tuner = PairTrainer(
         model=trainer.model, args=dpo_config(trainer, tmp_path, 1), train_dataset=rows, data_collator=collate,
         processing_class=trainer.processing_class,
     )  # fmt: skip
@@ -164,7 +165,7 @@ def test_loss_and_gradient_are_those_of_dpo_over_the_sampled_tokens_alone(base: 
     with torch.no_grad():  # away from the reference, where LoRA's gradient is not half zero
         for parameter in trainer.trained.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    loss = dpo.compute_loss(dpo.model.eval(), collate(list(rows)))
+    loss = tuner.compute_loss(tuner.model.eval(), collate(list(rows)))
     loss.backward()
     gradients = [p.grad.clone() for p in trainer.trained.parameters()]
     trainer.model.zero_grad()
@@ -175,6 +176,27 @@ def test_loss_and_gradient_are_those_of_dpo_over_the_sampled_tokens_alone(base: 
     assert float(loss.detach()) == pytest.approx(float(own.detach()), abs=1e-5)
     for gradient, parameter in zip(gradients, trainer.trained.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-5)
+
+
+def test_pairs_that_are_computed_together_train_the_same_weights(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = Pairs((TOOLS, PLAIN, TOOLS, PLAIN), (), {})
+    longest, together, weights = 2 * len(TOOLS.chosen.token_ids), list[int](), list[dict[str, torch.Tensor]]()
+
+    def collated(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        together.append(len(rows))
+        return collate(rows)
+
+    monkeypatch.setattr(dpo, "collate", collated)
+    for most in (1, 2):
+        monkeypatch.setattr(dpo, "PASS_TOKENS", most * longest)
+        trainer = made(base, tmp_path / str(most), batch_tokens=4 * longest, epochs=2)
+        assert prefer(trainer, pairs, tmp_path / str(most) / "run", never) is not None
+        weights.append(trainer.adapter())
+    assert together == [1] * 8 + [2] * 4
+    for name, weight in weights[0].items():
+        assert torch.allclose(weight, weights[1][name], atol=1e-4), name
 
 
 def test_the_model_prefers_what_held_out_pairs_prefer(base: Path, tmp_path: Path) -> None:
