@@ -16,6 +16,7 @@ from ..proxy.errors import ConfigError, LightningError
 from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import has_gpu, publish_mode
 from ..proxy.policy.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
+from ..proxy.policy.vllm_worker import WORKER
 from ..trainer.plan.settle import Settled, settle
 from .parsers import parsers_of
 from .telemetry import telemetry_off
@@ -89,7 +90,9 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
     else:
         # Prefixes are shared by whole blocks. The default on a CPU is 128 tokens, more than many prompts have.
         argv += ["--enforce-eager", "--block-size", "32"]
-    if publish_mode(config) == "lora":
+    if publish_mode(config) == "merged":
+        argv += ["--worker-extension-cls", WORKER]
+    else:
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
         argv += ["--max-loras", str(options.max_loras * (1 + len(config.policy.adapters)))]
     argv += parsers_of(model, options.extra_args).argv

@@ -11,6 +11,7 @@ import aiohttp
 
 from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
 from ..upstreams.http import why_not_connected
+from .vllm_worker import RELOAD
 
 LOADING = "loading"  # the label of the weights while they are replaced
 
@@ -98,9 +99,16 @@ class VllmServer:
         """
         await self._request("POST", "/pause?mode=keep")
         await self._request("POST", "/update_weight_version", {"new_version": LOADING})
-        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        await self._request("POST", "/collective_rpc", body)
+        await self._reload(path)
         await self._request("POST", "/reset_prefix_cache")
+
+    async def _reload(self, path: str) -> None:
+        """Ask for our own method; a vLLM that somebody else has started may have only its own."""
+        where = {"kwargs": {"weights_path": path}}
+        try:
+            await self._request("POST", "/collective_rpc", {"method": RELOAD, **where})
+        except VllmFault:
+            await self._request("POST", "/collective_rpc", {"method": "reload_weights", **where})
 
     async def go_on(self, label: str) -> None:
         """Name the weights that were loaded, and let the frozen requests go on."""

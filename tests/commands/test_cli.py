@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import urllib.request
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_proxy.commands.vllm import served_model, vllm_program
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.policy.vllm_worker import RELOAD
 from support.command_line import lightning
 
 
@@ -112,6 +114,16 @@ def test_merged_publishing_opens_the_operator_routes_and_loads_no_adapters(model
     assert "--enable-lora" not in program.argv
     assert program.env["VLLM_SERVER_DEV_MODE"] == "1"
     assert option(program.argv, "--host") == "127.0.0.1"
+
+
+def test_all_weights_need_no_adapters_on_a_gpu_either(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.policy.mode.has_gpu", lambda: True)
+    monkeypatch.setattr("lightning_proxy.commands.vllm.has_gpu", lambda: True)
+    config = Config.model_validate({"policy": {"model": str(model)}, "trainer": {"weights": "full"}})
+    program = vllm_program(config)
+    assert "--enable-lora" not in program.argv and program.env["VLLM_SERVER_DEV_MODE"] == "1"
+    module, _, name = option(program.argv, "--worker-extension-cls").rpartition(".")
+    assert hasattr(getattr(import_module(module), name), RELOAD), "vLLM finds our method by these names"
 
 
 def test_lora_publishing_lets_adapters_be_loaded_at_a_rank_that_vllm_has(model: Path) -> None:
