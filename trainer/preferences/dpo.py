@@ -125,4 +125,6 @@ def dpo_config(trainer: LightningTrainer, directory: Path, pairs: int, together:
         beta=config.beta,
         max_length=None,
         remove_unused_columns=False,
+        # Without adapters TRL would load a second model to refer to.
+        precompute_ref_log_probs=trainer.settings.weights == "full",
     )

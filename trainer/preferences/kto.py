@@ -127,6 +127,8 @@ def kto_config(trainer: LightningTrainer, directory: Path, rows: int) -> KTOConf
         undesirable_weight=config.down_weight,
         max_length=None,
         remove_unused_columns=False,
+        # Without adapters TRL would load a second model to refer to.
+        precompute_ref_log_probs=trainer.settings.weights == "full",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -31,9 +32,13 @@ class GivenRows:
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.precompute_ref_logps = True  # they are in the rows
-        self.model.delete_adapter("ref")  # TRL's copy of the weights, which would be in every checkpoint
+        if isinstance(self.model, PeftModel):
+            self.model.delete_adapter("ref")  # TRL's copy of the weights, which would be in every checkpoint
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset
+
+    def _precompute_ref_logps(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset
 
 
