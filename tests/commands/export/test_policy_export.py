@@ -113,3 +113,16 @@ async def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(base: Path
             found, _, err = await asyncio.to_thread(command, b, tmp_path, "policy", "export", *arguments)
             assert (found, err.count("\n"), said in err) == (code, 1, True), err
     assert not [path.name for path in tmp_path.iterdir() if path.name == "new" or path.name.endswith(".part")]
+
+
+async def test_all_weights_are_a_model_and_no_adapter(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, weights="full", learning_rate=0.01) as b:
+        await trained(b)
+        export = ("policy", "export", "1", tmp_path / "out")
+        code, _, err = await asyncio.to_thread(command, b, tmp_path, *export, "--as", "adapter")
+        assert (code, err.count("\n"), "with trainer.weights full there is none" in err) == (2, 1, True), err
+        assert (await asyncio.to_thread(command, b, tmp_path, *export))[0] == 0
+        served = logits(loaded(base, Path(str((await b.store.versions.get(1)).path))))
+    assert torch.equal(logits(loaded(base, tmp_path / "out")), served)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "A whole model: all weights of" in card and "LoRA" not in card
