@@ -15,6 +15,7 @@ import uvloop
 CHUNKS = 40
 PACE_S = 0.001
 IDS, LOGPROB = 8, -0.5
+COMPACT = (",", ":")  # as vLLM writes JSON
 
 
 def _logprobs(n: int) -> dict:
@@ -23,7 +24,7 @@ def _logprobs(n: int) -> dict:
 
 
 def _json(value: object) -> bytes:
-    body = json.dumps(value).encode()
+    body = json.dumps(value, separators=COMPACT).encode()
     return f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -42,7 +43,7 @@ def _whole() -> bytes:
 
 def _frames() -> list[bytes]:
     def frame(chunk: dict) -> bytes:
-        data = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        data = b"data: " + json.dumps(chunk, separators=COMPACT).encode() + b"\n\n"
         return b"%x\r\n%s\r\n" % (len(data), data)
 
     top = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "base"}
@@ -50,8 +51,8 @@ def _frames() -> list[bytes]:
     frames = [frame(top | {"choices": [first], "prompt_token_ids": list(range(16))})]
     for i in range(CHUNKS):
         choice = {
-            "index": 0, "delta": {"content": "tok"}, "logprobs": _logprobs(1), "token_ids": [i],
-            "finish_reason": "stop" if i == CHUNKS - 1 else None,
+            "index": 0, "delta": {"content": "tok"}, "logprobs": _logprobs(1),
+            "finish_reason": "stop" if i == CHUNKS - 1 else None, "token_ids": [i],
         }  # fmt: skip
         frames.append(frame(top | {"choices": [choice]}))
     usage = {"prompt_tokens": 16, "completion_tokens": CHUNKS, "total_tokens": 16 + CHUNKS}
