@@ -8,6 +8,7 @@ from ..errors import LightningError
 from .assemble import Assembler
 from .inject import Endpoint, Injection, StreamCleaner, clean, inject
 from .tokens import Tokens
+from .usual_chunks import UsualChunks
 
 Json = dict[str, Any]
 
@@ -43,11 +44,19 @@ class ChatStream:
     finished = False
 
     def __init__(self, injection: Injection) -> None:
-        self.tokens = Tokens()
         self.error: str | None = None
         self.rewrites = bool(injection)
+        self._tokens = Tokens()
+        self._injection = injection
         self._cleaner = StreamCleaner(injection)
         self._assembler = Assembler()
+        # Both were injected, so the agent gets neither.
+        self.usual: UsualChunks | None = UsualChunks() if injection.token_ids and injection.logprobs else None
+
+    @property
+    def tokens(self) -> Tokens:
+        self._catch_up()
+        return self._tokens
 
     @property
     def whole(self) -> bool:
@@ -58,14 +67,17 @@ class ChatStream:
         is_error = self.read(event)
         out = self.flush() + raw if is_error else self._cleaner.clean(raw, event)
         self._assembler.feed(event)
+        if self.usual is not None:
+            self.usual.learn(raw, is_last=is_error or self._cleaner.holds)
         return out
 
     def read(self, event: Json) -> bool:
         """Keep a chunk's tokens, or the error that it is; return whether it is one."""
+        self._catch_up()
         if event.get("error"):
             self.error = self.error or message_of_error(event["error"])
             return True
-        self.tokens.add(event)
+        self._tokens.add(event)
         return False
 
     def flush(self) -> bytes:
@@ -75,7 +87,15 @@ class ChatStream:
         return raw
 
     def response(self) -> Any:
+        self._catch_up()
         return self._assembler.result()
+
+    def _catch_up(self) -> None:
+        """Read the chunks that were passed on unread."""
+        for chunk in self.usual.take() if self.usual is not None else ():
+            self._tokens.add(chunk)
+            clean(chunk, self._injection)
+            self._assembler.feed(chunk)
 
 
 def message_of_error(error: Any) -> str:

@@ -12,12 +12,17 @@ from .inject import Injection
 from .messages import MessagesApi
 from .responses import ResponsesApi
 from .tokens import Tokens
+from .usual_chunks import UsualChunks
 
 Json = dict[str, Any]
 
 
 class Stream(Protocol):
     """The events of one streamed answer, in order."""
+
+    @property
+    def usual(self) -> UsualChunks | None:
+        """Return what passes events on that need no parsing; None where all are parsed."""
 
     @property
     def tokens(self) -> Tokens: ...

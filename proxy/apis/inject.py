@@ -100,6 +100,11 @@ class StreamCleaner:
         self._fields = injection.fields
         self._held: tuple[bytes, Json, bool] | None = None  # its bytes, the chunk, whether it was changed
 
+    @property
+    def holds(self) -> bool:
+        """Return whether a chunk waits for what comes after it."""
+        return self._held is not None
+
     def clean(self, raw: bytes, chunk: Json) -> bytes:
         """Return the bytes to send now for a chunk, which is cleaned in place."""
         if not self._injection:

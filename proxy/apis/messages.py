@@ -49,6 +49,8 @@ class MessagesStream:
     whole = False  # before the last one
     rewrites = False
 
+    usual = None
+
     def __init__(self, api: MessagesApi) -> None:
         self.tokens = Tokens()
         self.error: str | None = None

@@ -44,6 +44,8 @@ class ResponsesStream:
     whole = False  # before the last one
     rewrites = False
 
+    usual = None
+
     def __init__(self, api: ResponsesApi) -> None:
         self.tokens = Tokens()
         self.error: str | None = None

@@ -62,8 +62,20 @@ class Transcript:
 
         Raises UpstreamUnreachable for an event that is longer than any that can be meant.
         """
-        out = b""
         self._size += len(data)
+        out, usual = b"", self._stream.usual
+        while data and self.done is None and usual is not None and usual.expected:
+            if not self._decoder.pending:
+                passed, data = usual.pass_on(data)
+                out += passed
+            if data:
+                one, blank, data = data.partition(b"\n\n")
+                out += self._parse(one + blank)
+        return out + self._parse(data) if data else out
+
+    def _parse(self, data: bytes) -> bytes:
+        """Return the bytes to send of events that may be unusual."""
+        out = b""
         for frame in self._decoder.feed(data):
             if self.done is not None:
                 self.done += frame.raw

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.apis.chat import ChatStream
+from lightning_proxy.proxy.apis.inject import Injection
+from lightning_proxy.proxy.apis.stream import Transcript
 from support.clients import EACH_CLIENT, Client
 from support.whole_system import System
 
@@ -125,6 +128,24 @@ def test_the_agent_sees_no_difference(served: Served, path: str, body: dict[str,
         if frames == expected_frames:
             break
     assert frames == expected_frames
+
+
+@pytest.mark.parametrize("body", [{"messages": SAY}, {"messages": SAY, **FORCED}], ids=["text", "tool call"])
+def test_nearly_all_chunks_of_a_real_stream_go_on_unparsed(served: Served, body: dict[str, Any]) -> None:
+    added = {"stream": True, "return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}}
+    asked = {"model": NAME, "max_tokens": 40, "ignore_eos": True} | body | added
+    *chunks, _ = post(f"{served.direct}/v1/chat/completions", asked).body.encode().split(b"\n\n")
+    stream = ChatStream(Injection(True, True, True))
+    transcript = Transcript(stream)
+    unparsed = 0
+    for chunk in chunks:
+        assert stream.usual is not None
+        _, rest = stream.usual.pass_on(chunk + b"\n\n")
+        unparsed += not rest
+        transcript.feed(rest)
+    assert unparsed >= len(chunks) - 8 > 8
+    assert transcript.error is None
+    assert transcript.tokens.untrainable_reason("ok", asked) is None
 
 
 def test_what_was_sampled_is_recorded_with_its_tokens(served: Served) -> None:

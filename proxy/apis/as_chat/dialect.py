@@ -74,6 +74,7 @@ class ThroughChat:
 class ThroughChatStream:
     """The chunks of a chat answer, passed on as the events of the agent's API."""
 
+    usual = None
     finished = False  # the chat stream's end is [DONE], which is no event
     rewrites = True
 
