@@ -21,7 +21,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.trainer.distributed.ranks import Ranks
 from lightning_proxy.trainer.step.processes import Processes
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from lightning_proxy.trainer.types import Batch, Sample
+from lightning_proxy.trainer.types import Batch, Guidance, Sample
 
 VOCABULARY = 64
 OWN = ("checker", "writer")  # beside the one that all others share
@@ -47,7 +47,14 @@ def make_model(directory: Path) -> None:
 def trainer(
     directory: Path, adapters: Sequence[str] = (), processes: Processes | None = None, **settings: Any
 ) -> LightningTrainer:
-    given = {"learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", "max_tokens_per_batch": 30}
+    given = {
+        "learning_rate": 1e-2,
+        "lora_rank": 4,
+        "report_to": [],
+        "dtype": "float32",
+        "max_tokens_per_batch": 30,
+        "hints": "comments",
+    }
     config = TrainerConfig.model_validate({**given, **settings})
     own = {name: [name] for name in adapters}
     policy = PolicyConfig(model=str(directory / "model"), directory=directory / "policy", adapters=own)
@@ -85,9 +92,19 @@ def shared_out(given: Batch, adapters: Sequence[str]) -> Batch:
     return replace(given, samples=tuple(samples))
 
 
+def guided(given: Batch) -> Batch:
+    """Every other sample has a guide, which says nothing of some tokens."""
+    rng = random.Random(given.step)
+    samples = []
+    for i, sample in enumerate(given.samples):
+        said = tuple(rng.choice([math.nan, -1.0, -4.0, -8.0]) for _ in sample.mask)
+        samples.append(replace(sample, guidance=(Guidance(said, 0.3),)) if i % 2 else sample)
+    return replace(given, samples=tuple(samples))
+
+
 def lead(learner: LightningTrainer, out: Path) -> dict[str, Any]:
     """Everything that the training loop asks of a trainer, on rank 0; what came of it."""
-    given = [batch(1), batch(2), poisoned(batch(3)), batch(4, 1, 1), replace(batch(5), samples=())]
+    given = [batch(1), guided(batch(2)), poisoned(batch(3)), batch(4, 1, 1), replace(batch(5), samples=())]
     metrics = [learner.step(shared_out(one, learner.trained.names)) for one in given]
     before = learner.logprobs(ROWS)
     learner.save(out / "checkpoint")
