@@ -57,7 +57,7 @@ async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
         for sample, said in zip(first.samples, own, strict=True):
             assert sample.guidance[0].logprobs[6:] == pytest.approx(said[6:], abs=1e-3)
         with torch.no_grad():
-            for name, parameter in learner.peft_model.named_parameters():
+            for name, parameter in learner.model.named_parameters():
                 if "lora_B" in name:
                     parameter.add_(0.1 * torch.randn_like(parameter))
         gaps = [learner.step(await teacher.guided(batch(step)))["guide_kl"] for step in range(1, 13)]
