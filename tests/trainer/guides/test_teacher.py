@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,10 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.guides.teacher import Teacher
+from lightning_proxy.trainer.main import train_offline
+from lightning_proxy.trainer.offline.data import STORE_FILE
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample, Sampling
 from lightning_proxy.trainer.waiting import GuideError
@@ -154,6 +163,37 @@ async def test_the_policy_comes_nearer_to_its_teacher_without_any_reward(server:
             found.append(metrics["guide_kl"])
     assert metrics["guided_share"] == 1.0
     assert sum(found[-3:]) / 3 < found[0] / 2
+
+
+async def test_recorded_rollouts_of_equal_rewards_are_learned_from_offline(
+    server: TeacherServer, tmp_path: Path
+) -> None:
+    source = StoreConfig(url=f"sqlite:///{tmp_path}/recorded.db")
+    async with opened(source) as database, Recorder(store := Store(database), merged=False) as recorder:
+        for i in range(4):
+            name, request = f"r{i}", {"messages": [{"role": "user", "content": "w5 w6"}]}
+            who = RolloutName(name, "t")
+            await recorder.start(CallStart(name, who, "chat/completions", "policy", 0, request, time.time()))
+            choice = Choice(0, (7, 8 + i), (-3.0, -3.0), "stop")
+            await recorder.end(CallEnd(name, name, "ok", {}, 200, PROMPT, (choice,)))
+            await store.rewards.post([Reward(name, 0.0, comment="wrong")])
+    trainer = {"teacher": {"base_url": server.url, "api_key": "secret"}, "hints": "comments", "report_to": []}
+    config = Config.model_validate({
+        "policy": {"model": str(save_small_model(tmp_path / "base")), "directory": tmp_path, "publish": "lora"},
+        "trainer": {"group_size": 4, "dtype": "float32", **trainer}, "store": source.model_dump(),
+    })  # fmt: skip
+    server.wrong = "tokens"
+    with pytest.raises(ConfigError, match="other tokens"):
+        await train_offline(config, asyncio.Event(), None, tmp_path / "run")
+    server.wrong = None
+    await train_offline(config, asyncio.Event(), None, tmp_path / "run")
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/run/{STORE_FILE}")) as database:
+        last = await Store(database).steps.last()
+    assert last is not None
+    told = {
+        name: last.metrics[name] for name in ("rollouts_trained", "calls_taught", "hints_not_shown", "guided_share")
+    }
+    assert told == {"rollouts_trained": 4, "calls_taught": 4, "hints_not_shown": 4, "guided_share": 1}
 
 
 def test_what_a_teacher_needs_is_said_before_it_is_asked() -> None:
