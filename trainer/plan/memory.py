@@ -42,8 +42,8 @@ def master_weights(shape: Shape, *, reference: bool = False) -> float:
 
 
 def whole_gradients(shape: Shape) -> float:
-    """Return the bytes of their gradients (twice: a pass adds its own when it is done) and of AdamW's two moments."""
-    return 4 * FLOAT32 * shape.parameters
+    """Return the bytes of their gradients and of AdamW's two moments."""
+    return 3 * FLOAT32 * shape.parameters
 
 
 def kv_cache(shape: Shape, tokens: int) -> float:

@@ -5,19 +5,46 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..rows.microbatches import MicroBatch, halves
+from ..weights.trained import Trained
+from .processes import Pass
 from .skipped import some_rollouts
 from .step_metrics import StepMetrics
 
 log = logging.getLogger(__name__)
 
 
+def make_what_fits(
+    passes: Sequence[Pass], make: Callable[[Pass, StepMetrics], None], trained: Trained, metrics: StepMetrics
+) -> StepMetrics:
+    """Make passes up to one whose loss is not finite, in halves where memory runs out; returns their metrics.
+
+    Where gradients are not set aside, a pass that fails has added to them, and all passes begin anew.
+    """
+    todo, done = list(passes)[::-1], list[Pass]()
+    while todo and metrics.finite:
+        one, tried = todo.pop(), replace(metrics)
+        aside = trained.set_aside(one.micro_batch.adapter)
+        if fits(partial(make, one, tried), aside):
+            metrics = tried
+            done.append(one)
+            continue
+        todo += [Pass(half, one.counts) for half in smaller(one.micro_batch, metrics)]
+        if not aside:
+            for parameter in trained.parameters():
+                parameter.grad = None
+            todo, done, metrics = todo + done, [], metrics.begun_anew()
+    return metrics
+
+
 def fits(work: Callable[[], None], parameters: Sequence[nn.Parameter]) -> bool:
-    """Do `work`, which adds to the gradients of `parameters`. If memory runs out, return False and add nothing."""
+    """Do `work`, and return whether memory sufficed. If not, nothing was added to the gradients of `parameters`."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

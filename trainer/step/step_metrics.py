@@ -73,6 +73,13 @@ class StepMetrics:
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
+    def begun_anew(self) -> StepMetrics:
+        """Return those of a step whose passes are all still to be made, but some were found too large."""
+        return StepMetrics(
+            self.started, self.config, entropy_coef=self.entropy_coef, passes_halved=self.passes_halved,
+            rows_out_of_memory=self.rows_out_of_memory, too_large=self.too_large, fitting=self.fitting,
+        )  # fmt: skip
+
     def add(
         self,
         micro_batch: MicroBatch,

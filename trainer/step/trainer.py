@@ -36,7 +36,7 @@ from .processes import Pass, Processes, on_every_process, on_every_shard
 from .rescoring import fully_scored, logprobs_of
 from .scoring import Scores, attention_cost, check_tree_support, longest_sample, score
 from .shaping import Shaper
-from .shortage import fits, give_back, smaller, too_large
+from .shortage import give_back, make_what_fits, too_large
 from .skipped import fault_of_loss, some_rollouts
 from .state import State, restore, state_of, without_values
 from .step_metrics import StepMetrics
@@ -164,19 +164,17 @@ class LightningTrainer(GRPOTrainer):
         metrics.fault = None if samples else "it has no trainable tokens"
         weights = {adapter: self._token_weights(batch, adapter) for adapter in self.trained.names}
         tokens = tokens_by_adapter(samples)
-        todo = self.processes.passes(micro_batches(samples, self._cost), self._cost)[::-1]
-        while todo:
-            one, tried = todo.pop(), replace(metrics)
+        passes = self.processes.passes(micro_batches(samples, self._cost), self._cost)
+
+        def make(one: Pass, metrics: StepMetrics) -> None:
             adapter = one.micro_batch.adapter
-            work = partial(self._pass, one, weights[adapter], tokens[adapter], tried)
-            if self.processes.sharded:
-                work()  # a process that halved its pass would leave the others waiting
-            elif not fits(work, self.trained.parameters(adapter)):
-                todo += [Pass(half, one.counts) for half in smaller(one.micro_batch, metrics)]
-                continue
-            metrics = tried
-            if not metrics.finite and not self.processes.sharded:
-                break
+            self._pass(one, weights[adapter], tokens[adapter], metrics)
+
+        if self.processes.sharded:  # a process that halved its pass, or left one out, would leave the others waiting
+            for one in passes:
+                make(one, metrics)
+        else:
+            metrics = make_what_fits(passes, make, self.trained, metrics)
         metrics = metrics.sum(self.processes.gathered(metrics))
         self._allow_tokens(metrics.fitting)
         return metrics

@@ -52,6 +52,10 @@ class Trained(ABC):
     def parameters(self, *names: str) -> list[nn.Parameter]:
         """Return the parameters of these sets, by default of all."""
 
+    def set_aside(self, name: str) -> list[nn.Parameter]:
+        """Return the parameters whose gradients a pass sets aside, to undo it if memory runs out; may be none."""
+        return self.parameters(name)
+
     @abstractmethod
     def activate(self, name: str) -> None:
         """Make the model use this set."""

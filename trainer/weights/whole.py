@@ -46,6 +46,10 @@ class WholeModel(Trained):
     def parameters(self, *names: str) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
+    def set_aside(self, name: str) -> list[nn.Parameter]:
+        """Return none: the gradients of all weights are not kept twice."""
+        return []
+
     def activate(self, name: str) -> None:
         """Do nothing: there is one set."""
 

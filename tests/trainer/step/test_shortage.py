@@ -72,6 +72,23 @@ def test_a_pass_is_halved_and_the_step_is_the_same(directory: Path, where: Any, 
             torch.testing.assert_close(short.adapter(name)[key], weight, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("where", [forward, backward])
+def test_with_all_weights_the_passes_begin_anew_and_the_step_is_the_same(directory: Path, where: Any) -> None:
+    """Passes of two sizes: a large one fails after a small one is done."""
+    settings: Any = {"weights": "full", "max_tokens_per_batch": 60, "learning_rate": 1e-4}
+    plain = trainer(directory, **settings)
+    short = with_memory_for(trainer(directory, **settings), 40, where)
+    made: list[int] = []
+    short.policy_model.base_model.register_forward_hook(
+        lambda _, args, kwargs, output: made.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    given = batch(1)
+    expected, found = plain.step(given), short.step(given)
+    assert found["passes_halved"] >= 1 and found["micro_batches"] < len(made)
+    for name in ("loss", "grad_norm", "entropy", "kl", "trained_tokens", "ratio_max", "skipped"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+
+
 def test_the_next_step_begins_with_passes_that_fit(directory: Path) -> None:
     learner = with_memory_for(trainer(directory, max_tokens_per_batch=ROOMY), 40, forward)
     assert learner.step(batch(1))["passes_halved"] > 0
