@@ -60,9 +60,9 @@ def trained(model: PreTrainedModel, config: TrainerConfig, policy: PolicyConfig,
         return Adapters(model, policy.adapters, spread)
     if config.learning_rate > HIGH_RATE:
         log.warning(
-            "trainer.learning_rate %g is high for trainer.weights: full; 1e-6 is usual, and more than %g seldom learns",
-            config.learning_rate, HIGH_RATE,
-        )  # fmt: skip
+            "trainer.learning_rate %g is high for trainer.weights: full: 1e-6 is usual, and small models take 1e-5",
+            config.learning_rate,
+        )
     base = None
     if config.kl_coef or config.kl_metric:
         base = load_model(str(policy.model), compute_dtype(config)).requires_grad_(False)
