@@ -42,17 +42,18 @@ STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
 CONCURRENCY = 64
 SAMPLES = 8
 RECORDED = "recorded"
+ALL_THERE = "recorded"  # a file beside the store
 
 
 @dataclass(frozen=True)
 class Method:
-    """`tune`: what `train --method` runs over recordings. `live`: the share of the rollouts that RL makes itself.
+    """`tune`: what `train --method` runs over recordings. `live`: RL makes the rollouts itself.
 
     `env` overrides the configuration for the trainer alone.
     """
 
     tune: str | None = None
-    live: float = 0.0
+    live: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
     def directory(self, name: str) -> str:
@@ -61,7 +62,7 @@ class Method:
 
 
 # The rate is RL's. A good answer is a bare number, right or wrong: worth 0.2 or more, which few are at first.
-SAME = {"LEARNING_RATE": "2e-4", "BATCH_TOKENS": "1024"}
+SAME = {"learning_rate": "2e-4", "batch_tokens": "1024"}
 
 
 def _tuned(method: str, **settings: str) -> dict[str, str]:
@@ -71,10 +72,10 @@ def _tuned(method: str, **settings: str) -> dict[str, str]:
 METHODS = {
     "base": Method(),
     "sft": Method("sft", env=_tuned("sft", min_reward="0.2")),
+    "sft-small-batches": Method("sft", env=_tuned("sft", min_reward="0.2", batch_tokens="128")),
     "dpo": Method("dpo", env=_tuned("dpo", margin="0.15")),
     "kto": Method("kto", env=_tuned("kto", epochs="1", threshold="0.15", up_weight="20")),
-    "rl": Method(live=1.0),
-    "sft+rl": Method("sft", live=0.5, env=_tuned("sft", min_reward="0.2")),
+    "rl": Method(live=True),
 }
 
 
@@ -115,19 +116,18 @@ class Place:
     async def measure(self, work: Work) -> Json:
         """Go back to the base model, let the method learn, and evaluate; a line of results.jsonl."""
         method = work.method
-        live = STEP_ROLLOUTS * round(method.live * self._rollouts / STEP_ROLLOUTS)
-        if self._rollouts > live:
-            await self._record(self._rollouts - live)
+        if not method.live:
+            await self._record()
         async with ApiClient(self._url) as api:
             if (await api.policy())["live_version"] != 0:
                 await self._command("policy", "promote", "0")
-            before = await self._last_step(api)
+            before = len(await self._steps(api))
             used: list[Json] = []
             if method.tune is not None:
                 used.append(await self._tune(method))
-            if live:
-                used.append(await self._reinforce(method, live, await self._last_step(api)))
-            steps = [step for step in await self._steps(api) if step["step"] > before]
+            if method.live:
+                used.append(await self._reinforce(method))
+            steps = (await self._steps(api))[before:]
         return {
             "method": work.name,
             "seed": work.seed,
@@ -139,36 +139,38 @@ class Place:
             "steps": [{"step": step["step"], "version": step["version"], **step["metrics"]} for step in steps],
         }
 
-    async def _record(self, rollouts: int) -> None:
+    async def _record(self) -> None:
         """Rollouts of the base model, once."""
-        done = self._directory / "recorded"
-        if not done.exists():
-            await self._work(rollouts, first=0)
-            done.touch()
+        if not (self._directory / ALL_THERE).exists():
+            await self._work()
+            (self._directory / ALL_THERE).touch()
 
     async def _tune(self, method: Method) -> Json:
         assert method.tune is not None
+        # What a run that was killed had done would not be in the processor time of this one.
+        shutil.rmtree(self._directory / "policy" / method.tune, ignore_errors=True)
         return await self._trained(["--method", method.tune], method)
 
-    async def _reinforce(self, method: Method, rollouts: int, last: int) -> Json:
+    async def _reinforce(self, method: Method) -> Json:
         """The trainer takes its steps while the agent works."""
-        steps = last + rollouts // STEP_ROLLOUTS
+        steps = self._rollouts // STEP_ROLLOUTS
         training = asyncio.ensure_future(self._trained(["--max-steps", str(steps)], method))
-        working = asyncio.ensure_future(self._work(rollouts, "--ahead", "0", first=self._rollouts - rollouts))
+        working = asyncio.ensure_future(self._work("--ahead", "0"))
         try:
-            await asyncio.wait({training, working}, return_when=asyncio.FIRST_EXCEPTION)
-            await working
-            return await training
+            done, _ = await asyncio.wait({training, working}, return_when=asyncio.FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            return training.result()
         finally:
             for future in (working, training):
                 future.cancel()
             await asyncio.gather(working, training, return_exceptions=True)
 
-    async def _work(self, rollouts: int, *options: str, first: int) -> None:
-        """Let the agent work on training tasks; `first` says which ones in the seed's endless order."""
-        file, begin = self._directory / "work.jsonl", first // GROUP_SIZE
+    async def _work(self, *options: str) -> None:
+        """Let the agent work on training tasks, in the seed's order."""
+        file = self._directory / "work.jsonl"
         tasks = [json.loads(line) for line in (self._directory / "train.jsonl").read_text().splitlines()]
-        chosen = islice(_without_end(tasks, self._seed), begin, begin + rollouts // GROUP_SIZE)
+        chosen = islice(_without_end(tasks, self._seed), self._rollouts // GROUP_SIZE)
         file.write_text("".join(json.dumps(task) + "\n" for task in chosen))
         await self._command("run", "--tasks", str(file), "--group-size", str(GROUP_SIZE), *options, *self._agent())
 
@@ -198,9 +200,6 @@ class Place:
     async def _steps(self, api: ApiClient) -> list[Json]:
         page = await api.request("GET", "/policy/steps", params={"limit": "1000"})
         return sorted(page["data"], key=lambda step: step["step"])
-
-    async def _last_step(self, api: ApiClient) -> int:
-        return max((step["step"] for step in await self._steps(api)), default=0)
 
     def _cli(self, *arguments: str) -> list[str]:
         return [*CLI, "--config", str(self._config), *arguments]
@@ -266,8 +265,8 @@ async def measure(works: Sequence[Work], directory: Path, rollouts: int) -> None
     left = [work for work in works if (work.name, work.seed) not in done]
     for (seed, where), there in groupby(left, key=lambda work: (work.seed, work.method.directory(work.name))):
         path = directory / f"seed-{seed}" / where
-        if where != RECORDED:
-            shutil.rmtree(path, ignore_errors=True)  # RL that was stopped begins anew
+        if not (path / ALL_THERE).exists():
+            shutil.rmtree(path, ignore_errors=True)  # what was stopped begins anew
         place = Place(path, seed, rollouts)
         async with place.served() as servers:
             for work in there:
