@@ -109,7 +109,7 @@ bench-train: setup  ## a training step beside TRL's own padded rows, on the same
 bench-sampling: setup  ## are ratios 1 with unchanged weights, however a real vLLM samples? half an hour
 	$(BIN)/python -W ignore benchmarks/sampling.py $(ARGS)
 
-bench-methods: setup  ## what rl, sft, dpo and kto make of the same number of rollouts, three seeds: an hour and a half
+bench-methods: setup  ## what rl, sft, dpo and kto make of the same number of rollouts, three seeds: two hours
 	$(BIN)/python benchmarks/methods.py $(ARGS)
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
