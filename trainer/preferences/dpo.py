@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -118,10 +117,11 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 def dpo_config(trainer: LightningTrainer, directory: Path, pairs: int, together: int = 1) -> DPOConfig:
     """Return TRL's settings of a run of at most `pairs` in an optimizer step, `together` of them in a forward pass."""
     config = trainer.settings.dpo
-    passes = ceil(pairs / max(1, together))
+    in_a_pass = max(1, min(together, pairs))
+    passes = max(1, pairs // in_a_pass)
     common = arguments(trainer, directory, epochs=config.epochs, rate=config.learning_rate, passes=passes)
     return DPOConfig(
-        **{**common, "per_device_train_batch_size": pairs // passes},
+        **{**common, "per_device_train_batch_size": in_a_pass},
         beta=config.beta,
         max_length=None,
         remove_unused_columns=False,

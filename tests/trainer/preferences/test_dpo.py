@@ -286,3 +286,11 @@ async def test_offline_it_needs_no_server_and_keeps_the_weights(base: Path, tmp_
     })  # fmt: skip
     await train_offline(config, asyncio.Event(), None, tmp_path / "out", method="dpo")
     assert (tmp_path / "out" / "adapter" / "COMPLETE").is_file()
+
+
+@pytest.mark.parametrize(("pairs", "together"), [(23, 2), (23, 5), (1, 8), (7, 1), (8, 8)])
+def test_a_step_takes_nearly_as_many_pairs_as_it_may(base: Path, tmp_path: Path, pairs: int, together: int) -> None:
+    config = dpo_config(made(base, tmp_path), tmp_path, pairs, together)
+    in_a_pass = config.per_device_train_batch_size
+    assert in_a_pass <= together
+    assert pairs - in_a_pass < in_a_pass * config.gradient_accumulation_steps <= pairs
