@@ -162,10 +162,14 @@ class Collector:
         """What each group gives to a step. A baseline across tasks makes one group of all."""
         found = [await self._look_at(Take(live), group) for group in groups]
         if self._config.baseline in ACROSS_TASKS:
-            parts = [comparison for _, comparisons in found for comparison in comparisons]
+            parts: list[Comparison] = []
+            alone: list[Comparison] = []
+            for group, (_, comparisons) in zip(groups, found, strict=True):
+                compared = group.task_id is not None or self._config.lone_rollouts == "running"
+                (parts if compared else alone).extend(comparisons)
             members = [member for part in parts for member in part.members]
             known = [sibling for part in parts for sibling in part.known]
-            found = [(together((take for take, _ in found), live), [Comparison(members, known)])]
+            found = [(together((take for take, _ in found), live), [Comparison(members, known), *alone])]
         for take, comparisons in found:
             for comparison in comparisons:
                 await self._take_group(take, comparison)
