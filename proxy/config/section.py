@@ -40,7 +40,7 @@ def check_url(key: str, url: str, *, is_vllm: bool) -> None:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
         raise ValueError(f"{key} must be an http(s) URL, got {url!r}")
     if is_vllm and (parts.query or not parts.path.strip("/")):
-        raise ValueError(f"{key} of kind vllm must have a path, which ends in /v1 as a rule, and no query; got {url!r}")
+        raise ValueError(f"{key} of a vLLM must have a path, which ends in /v1 as a rule, and no query; got {url!r}")
 
 
 def _off(value: Any) -> Any:

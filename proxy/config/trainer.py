@@ -168,6 +168,8 @@ class TeacherConfig(Section):
     def _can_be_asked(self) -> TeacherConfig:
         if self.base_url is not None:
             check_url("base_url", self.base_url, is_vllm=True)
+        elif self.model is not None or self.api_key is not None:
+            raise ValueError("a teacher needs a base_url, such as http://127.0.0.1:8200/v1")
         if self.api_key is not None and not is_sendable(self.api_key):
             raise ValueError(f"api_key cannot be sent: {NOT_SENDABLE}")
         return self
@@ -314,6 +316,9 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _counts_some_reward(self) -> TrainerConfig:
-        if not any(self.reward_weights.values()) and not self.teaches_without_rewards:
-            raise ValueError("reward_weights: at least one name needs a weight other than 0")
+        if not self.reward_weights or not (any(self.reward_weights.values()) or self.teaches_without_rewards):
+            raise ValueError(
+                "reward_weights: name at least one reward. Its weight is not 0, unless hints: comments or a teacher "
+                "teach something beside rewards"
+            )
         return self

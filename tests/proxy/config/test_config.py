@@ -70,10 +70,10 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
         ("proxy: {admin_keys: [good, 'two words']}", "proxy.admin_keys: a key cannot be sent"),
         (f"upstreams: [{{name: a, {URL}, api_key: ''}}]", "upstreams.0: api_key cannot be sent"),
         ("upstreams: []", "upstreams"),
-        ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url of kind vllm must have a path"),
+        ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url of a vLLM must have a path"),
         ("upstreams: [{name: a, base_url: 'ftp://h/v1'}]", "upstreams.0: base_url must be"),
         ("upstreams: [{name: a}]", "upstreams.0: base_url must be"),
-        (f"upstreams: [{{name: a, {URL}, replicas: ['http://h']}}]", "replicas of kind vllm must have a path"),
+        (f"upstreams: [{{name: a, {URL}, replicas: ['http://h']}}]", "replicas of a vLLM must have a path"),
         (f"upstreams: [{{name: a, {URL}, replicas: ['http://h/v1/']}}]", "replicas must differ"),
         (f"upstreams: [{{name: a, {URL}}}, {{name: a, {URL}}}]", "a name of its own"),
         (

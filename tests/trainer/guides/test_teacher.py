@@ -197,10 +197,14 @@ async def test_recorded_rollouts_of_equal_rewards_are_learned_from_offline(
 
 
 def test_what_a_teacher_needs_is_said_before_it_is_asked() -> None:
-    with pytest.raises(ValidationError, match="base_url of kind vllm must have a path"):
+    with pytest.raises(ValidationError, match="base_url of a vLLM must have a path"):
         TrainerConfig.model_validate({"teacher": {"base_url": "http://127.0.0.1:1"}})
-    with pytest.raises(ValidationError, match="at least one name needs a weight"):
+    with pytest.raises(ValidationError, match="name at least one reward"):
         TrainerConfig.model_validate({"reward_weights": {"reward": 0}, "hints": "siblings"})
+    with pytest.raises(ValidationError, match="name at least one reward"):  # nothing would ever be offered
+        TrainerConfig.model_validate({"reward_weights": {}, "teacher": {"base_url": "http://h/v1"}})
+    with pytest.raises(ValidationError, match="a teacher needs a base_url"):
+        TrainerConfig.model_validate({"teacher": {"model": "large"}})
     config = Config.model_validate({"trainer": {"teacher": {"base_url": "http://h/v1", "api_key": "k1"}}})
     keys = config.keys()
     assert keys == ["k1"] and "k1" not in config.model_dump_json()
