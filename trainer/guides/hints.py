@@ -22,7 +22,7 @@ from ...proxy.types import ModelCall, Rollout
 from ..credit.rewards import reward_weights
 from ..types import Batch, Guidance, Sample
 from .hinted import Hint, answers_of, hinted_prompt, hinted_row
-from .sources import Recorded, comment, comments, siblings
+from .sources import Recorded, comments, siblings
 
 # Scores the answers of rows: a log-probability for each token.
 Score = Callable[[Sequence[Sample]], list[list[float]]]
@@ -47,18 +47,27 @@ class Hints:
 
     async def teaches(self, rollout: Rollout) -> bool:
         """Return whether somebody commented on the rollout. No sibling is better where rewards are equal."""
-        return self._kind == "comments" and any(map(comment, await self._store.rewards.of(rollout.rollout_id)))
+        if self._kind != "comments":
+            return False
+        recorded = await self._recorded(rollout.rollout_id, "")
+        return recorded is not None and bool(comments([recorded]))
 
     async def guided(self, batch: Batch) -> Batch:
         """Return the batch with what the policy says of its answers after a hint."""
         recorded: list[Recorded] = []
         for rollout_id, task_id in {sample.rollout_id: sample.task_id for sample in batch.samples}.items():
-            with suppress(NotFound):  # deleted meanwhile
-                calls, rewards = await self._store.calls.of(rollout_id), await self._store.rewards.of(rollout_id)
-                recorded.append(Recorded(task_id, calls, rewards))
+            if (found := await self._recorded(rollout_id, task_id)) is not None:
+                recorded.append(found)
         samples, counts = await asyncio.to_thread(self._guided, batch.samples, recorded)
         metrics = {name: float(counts[name]) for name in COUNTS}
         return replace(batch, samples=samples, metrics={**batch.metrics, **metrics})
+
+    async def _recorded(self, rollout_id: str, task_id: str) -> Recorded | None:
+        """What the store has of a rollout; None if it was deleted meanwhile."""
+        with suppress(NotFound):
+            calls = await self._store.calls.of(rollout_id)
+            return Recorded(task_id, calls, await self._store.rewards.of(rollout_id))
+        return None
 
     def _guided(
         self, samples: Sequence[Sample], recorded: Sequence[Recorded]

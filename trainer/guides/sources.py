@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ...proxy.types import ModelCall, Reward
 from ..credit.rewards import JUDGE, weighted_rewards
 
-THOUGHT = "</think>"  # what comes before it is no answer
+BEGUN, THOUGHT = "<think>", "</think>"  # what comes between them is no answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +72,7 @@ def _answers(rollout: Recorded, tokenizer: PreTrainedTokenizerBase) -> dict[str 
     for call in rollout.calls:
         if call.trainable and call.is_decision:
             text: str = tokenizer.decode(list(call.response_token_ids), skip_special_tokens=True)
-            found.setdefault(call.agent, []).append(text.rpartition(THOUGHT)[2].strip())
+            _, ended, said = text.rpartition(THOUGHT)
+            if ended or BEGUN not in text:
+                found.setdefault(call.agent, []).append(said.strip())
     return {agent: "\n\n".join(filter(None, texts)) for agent, texts in found.items() if any(texts)}
