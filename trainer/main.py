@@ -42,6 +42,7 @@ from .step.trainer import LightningTrainer
 from .tuning.run import TuningRun
 from .types import Guide, Method
 from .waiting import GuideError
+from .weights.choice import warn_of_rate
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ async def train(
             if method in TUNING:
                 await TUNING[method](config, store, trainer, publisher, show).run(stop)
             else:
+                warn_of_rate(config.trainer, config.trainer.learning_rate)
                 judge = _judge(config, store)
                 async with _guide(config.trainer, store, trainer) as guide:
                     loop = TrainingLoop(config, store, trainer, publisher, show=show, judge=judge, guide=guide)
@@ -93,6 +95,7 @@ async def train_offline(
                 if method in TUNING:
                     last = await TUNING[method](config, store, trainer, None, show).run(stop)
                 else:
+                    warn_of_rate(config.trainer, config.trainer.learning_rate)
                     judge = _judge(config, store)
                     async with _guide(config.trainer, store, trainer) as guide:
                         last = await OfflineRun(config, store, trainer, epochs, judge, guide).run(stop)

@@ -121,8 +121,10 @@ def save_weights(config: Config, trainer: LightningTrainer, step: int) -> None:
         _save_adapters(config, trainer, step)
     log.info(
         "to publish them, verified, and train on with live traffic: "
-        "LIGHTNING_STORE__URL=%s LIGHTNING_POLICY__DIRECTORY=%s lightning-proxy up --model %s",
-        shlex.quote(config.store.url), shlex.quote(str(directory)), shlex.quote(str(config.policy.model)),
+        "LIGHTNING_STORE__URL=%s LIGHTNING_POLICY__DIRECTORY=%s %slightning-proxy up --model %s",
+        shlex.quote(config.store.url), shlex.quote(str(directory)),
+        "LIGHTNING_TRAINER__WEIGHTS=full " if config.trainer.weights == "full" else "",
+        shlex.quote(str(config.policy.model)),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from ...proxy.errors import LightningError
 from ..files.weights import MARKER
 from ..step.trainer import LightningTrainer
-from ..weights.choice import uses_autocast
+from ..weights.choice import uses_autocast, warn_of_rate
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ def tuning_metrics(
 def arguments(trainer: LightningTrainer, directory: Path, *, epochs: int, rate: float, passes: int) -> dict[str, Any]:
     """Return the settings of a run whose optimizer steps have `passes` forward passes of one row or pair."""
     config, cuda = trainer.settings, torch.cuda.is_available()
+    warn_of_rate(config, rate)
     return {
         "output_dir": str(directory),
         "use_cpu": not cuda,

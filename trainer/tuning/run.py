@@ -69,6 +69,8 @@ class TuningRun(ABC, Generic[L]):
             raise ConfigError(
                 f"--method {self.method} trains one adapter for all agents: it is not for policy.adapters yet"
             )
+        if config.trainer.guided:
+            log.warning("trainer.hints and trainer.teacher are for RL: --method %s does without them", self.method)
         self._config = config.trainer
         self._store = store
         self._trainer = trainer

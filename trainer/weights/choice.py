@@ -54,15 +54,18 @@ def peft_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig | N
     return lora_config(config, model) if config.weights == "lora" else None
 
 
+def warn_of_rate(config: TrainerConfig, rate: float) -> None:
+    """Warn of a learning rate that is meant for adapters if all weights are trained."""
+    if config.weights == "full" and rate > HIGH_RATE:
+        log.warning(
+            "the learning rate %g is high for trainer.weights: full: 1e-6 is usual, and small models take 1e-5", rate
+        )
+
+
 def trained(model: PreTrainedModel, config: TrainerConfig, policy: PolicyConfig, spread: Spread) -> Trained:
     """Return what is trained of `model`, which has LoRA layers if there is a `peft_config`."""
     if config.weights == "lora":
         return Adapters(model, policy.adapters, spread)
-    if config.learning_rate > HIGH_RATE:
-        log.warning(
-            "trainer.learning_rate %g is high for trainer.weights: full: 1e-6 is usual, and small models take 1e-5",
-            config.learning_rate,
-        )
     base = None
     if config.kl_coef or config.kl_metric:
         base = load_model(str(policy.model), compute_dtype(config)).requires_grad_(False)
