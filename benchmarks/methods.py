@@ -49,11 +49,12 @@ ALL_THERE = "recorded"  # a file beside the store
 class Method:
     """`tune`: what `train --method` runs over recordings. `live`: RL makes the rollouts itself.
 
-    `env` overrides the configuration for the trainer alone.
+    `taught`: with the teacher at `--teacher`. `env` overrides the configuration for the trainer alone.
     """
 
     tune: str | None = None
     live: bool = False
+    taught: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
     def directory(self, name: str) -> str:
@@ -76,6 +77,10 @@ METHODS = {
     "dpo": Method("dpo", env=_tuned("dpo", margin="0.15")),
     "kto": Method("kto", env=_tuned("kto", epochs="1", threshold="0.15", up_weight="20")),
     "rl": Method(live=True),
+    "hints": Method(live=True, env={"LIGHTNING_TRAINER__HINTS": "comments"}),
+    "siblings": Method(live=True, env={"LIGHTNING_TRAINER__HINTS": "siblings"}),
+    "teacher": Method(live=True, taught=True, env={"LIGHTNING_TRAINER__REWARD_WEIGHTS": '{"reward": 0}'}),
+    "full": Method(live=True, env={"LIGHTNING_TRAINER__WEIGHTS": "full", "LIGHTNING_TRAINER__LEARNING_RATE": "2e-5"}),
 }
 
 
@@ -94,8 +99,8 @@ class Work:
 class Place:
     """A directory with a configuration, a store and a policy of its own, served while methods are measured there."""
 
-    def __init__(self, directory: Path, seed: int, rollouts: int) -> None:
-        self._directory, self._seed, self._rollouts = directory, seed, rollouts
+    def __init__(self, directory: Path, seed: int, rollouts: int, teacher: str | None) -> None:
+        self._directory, self._seed, self._rollouts, self._teacher = directory, seed, rollouts, teacher
         directory.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, EXAMPLE / "tasks.py", directory, f"--seed={seed}"], check=True)
         model = prepare_model(cache_directory())
@@ -193,8 +198,9 @@ class Place:
 
     async def _trained(self, options: Sequence[str], method: Method) -> Json:
         """Run `train`; its processor seconds and its largest memory."""
+        taught = {"LIGHTNING_TRAINER__TEACHER__BASE_URL": str(self._teacher)} if method.taught else {}
         with (self._directory / "logs" / "train.log").open("ab") as log:
-            usage = await _ended(self._cli("train", *options), method.env, log.fileno())
+            usage = await _ended(self._cli("train", *options), {**method.env, **taught}, log.fileno())
         return {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_mib": usage.ru_maxrss // 1024}
 
     async def _steps(self, api: ApiClient) -> list[Json]:
@@ -258,7 +264,7 @@ def _spread(values: Sequence[float], how: str, unit: str = "") -> str:
     return f"{mean}{unit} [{low} to {high}]"
 
 
-async def measure(works: Sequence[Work], directory: Path, rollouts: int) -> None:
+async def measure(works: Sequence[Work], directory: Path, rollouts: int, teacher: str | None) -> None:
     """Measure what is not in results.jsonl yet."""
     file = directory / "results.jsonl"
     done = {(row["method"], row["seed"]) for row in read(file)}
@@ -267,7 +273,7 @@ async def measure(works: Sequence[Work], directory: Path, rollouts: int) -> None
         path = directory / f"seed-{seed}" / where
         if not (path / ALL_THERE).exists():
             shutil.rmtree(path, ignore_errors=True)  # what was stopped begins anew
-        place = Place(path, seed, rollouts)
+        place = Place(path, seed, rollouts, teacher)
         async with place.served() as servers:
             for work in there:
                 row = await servers.guard(place.measure(work))
@@ -282,17 +288,20 @@ def main() -> int:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rollouts", type=int, default=512, help=f"a multiple of {STEP_ROLLOUTS}")
     parser.add_argument("--dir", type=Path, default=Path("lightning-methods"), help="of the measurement, and to go on")
+    parser.add_argument("--teacher", metavar="URL", help="of a vLLM with a better model, for the method teacher")
     options = parser.parse_args()
     names = options.methods.split(",")
     if unknown := set(names) - set(METHODS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    if options.teacher is None and any(METHODS[name].taught for name in names):
+        parser.error("--teacher says where the teacher is")
     if options.rollouts <= 0 or options.rollouts % STEP_ROLLOUTS:
         parser.error(f"--rollouts is a multiple of {STEP_ROLLOUTS}")
     works = [Work(name, int(seed)) for seed in options.seeds.split(",") for name in METHODS if name in names]
     directory = options.dir.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        run_until_signal(measure(works, directory, options.rollouts))
+        run_until_signal(measure(works, directory, options.rollouts, options.teacher))
     except LightningError as error:
         print(f"methods: {error}", file=sys.stderr)
         return error.exit_code

@@ -218,8 +218,8 @@ async def test_the_benchmark_of_methods_goes_on_where_it_stopped(
     works = [methods.Work(name, seed) for seed in (1, 2) for name in ("dpo", "rl")]
     monkeypatch.setattr(methods, "Place", PlayedPlace)
     with pytest.raises(LightningError):
-        await methods.measure(works, tmp_path, 64)
-    await methods.measure(works, tmp_path, 64)
+        await methods.measure(works, tmp_path, 64, None)
+    await methods.measure(works, tmp_path, 64, None)
     assert measured == [("dpo", 1), ("rl", 1), ("dpo", 2), ("dpo", 2), ("rl", 2)]
     rows = list(methods.table(methods.read(tmp_path / "results.jsonl")))
     assert rows[2] == "| dpo | 1, 2 | 64 | 15 % [10 to 20] | 0.50 [0.50 to 0.50] | 1.5 [1.5 to 1.5] | 2.0 GiB |"
