@@ -136,8 +136,11 @@ def test_training_goes_on_with_fewer_or_more_gpus(
 
 def test_no_secret_is_in_a_checkpoint(base: Path, tmp_path: Path) -> None:
     judge = JudgeConfig(model="openai/gpt").model_dump()
-    trainer(base, tmp_path, judge=judge).save(tmp_path / "1")
-    saved = json.loads((tmp_path / "1" / "config.json").read_text())
+    teacher = {"base_url": "http://h/v1", "api_key": "sk-of-the-teacher"}
+    trainer(base, tmp_path, judge=judge, teacher=teacher).save(tmp_path / "1")
+    text = (tmp_path / "1" / "config.json").read_text()
+    saved = json.loads(text)
+    assert "sk-of-the-teacher" not in text
     assert {key.split(".")[0] for key in saved} == {"trainer", "policy", "weights of policy"}
     assert not [key for key in saved if "key" in key]
 
