@@ -32,6 +32,7 @@ SHORTAGE_DELAY_S = 10.0
 PROGRESS_S = 1.0
 LEFT_OVER_S = 10.0
 LEFT_OVER_POLL_S = 0.1
+NOBODY_S = 1.0  # a port that nobody holds can still be taken: its process is just ending
 
 
 class ChildDied(LightningError):
@@ -301,12 +302,13 @@ def require_free_port(host: str, port: int, key: str) -> None:
 
     Workers whose supervisor was killed are ending: they are waited for.
     """
-    until = time.monotonic() + LEFT_OVER_S
+    began = time.monotonic()
     while (error := _why_not_bound(host, port)) is not None:
         # The host is unknown or is not this machine, so no other port would help.
         wrong = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         holder = holder_of(port) if error.errno == errno.EADDRINUSE else None
-        if holder is not None and holder.is_left and time.monotonic() < until:
+        is_ending = error.errno == errno.EADDRINUSE and (holder is None or holder.is_left)
+        if is_ending and time.monotonic() - began < (LEFT_OVER_S if holder else NOBODY_S):
             time.sleep(LEFT_OVER_POLL_S)
             continue
         held = f": process {holder.pid} ({holder.command[:100]}) listens there" if holder else ""

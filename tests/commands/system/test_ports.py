@@ -58,6 +58,17 @@ def test_workers_of_a_killed_supervisor_are_waited_for() -> None:
         require_free_port("127.0.0.1", port, "proxy.port")
 
 
+def test_a_process_that_ended_while_it_was_looked_for_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with listening(port, "--multiprocessing-fork") as worker:
+
+        def ended_meanwhile(_: int) -> None:
+            worker.kill()
+
+        monkeypatch.setattr(processes, "holder_of", ended_meanwhile)
+        require_free_port("127.0.0.1", port, "proxy.port")
+
+
 def test_workers_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "LEFT_OVER_S", 0.3)
     port = free_port()
