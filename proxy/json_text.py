@@ -35,8 +35,8 @@ def as_utf8(text: bytes) -> bytes:
         return text
 
 
-def with_model(text: bytes, model: str) -> bytes | None:
-    """Replace the model's name in the text of a request and change nothing else.
+def with_model(text: bytes, model: str) -> tuple[bytes | memoryview, ...] | None:
+    """Return the text of a request with another model's name, and nothing else changed, in pieces.
 
     None if the name cannot be found for certain: `"model"` occurs twice, or may be written in escapes. Also None for a
     text with a byte order mark, which not all servers read.
@@ -45,7 +45,8 @@ def with_model(text: bytes, model: str) -> bytes | None:
     plain = text.count(b'"model"') == 1 and not _ESCAPED_LETTER.search(text) and not text.startswith(codecs.BOM_UTF8)
     if found is None or not plain:
         return None
-    return b"".join((text[: found.start(1)], orjson.dumps(model), text[found.end(1) :]))
+    view = memoryview(text)
+    return view[: found.start(1)], orjson.dumps(model), view[found.end(1) :]
 
 
 def encode(value: Any) -> bytes:

@@ -82,7 +82,7 @@ class Choice:
 class CallStart(NamedTuple):
     """A call as it is sent upstream. It is stored at once, as `incomplete`.
 
-    `request` is the body as the model is shown it, `request_text` its text if that is at hand.
+    `request` is the body as the model is shown it, `request_text` its JSON if that is at hand.
     `policy_version`: 0 is the base model, None a model outside the policy.
     `pins`: this policy version answers the rollout from now on.
     `is_retry`: the client says that it sends the same request again.
@@ -96,7 +96,7 @@ class CallStart(NamedTuple):
     request: dict[str, Any]
     started_at: float
     is_retry: bool = False
-    request_text: str | None = None
+    request_text: bytes | None = None
     upstream: str | None = None
     pins: bool = True
 

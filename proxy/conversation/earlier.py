@@ -66,7 +66,7 @@ class Earlier:
     def answered(self, start: CallStart, end: CallEnd) -> None:
         """Note that a call was answered, and that its record is durable."""
         if end.status == "ok" and isinstance(end.response, dict):
-            size = len(start.request_text or "") + 8 * sum(len(choice.token_ids) for choice in end.choices)
+            size = len(start.request_text or b"") + 8 * sum(len(choice.token_ids) for choice in end.choices)
             self._add(end.rollout_id, said_in(start.call_id, start.request, end.response)._replace(size=size))
 
     async def _recorded(self, rollout_id: str) -> list[ModelCall]:

@@ -137,7 +137,7 @@ class ExactCall:
             raise AsText("unsupported")
         turn = await self._exact.turns.earlier(self._start.rollout.rollout_id, self._chat)
         renderer, upstream, sent = self._exact.renderer, self._upstream, self._sent
-        whole = await renderer.tokens(upstream, request, request.body)
+        whole = await renderer.tokens(upstream, request, request.whole_body())
         end = await renderer.closing(upstream, request, sent)
         prompt = undrifted_prompt(turn, whole, end)
         if prompt is None:
@@ -237,4 +237,4 @@ def _sharing(turn: Turn, known: Sequence[Turn]) -> Turn:
 def _with_prompt(request: Request, prompt: list[int]) -> Request:
     """The same bytes with the tokens added: what they say of the messages is then not rendered."""
     added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": prompt}})
-    return request.with_body(request.body.rstrip()[:-1] + b"," + added[1:])
+    return request.with_members(added)

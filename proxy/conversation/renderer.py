@@ -39,7 +39,7 @@ class Renderer:
 
         `request`: a request of the agent's, for its credentials.
         """
-        asked = request._replace(path=RENDER, query=b"", body=body)
+        asked = request._replace(path=RENDER, query=b"").with_body(body)
         try:
             answer = await self._upstreams.open(upstream, asked)
             try:

@@ -15,7 +15,7 @@ from ..aside import LARGE
 from ..errors import InvalidRequest, TooLarge, UnsupportedMediaType
 from ..json_text import as_utf8, encode, loads, loads_in_turns, with_model
 from ..upstreams.attempts import Target
-from ..upstreams.base import Request, Route
+from ..upstreams.base import Piece, Request, Route
 
 _FORM_NAME = b'name="model"\r\n'
 # The form field's other headers, its value, and the boundary that ends it.
@@ -101,15 +101,14 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
         return request
     if _is_form(request.body):
         return request.with_body(_with_form_model(request.body, sent["model"]))
-    text: bytes | None = request.body
+    own: tuple[Piece, ...] | None = (request.body,)
     if "model" in changed and "model" in body:
-        text = with_model(request.body, changed.pop("model"))
-    if text is None or not body or any(name in body for name in changed):
+        model = changed.pop("model")
+        own = with_model(request.body.rstrip() if changed else request.body, model)
+    if own is None or not body or any(name in body for name in changed):
         return request.with_body(encode(sent))
-    if not changed:
-        return request.with_body(text)
-    begun = memoryview(text.rstrip())[:-1]  # a large one is copied once
-    return request.with_body(b"".join((begun, b",", orjson.dumps(changed)[1:])))
+    request = request.with_body(*own)
+    return request.with_members(orjson.dumps(changed)) if changed else request
 
 
 def _is_form(body: bytes) -> bool:

@@ -153,7 +153,7 @@ class Call:
             request=question.body,
             started_at=time.time(),
             is_retry=question.is_retry,
-            request_text=question.request.body.decode(),
+            request_text=question.request.body,
             upstream=route.upstream.name,
             pins=route.pins,
         )

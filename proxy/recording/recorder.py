@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..apis.tools import conversation, tool_results
 from ..aside import aside
 from ..errors import StoreUnavailable
-from ..json_text import dumps
+from ..json_text import dumps, encode
 from ..store.calls import (
     CALL_END,
     CALL_LARGE_REQUEST,
@@ -35,7 +35,7 @@ from .group_commit import GroupCommit, Statement
 from .recent import RecentCall, RecentCalls, parent_of, sharing
 from .redact import Redactor
 
-LARGE_REQUEST = 4_000  # characters of a request that is stored apart from its call
+LARGE_REQUEST = 4_000  # bytes of a request that is stored apart from its call
 
 
 class Recorder:
@@ -80,7 +80,7 @@ class Recorder:
 
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
         """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable."""
-        size = len(start.request_text or "")
+        size = len(start.request_text or b"")
         if self._redactor is None:
             await self._start(start, also, size)
             return
@@ -170,14 +170,14 @@ def _made(start: CallStart, recent: Sequence[RecentCall]) -> _Made:
     return _Made(_start_statements(start, parent, stored), len(stored), call, parent)
 
 
-def _stored_request(start: CallStart, parent: RecentCall | None) -> str:
-    """The request as what it adds to its parent; without a parent it is stored in the agent's own text."""
-    if parent is None and start.request_text is not None:
-        return f'{{"new":{start.request_text}}}'
-    return dumps(shrink_request(start.request, parent.request if parent else None))
+def _stored_request(start: CallStart, parent: RecentCall | None) -> bytes:
+    """The request as what it adds to its parent; without a parent it is the agent's own text."""
+    if parent is not None:
+        return encode(shrink_request(start.request, parent.request))
+    return encode(start.request) if start.request_text is None else start.request_text
 
 
-def _start_statements(start: CallStart, parent: RecentCall | None, stored: str) -> list[Statement]:
+def _start_statements(start: CallStart, parent: RecentCall | None, stored: bytes) -> list[Statement]:
     rollout_id = start.rollout.rollout_id
     large = len(stored) > LARGE_REQUEST
     row = {
@@ -194,7 +194,7 @@ def _start_statements(start: CallStart, parent: RecentCall | None, stored: str) 
         "endpoint": start.endpoint,
         "upstream": start.upstream,
         "model": start.model,
-        "request": "" if large else stored,
+        "request": None if large else stored,
         "large_request": stored,
     }
     statements: list[Statement] = [(ROLLOUT_SEEN, row), (CALL_START, row)]

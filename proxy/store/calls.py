@@ -18,7 +18,8 @@ from .rollouts import Rollouts
 from .rows import read
 
 # A row is written twice: by CALL_START when the request goes upstream, as `incomplete`, and by CALL_END. SQLite writes
-# all of a changed row anew: a request that is large is in a table of its own.
+# all of a changed row anew: a request that is large is in a table of its own. Requests come as the bytes that the agent
+# sent, or what they add to their parent's: so no copy of them waits for its commit.
 
 # Refused (`request` would be NULL) when the parent that it is stored against is gone.
 CALL_START = """
@@ -27,10 +28,18 @@ INSERT INTO calls
 VALUES (
     :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
     :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version,
-    CASE WHEN :parent_id IS NULL OR EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN :request END, :at
+    CASE WHEN :parent_id IS NULL THEN COALESCE('{"new":' || CAST(:request AS TEXT) || '}', '')
+         WHEN EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN COALESCE(CAST(:request AS TEXT), '') END,
+    :at
 )
 """
-CALL_LARGE_REQUEST = "INSERT INTO large_requests (call_id, request) VALUES (:call_id, :large_request)"
+CALL_LARGE_REQUEST = """
+INSERT INTO large_requests (call_id, request) VALUES (
+    :call_id,
+    CASE WHEN :parent_id IS NULL THEN '{"new":' || CAST(:large_request AS TEXT) || '}'
+         ELSE CAST(:large_request AS TEXT) END
+)
+"""
 _ENDED = (
     "status", "http_status", "ttft_ms", "latency_ms", "finish_reason", "untrainable_reason", "error", "usage",
     "response", "prompt_shared", "prompt_ids", "token_ids", "logprobs", "more_choices",

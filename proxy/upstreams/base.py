@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol
 
+from ..aside import LARGE
 from ..config.upstreams import UpstreamConfig
 from ..errors import UpstreamTimeout, UpstreamUnreachable
 from ..types import Header
 
+Piece = bytes | memoryview
 # A shorter key is no secret ("EMPTY"), and might be a word of an answer.
 SHORTEST_KEY = 12
 
@@ -33,7 +35,8 @@ class Request(NamedTuple):
     """A request as it goes upstream.
 
     `path`: percent-decoded, from /v1/ on. `headers`: the agent's. `identity`: the answer is to come uncompressed.
-    `rollout_id`: requests with the same one go to the same replica.
+    `rollout_id`: requests with the same one go to the same replica. `pieces`: what is sent in place of `body` where
+    that is large and hardly changed, so that it is not copied.
     """
 
     method: str
@@ -44,9 +47,24 @@ class Request(NamedTuple):
     forward_authorization: bool
     identity: bool = False
     rollout_id: str = ""
+    pieces: tuple[Piece, ...] = ()
 
-    def with_body(self, body: bytes) -> Request:
-        return self._replace(body=body)
+    def with_body(self, *pieces: Piece) -> Request:
+        """Return the request with these pieces for its body, which are joined if they are small."""
+        if len(pieces) == 1 and isinstance(pieces[0], bytes):
+            return self._replace(body=pieces[0], pieces=())
+        if sum(map(len, pieces)) < LARGE:
+            return self._replace(body=b"".join(pieces), pieces=())
+        return self._replace(pieces=pieces)
+
+    def with_members(self, members: bytes) -> Request:
+        """Return the request with the members of a JSON object at the end of its own, which has some."""
+        *before, last = self.pieces or (self.body.rstrip(),)
+        return self.with_body(*before, memoryview(last)[:-1], b"," + members[1:])
+
+    def whole_body(self) -> bytes:
+        """Return the bytes that are sent."""
+        return b"".join(self.pieces) if self.pieces else self.body
 
 
 class Answer(Protocol):

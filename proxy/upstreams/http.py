@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from posixpath import relpath
 from urllib.parse import quote
 
 import aiohttp
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from ..config.upstreams import UpstreamConfig, below
 from ..errors import UpstreamTimeout, UpstreamUnreachable
 from ..types import Header
-from .base import SHORTEST_KEY, KeyMask, NoConnection, NoConnectionInTime, Request
+from .base import SHORTEST_KEY, KeyMask, NoConnection, NoConnectionInTime, Piece, Request
 from .health import Health
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class HttpUpstream:
                     request.method,
                     _url(base_url, request.path, request.query),
                     headers=[*_request_headers(upstream, request), *self._vouching],
-                    data=aiohttp.BytesPayload(request.body) if request.body else None,
+                    data=_payload(request),
                     allow_redirects=False,
                     auto_decompress=request.identity,
                     timeout=self._timeout,
@@ -238,6 +239,27 @@ def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:
     """The headers that `Connection` says are for one hop only. `headers` have lower-case names."""
     named = [value for name, value in headers if name == b"connection"]
     return {token.strip().lower() for value in named for token in value.split(b",")}
+
+
+class _Pieces(aiohttp.Payload):
+    """A body in pieces, none of which is copied before it is written."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        super().__init__(pieces)
+        self._size = sum(map(len, pieces))
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for piece in self._value:
+            await writer.write(piece)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return b"".join(self._value).decode(encoding, errors)
+
+
+def _payload(request: Request) -> aiohttp.Payload | None:
+    if request.pieces:
+        return _Pieces(request.pieces)
+    return aiohttp.BytesPayload(request.body) if request.body else None
 
 
 @lru_cache(1024)

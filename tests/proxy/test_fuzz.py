@@ -134,7 +134,8 @@ def test_conversations_and_what_is_stored_of_them(
     ],
 )  # fmt: skip
 def test_a_model_is_renamed_and_nothing_else_touched(text: bytes, renamed: bytes | None) -> None:
-    assert with_model(text, "base") == renamed
+    pieces = with_model(text, "base")
+    assert (pieces and b"".join(pieces)) == renamed
 
 
 @examples(300)
@@ -145,6 +146,6 @@ def test_a_text_whose_model_is_renamed_says_what_its_object_would(
     body = rest | {"model": old}
     text = json.dumps(body, ensure_ascii=ascii_only, indent=1 if space else None).encode()
     if (renamed := with_model(text, new)) is not None:
-        assert json.loads(renamed) == body | {"model": new}
+        assert json.loads(b"".join(renamed)) == body | {"model": new}
     else:
         assert b"\\u00" in text or text.count(b'"model"') > 1

@@ -93,7 +93,7 @@ async def test_every_choice_is_read_back_with_its_own_tokens(database: Database,
 
 async def test_a_request_as_deep_as_it_may_be_is_read_back(database: Database, recorder: Recorder) -> None:
     text = '{"messages":' + "[" * 1023 + "]" * 1023 + "}"
-    await recorder.start(start("c", loads(text))._replace(request_text=text))
+    await recorder.start(start("c", loads(text))._replace(request_text=text.encode()))
     (call,) = await Store(database).calls.of("r")
     depth, inner = 0, call.request["messages"]
     while inner:
