@@ -19,9 +19,10 @@ from ...proxy.errors import LightningError
 from ..api_client import ApiClient, ApiError
 from ..export.policy import where
 from ..run.backlog import POLL_S, Backlog, PolicyCollapsed
-from ..run.programs import PreloadRunner, Runner
+from ..run.programs import PreloadRunner
 from ..run.progress import ProgressView
 from ..run.run import RolloutResult, RunOptions, run_tasks
+from ..run.runner import Runner
 from ..run.summary import Totals, totals
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal

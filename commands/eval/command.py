@@ -15,9 +15,10 @@ from ...proxy.errors import LightningError
 from ..api_client import ApiClient
 from ..formats import print_json
 from ..run.command import logs_directory, score_timeout_s
-from ..run.programs import Runner, make_runner
+from ..run.programs import make_runner
 from ..run.progress import Bar, ProgressView
 from ..run.run import RolloutResult, RunOptions
+from ..run.runner import Runner
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from .eval import Evaluation, Row, parse_models

@@ -11,8 +11,8 @@ from typing import Any
 from ...proxy.errors import ConfigError, InvalidRequest, LightningError
 from ...proxy.power.chat import power_of
 from ..api_client import ApiClient, ApiError
-from ..run.programs import Runner
 from ..run.run import RolloutResult, RunOptions, run_tasks
+from ..run.runner import Runner
 from ..run.tasks import Task
 
 LIVE = "live"

@@ -20,9 +20,10 @@ from ..api_client import ApiClient
 from ..eval.stats import Comparison, compare
 from ..formats import print_json
 from ..run.command import logs_directory, score_timeout_s
-from ..run.programs import Runner, make_runner
+from ..run.programs import make_runner
 from ..run.progress import Bar, ProgressView
 from ..run.run import RunOptions
+from ..run.runner import Runner
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from ..system.processes import make_directory

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...proxy.errors import LightningError
 from ..api_client import ApiClient
-from ..run.programs import Runner
 from ..run.run import RolloutResult, RunOptions, run_tasks
+from ..run.runner import Runner
 from ..run.tasks import Task
 
 

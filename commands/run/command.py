@@ -19,11 +19,12 @@ from ..signals import run_until_signal
 from ..system.processes import make_directory
 from .backlog import Backlog, Gate
 from .group_size import too_small
-from .programs import Runner, make_runner
+from .programs import make_runner
 from .progress import ProgressView
 from .refill import Refill
 from .run import RolloutResult, RunOptions, run_tasks
-from .summary import no_calls, sentence, summarize
+from .runner import Runner
+from .summary import begun_anew, no_calls, sentence, summarize
 from .tasks import Task, read_tasks
 
 START_S = 5.0
@@ -77,7 +78,7 @@ def run_command(config: Config, asked: RunRequest) -> None:
         print_json(summarize(results))
     else:
         console.print(sentence(results), markup=False)
-        for told in filter(None, (no_calls(results), *run.told)):
+        for told in filter(None, (begun_anew(results), no_calls(results), *run.told)):
             console.print(told, markup=False, style="yellow")
     if all(result.failed for result in results):
         raise LightningError("every program failed")

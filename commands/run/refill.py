@@ -52,6 +52,10 @@ class Refill:
         """Note that a group was opened."""
         self._groups.update(dict.fromkeys(rollout_ids, _Group(task, len(rollout_ids))))
 
+    def replaced(self, old: str, new: str) -> None:
+        """Note that a rollout of a group has another in its place."""
+        self._groups[new] = self._groups.pop(old)
+
     def ended(self, result: RolloutResult) -> None:
         """Note how a program ended."""
         group = self._groups.pop(result.rollout_id)

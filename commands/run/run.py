@@ -15,12 +15,14 @@ from ...proxy.errors import LightningError
 from ...proxy.types import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
 from .backlog import Gate
-from .programs import Runner
 from .refill import Refill
+from .runner import RunLost, Runner
 from .tasks import Task
 
 CONFLICT = 409
 SCORE_POLL_S = 0.2
+RESTARTS = 3  # of a run whose machine goes away
+LOST = -9  # its exit code, as if it had been killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class RolloutResult:
 
     `answers` maps each model that was asked for to the policy versions that answered, in order. A version is None for
     a model outside the policy. `tokens`: how many were sampled. `calls`: how many were recorded, of whatever status.
+    `restarts`: how often its machine went away and the task was begun anew, in another rollout.
     """
 
     rollout_id: str
@@ -39,6 +42,7 @@ class RolloutResult:
     answers: Mapping[str | None, tuple[int | None, ...]] = field(default_factory=dict)
     tokens: int = 0
     calls: int = 0
+    restarts: int = 0
 
     @property
     def policy_versions(self) -> tuple[int | None, ...]:
@@ -133,26 +137,55 @@ class TaskRun:
                 job = await anext(jobs, None)
             if job is None:
                 return
-            result = await self._run_one(job, logs / f"{job.rollout.rollout_id}.log")
-            del self._opened[job.rollout.rollout_id]
-            self._gate.ended(job.rollout.rollout_id)
+            result = await self._run_one(job, logs)
+            del self._opened[result.rollout_id]
+            self._gate.ended(result.rollout_id)
             self._refill.ended(result)
             self._results.append(result)
             self._on_result(result)
 
-    async def _run_one(self, job: Job, log: Path) -> RolloutResult:
+    async def _run_one(self, job: Job, logs: Path) -> RolloutResult:
+        """Run the program until it ends. If its machine goes away, begin anew in another rollout."""
+        lost: list[str] = []
+        while True:
+            name, log = job.rollout.rollout_id, logs / f"{job.rollout.rollout_id}.log"
+            try:
+                code = await self._runner.run(self._environment(job), log)
+                reason = f"exit code {code}: {last_line(log)}" if code else None
+            except RunLost as error:
+                code, reason = LOST, error.message
+                if len(lost) < RESTARTS and (await self._api.rollout(name))["status"] == "running":
+                    job = await self._replaced(job)
+                    lost.append(name)
+                    continue
+            finally:
+                if self._options.logs is None:
+                    log.unlink(missing_ok=True)
+            # Not earlier: a discarded rollout counts as a sibling that the trainer need not wait for.
+            for earlier in lost:
+                await self._end(earlier, "discarded", "its machine went away; the task was begun anew")
+                del self._opened[earlier]
+            return await self._ended(job, code, reason, len(lost))
+
+    async def _replaced(self, job: Job) -> Job:
+        """Return the same task with a new rollout. What the old one has recorded is of a run that never ended."""
+        options, old = self._options, job.rollout.rollout_id
+        (rollout,) = await self._api.open_rollouts(job.task.task_id, options.mode, 1, **options.choice)
+        self._opened[rollout.rollout_id] = rollout
+        self._gate.ended(old)
+        self._gate.opened([rollout.rollout_id])
+        self._refill.replaced(old, rollout.rollout_id)
+        return Job(job.task, rollout)
+
+    async def _ended(self, job: Job, code: int, reason: str | None, restarts: int) -> RolloutResult:
         rollout_id = job.rollout.rollout_id
-        code = await self._runner.run(self._environment(job), log)
-        reason = None
-        if code != 0:
-            reason = f"exit code {code}: {last_line(log)}"
+        if reason is not None:
             await self._end(rollout_id, "failed", reason)
-        if self._options.logs is None:
-            log.unlink(missing_ok=True)
         rollout = await (self._scored(rollout_id) if code == 0 else self._api.rollout(rollout_id))
         calls, tokens = rollout.get("calls", []), rollout.get("tokens", 0)
         reward, answers = rollout["reward"], _answers(calls)
-        return RolloutResult(rollout_id, job.task.task_id, code, reason, reward, answers, tokens, len(calls))
+        task_id = job.task.task_id
+        return RolloutResult(rollout_id, task_id, code, reason, reward, answers, tokens, len(calls), restarts)
 
     def _environment(self, job: Job) -> dict[str, str]:
         return {

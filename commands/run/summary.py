@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from .programs import CANNOT_START
 from .run import RolloutResult
+from .runner import CANNOT_START
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
     """`mean_reward` and `solved` are over the rollouts with a reward. `solved` is the share with reward >= 1.
 
-    `without_call`: those whose program ran, but made no call through the proxy.
+    `without_call`: those whose program ran, but made no call through the proxy. `restarts`: how often a task was begun
+    anew because the machine under its program went away.
     """
 
     rollouts: int
@@ -22,6 +23,7 @@ class Totals:
     mean_reward: float | None
     solved: float | None
     without_call: int = 0
+    restarts: int = 0
 
 
 def totals(results: Sequence[RolloutResult]) -> Totals:
@@ -34,6 +36,7 @@ def totals(results: Sequence[RolloutResult]) -> Totals:
         mean_reward=sum(rewards) / len(rewards) if rewards else None,
         solved=sum(reward >= 1 for reward in rewards) / len(rewards) if rewards else None,
         without_call=sum(result.calls == 0 and result.exit_code != CANNOT_START for result in results),
+        restarts=sum(result.restarts for result in results),
     )
 
 
@@ -73,3 +76,9 @@ def no_calls(results: Sequence[RolloutResult]) -> str | None:
     if not silent:
         return None
     return f"{silent} of {len(results)} rollouts made no call: does your agent read OPENAI_BASE_URL?"
+
+
+def begun_anew(results: Sequence[RolloutResult]) -> str | None:
+    """Say how many runs were begun anew because their machine went away. None if none was."""
+    restarts = totals(results).restarts
+    return f"{restarts} runs were begun anew, in other rollouts: their machine went away" if restarts else None

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 from lightning_proxy.commands.api_client import ApiClient, ApiError
 from lightning_proxy.commands.run.backlog import Gate
-from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner, Runner, make_runner
+from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner, make_runner
 from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
+from lightning_proxy.commands.run.runner import Runner
 from lightning_proxy.commands.run.summary import summarize, totals
-from lightning_proxy.commands.run.tasks import Task, read_tasks
+from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.proxy.errors import ConfigError
+from support.control_api import ControlApi
+from support.running import run_all, task
 
 REWARDS_TEN_TIMES_X = """
 import json, os, urllib.request
@@ -26,62 +27,6 @@ body = {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": 10.0 * task[
 request = urllib.request.Request(os.environ["LIGHTNING_URL"] + "/reward", json.dumps(body).encode())
 urllib.request.urlopen(request).close()
 """
-
-
-class ControlApi:
-    """A control API that keeps rollouts in memory."""
-
-    def __init__(self) -> None:
-        self.rollouts: dict[str, dict[str, object]] = {}
-        self.url = ""
-        self.away, self.away_status = 0, 503  # requests to refuse, and how
-
-    async def open(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        names = [f"r{len(self.rollouts) + i}" for i in range(body["n"])]
-        for name in names:
-            self.rollouts[name] = {
-                "task_id": body["task_id"],
-                "mode": body["mode"],
-                "status": "running",
-                "reward": None,
-            }
-        base = f"{self.url}/rollouts"
-        return web.json_response([{"rollout_id": n, "base_url": f"{base}/{n}/v1", "api_key": f"k-{n}"} for n in names])
-
-    async def get(self, request: web.Request) -> web.Response:
-        if self.away > 0:
-            self.away -= 1
-            return web.json_response({"error": {"message": "away"}}, status=self.away_status)
-        return web.json_response(self.rollouts[request.match_info["name"]])
-
-    async def end(self, request: web.Request) -> web.Response:
-        rollout = self.rollouts[request.match_info["name"]]
-        if rollout["status"] != "running":
-            return web.json_response({"error": {"message": "ended already"}}, status=409)
-        rollout.update(await request.json())
-        return web.json_response(rollout)
-
-    async def reward(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
-        self.rollouts[body["rollout_id"]].update(status="completed", reward=body["reward"])
-        return web.json_response({})
-
-
-@pytest.fixture
-async def proxy() -> AsyncIterator[ControlApi]:
-    api, app = ControlApi(), web.Application()
-    app.router.add_post("/rollouts", api.open)
-    app.router.add_get("/rollouts/{name}", api.get)
-    app.router.add_post("/rollouts/{name}/end", api.end)
-    app.router.add_post("/reward", api.reward)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield api
-    await runner.cleanup()
 
 
 @pytest.fixture(params=["process", "preload"])
@@ -94,18 +39,6 @@ def program(kind: str, directory: Path, text: str, *arguments: str) -> Runner:
     script.write_text(text)
     command = [sys.executable, str(script), *arguments]
     return PreloadRunner(command, ["json"]) if kind == "preload" else ProcessRunner(command)
-
-
-async def run_all(proxy: ControlApi, runner: Runner, tasks: list[Task], options: RunOptions) -> list[RolloutResult]:
-    async with ApiClient(proxy.url) as api:
-        try:
-            return await run_tasks(api, tasks, runner, options)
-        finally:
-            await runner.close()
-
-
-def task(x: int) -> Task:
-    return Task(f"t{x}", json.dumps({"x": x}))
 
 
 async def test_every_sibling_of_every_task_runs_in_a_rollout_of_its_own(

@@ -1,0 +1,27 @@
+"""What a way of running the agent program has to do: here (programs.py), or on a cluster (executors/)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from ...proxy.errors import LightningError
+
+CANNOT_START = 126  # what a shell answers
+
+
+class RunLost(LightningError):
+    """The machine under a run went away, through no fault of the program. How it would have ended is not known."""
+
+
+class Runner(Protocol):
+    """A way of running the agent program."""
+
+    async def run(self, env: Mapping[str, str], log: Path) -> int:
+        """Run it once and return its exit code, negative for a signal. Cancelling the call kills it.
+
+        `log` gets its stdout and stderr. Raise RunLost if the machine goes away, LightningError if no run can go on.
+        """
+
+    async def close(self) -> None: ...

@@ -1,0 +1,70 @@
+"""A run whose machine goes away is begun anew, in a rollout of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning_proxy.commands.api_client import ApiClient
+from lightning_proxy.commands.run.refill import Refill
+from lightning_proxy.commands.run.run import LOST, RESTARTS, RunOptions, run_tasks
+from lightning_proxy.commands.run.runner import RunLost
+from lightning_proxy.commands.run.summary import begun_anew, summarize
+from support.control_api import ControlApi
+from support.running import run_all, task
+
+
+class LosesMachines:
+    """Loses the first runs, and notes the status of all rollouts at each start. `rewards`: a lost run has a reward."""
+
+    def __init__(self, proxy: ControlApi, lost: int, *, rewards: bool = False) -> None:
+        self._proxy, self._lost, self._rewards = proxy, lost, rewards
+        self.seen: list[list[object]] = []
+
+    async def run(self, env: Mapping[str, str], log: Path) -> int:
+        rollouts = self._proxy.rollouts
+        self.seen.append([rollout["status"] for rollout in rollouts.values()])
+        log.write_text("half a line")
+        if self._lost:
+            self._lost -= 1
+            if self._rewards:
+                rollouts[env["LIGHTNING_ROLLOUT_ID"]].update(status="completed", reward=1.0)
+            raise RunLost("the node went away")
+        rollouts[env["LIGHTNING_ROLLOUT_ID"]].update(status="completed", reward=0.5)
+        return 0
+
+    async def close(self) -> None: ...
+
+
+async def test_a_lost_run_is_begun_anew_in_another_rollout(proxy: ControlApi, tmp_path: Path) -> None:
+    runner = LosesMachines(proxy, 1)
+    (result,) = await run_all(proxy, runner, [task(1)], RunOptions(logs=tmp_path / "logs"))
+    assert (result.rollout_id, result.exit_code, result.reward, result.restarts) == ("r1", 0, 0.5, 1)
+    # The lost one is open until then: a discarded one would count as a sibling that has ended.
+    assert runner.seen == [["running"], ["running", "running"]]
+    assert {name: rollout["status"] for name, rollout in proxy.rollouts.items()} == {
+        "r0": "discarded", "r1": "completed"
+    }  # fmt: skip
+    assert proxy.rollouts["r1"]["task_id"] == "t1"
+    assert summarize([result])["restarts"] == 1
+    assert begun_anew([result]) == "1 runs were begun anew, in other rollouts: their machine went away"
+
+
+async def test_a_run_that_is_lost_again_and_again_has_failed(proxy: ControlApi, tmp_path: Path) -> None:
+    (result,) = await run_all(proxy, LosesMachines(proxy, 99), [task(1)], RunOptions())
+    assert (result.exit_code, result.reason, result.restarts) == (LOST, "the node went away", RESTARTS)
+    assert [rollout["status"] for rollout in proxy.rollouts.values()] == ["discarded"] * RESTARTS + ["failed"]
+
+
+async def test_a_run_that_is_lost_after_its_reward_is_complete(proxy: ControlApi, tmp_path: Path) -> None:
+    (result,) = await run_all(proxy, LosesMachines(proxy, 1, rewards=True), [task(1)], RunOptions())
+    assert (result.failed, result.reward, result.restarts) == (True, 1.0, 0)
+    assert [rollout["status"] for rollout in proxy.rollouts.values()] == ["completed"]
+
+
+async def test_a_group_with_a_lost_run_is_refilled_as_others_are(proxy: ControlApi, tmp_path: Path) -> None:
+    tasks = [task(1)]
+    async with ApiClient(proxy.url) as api:
+        options = RunOptions(group_size=2)
+        results = await run_tasks(api, tasks, LosesMachines(proxy, 1), options, refill=Refill(tasks, 1))
+    assert sorted(result.restarts for result in results) == [0, 0, 0, 1]  # all rewards are equal: one further group

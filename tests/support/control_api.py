@@ -1,0 +1,55 @@
+"""The proxy's control API, as `run` sees it."""
+
+from __future__ import annotations
+
+import json
+
+from aiohttp import web
+
+
+class ControlApi:
+    """A control API that keeps rollouts in memory."""
+
+    def __init__(self) -> None:
+        self.rollouts: dict[str, dict[str, object]] = {}
+        self.url = ""
+        self.away, self.away_status = 0, 503  # requests to refuse, and how
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_post("/rollouts", self.open)
+        app.router.add_get("/rollouts/{name}", self.get)
+        app.router.add_post("/rollouts/{name}/end", self.end)
+        app.router.add_post("/reward", self.reward)
+        return app
+
+    async def open(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        names = [f"r{len(self.rollouts) + i}" for i in range(body["n"])]
+        for name in names:
+            self.rollouts[name] = {
+                "task_id": body["task_id"],
+                "mode": body["mode"],
+                "status": "running",
+                "reward": None,
+            }
+        base = f"{self.url}/rollouts"
+        return web.json_response([{"rollout_id": n, "base_url": f"{base}/{n}/v1", "api_key": f"k-{n}"} for n in names])
+
+    async def get(self, request: web.Request) -> web.Response:
+        if self.away > 0:
+            self.away -= 1
+            return web.json_response({"error": {"message": "away"}}, status=self.away_status)
+        return web.json_response(self.rollouts[request.match_info["name"]])
+
+    async def end(self, request: web.Request) -> web.Response:
+        rollout = self.rollouts[request.match_info["name"]]
+        if rollout["status"] != "running":
+            return web.json_response({"error": {"message": "ended already"}}, status=409)
+        rollout.update(await request.json())
+        return web.json_response(rollout)
+
+    async def reward(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        self.rollouts[body["rollout_id"]].update(status="completed", reward=body["reward"])
+        return web.json_response({})
