@@ -63,6 +63,13 @@ REFILL = "open at most so many further groups for each task, in place of groups 
 Command = Annotated[list[str], typer.Argument(help="the agent program, after `--`")]
 Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")]
 Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
+Executor = Annotated[
+    Literal["local", "kubernetes"] | None,
+    typer.Option(help="where the programs run (run.executor)", show_default="local"),
+]
+ProxyUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="the proxy, as programs on other machines reach it (run.proxy_url)")
+]
 Outputs = Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")]
 
 
@@ -220,6 +227,8 @@ def run(
     ] = None,
     refill: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help=REFILL)] = 0,
     preload: Preload = "",
+    executor: Executor = None,
+    proxy_url: ProxyUrl = None,
     logs: Outputs = None,
     as_json: Json = False,
 ) -> None:
@@ -228,7 +237,7 @@ def run(
 
     modules = preload.split(",") if preload else []
     run_command(
-        _load(context, {}),
+        _load(context, {"run.executor": executor, "run.proxy_url": proxy_url}),
         RunRequest(tasks, command, modules, group_size, concurrency, mode, repeat, ahead, refill, logs, as_json),
     )
 

@@ -15,7 +15,7 @@ from ...proxy.errors import LightningError
 from ..api_client import ApiClient
 from ..formats import print_json
 from ..run.command import logs_directory, score_timeout_s
-from ..run.programs import make_runner
+from ..run.executors.choose import runner_for
 from ..run.progress import Bar, ProgressView
 from ..run.run import RolloutResult, RunOptions
 from ..run.runner import Runner
@@ -48,7 +48,8 @@ def eval_command(config: Config, asked: EvalRequest) -> None:
     models, tasks = parse_models(asked.models), read_tasks(asked.tasks)
     if asked.out is not None:
         check_writable(asked.out)
-    runner, view = make_runner(asked.command, asked.preload), ProgressView(Console(stderr=True))
+    view = ProgressView(Console(stderr=True))
+    runner = runner_for(config, asked.command, asked.preload, view.say)
     logs, limit_s = logs_directory(asked.logs), score_timeout_s(config)
     options = RunOptions(asked.samples, asked.concurrency, "eval", logs, score_timeout_s=limit_s)
     api = ApiClient.of(config, patience_s=60)

@@ -20,7 +20,7 @@ from ..api_client import ApiClient
 from ..eval.stats import Comparison, compare
 from ..formats import print_json
 from ..run.command import logs_directory, score_timeout_s
-from ..run.programs import make_runner
+from ..run.executors.choose import runner_for
 from ..run.progress import Bar, ProgressView
 from ..run.run import RunOptions
 from ..run.runner import Runner
@@ -77,12 +77,14 @@ class Found:
 def optimize(config: Config, asked: OptimizeRequest) -> None:
     """Run the whole command. Raise LightningError if it fails; what was tried until then is kept."""
     split = _split(asked)
-    runner, console = make_runner(asked.command, asked.preload), Console(stderr=True)
+    console = Console(stderr=True)
+    view = ProgressView(console)
+    runner = runner_for(config, asked.command, asked.preload, view.say)
     options = RunOptions(
         1, asked.concurrency, "eval", logs_directory(asked.logs), score_timeout_s=score_timeout_s(config)
     )
     directory = make_directory(config.policy.directory / "optimize", "policy.directory")
-    work = _Optimization(config, asked, split, runner, options, directory, ProgressView(console))
+    work = _Optimization(config, asked, split, runner, options, directory, view)
     found = run_until_signal(work.run())
     if asked.as_json:
         print_json(asdict(found))

@@ -18,8 +18,8 @@ from ..formats import print_json
 from ..signals import run_until_signal
 from ..system.processes import make_directory
 from .backlog import Backlog, Gate
+from .executors.choose import runner_for
 from .group_size import too_small
-from .programs import make_runner
 from .progress import ProgressView
 from .refill import Refill
 from .run import RolloutResult, RunOptions, run_tasks
@@ -58,8 +58,9 @@ def run_command(config: Config, asked: RunRequest) -> None:
     for option, value in (("--ahead", asked.ahead is not None), ("--refill", asked.refill)):
         if value and asked.mode != "train":
             raise ConfigError(f"{option} does not go with --mode eval: nothing is trained on such rollouts")
-    tasks, runner = read_tasks(asked.tasks) * asked.repeat, make_runner(asked.command, asked.preload)
-    console, trainer = Console(stderr=True), config.trainer
+    tasks, console, trainer = read_tasks(asked.tasks) * asked.repeat, Console(stderr=True), config.trainer
+    view = ProgressView(console)
+    runner = runner_for(config, asked.command, asked.preload, view.say)
     group_size = asked.group_size or (trainer.group_size if asked.mode == "train" else 1)
     options = RunOptions(
         group_size, asked.concurrency, cast(Mode, asked.mode), logs_directory(asked.logs),
@@ -68,7 +69,7 @@ def run_command(config: Config, asked: RunRequest) -> None:
     if asked.mode == "train" and (told := too_small(trainer, tasks, group_size)):
         console.print(told, markup=False, style="yellow")
     api = ApiClient.of(config, patience_s=60)
-    view, gate = ProgressView(console), None
+    gate: Gate | None = None
     if asked.ahead is not None:
         limit = int((1 + asked.ahead) * trainer.group_size * trainer.tasks_per_step)
         gate = Backlog(api, limit, group_size, view.say)

@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from .policy import PolicyConfig, VllmConfig
 from .rollouts import RewardsConfig, RolloutsConfig
+from .run import RunConfig
 from .section import Section
 from .server import ProxyConfig, RecordingConfig, StoreConfig, TelemetryConfig
 from .trainer import TrainerConfig
@@ -21,6 +22,7 @@ class Config(Section):
     recording: RecordingConfig = RecordingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     rewards: RewardsConfig = RewardsConfig()
+    run: RunConfig = RunConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     policy: PolicyConfig = PolicyConfig()
     vllm: VllmConfig = VllmConfig()

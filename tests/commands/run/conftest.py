@@ -1,13 +1,18 @@
-"""A control API for the tests of `run`."""
+"""Runs of programs against a control API, by every way of running them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+import yaml
 from aiohttp import web
 
 from support.control_api import ControlApi
+from support.paths import ROOT
+from support.played_kubernetes import PlayedCluster, played_cluster
+from support.running import Program
 
 
 @pytest.fixture
@@ -20,3 +25,26 @@ async def proxy() -> AsyncIterator[ControlApi]:
     api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     yield api
     await runner.cleanup()
+
+
+@pytest.fixture
+async def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PlayedCluster]:
+    """A played cluster, which the kubeconfig names. It allows no more than deploy/agents-role.yaml does."""
+    rules = yaml.safe_load((ROOT / "deploy" / "agents-role.yaml").read_text())["rules"]
+    async with played_cluster(rules) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig(tmp_path)))
+        yield cluster
+
+
+@pytest.fixture(params=["process", "preload", "kubernetes"])
+def program(request: pytest.FixtureRequest, proxy: ControlApi) -> Program:
+    """Makes a runner of a Python program, one for each way of running it."""
+    return Program(request.param, settings(request, proxy))
+
+
+def settings(request: pytest.FixtureRequest, proxy: ControlApi) -> dict[str, object]:
+    """The section `run` of the configuration."""
+    if request.param == "kubernetes":
+        request.getfixturevalue("kubernetes")
+        return {"executor": "kubernetes", "proxy_url": proxy.url, "kubernetes": {"image": "agent:1"}}
+    return {}

@@ -13,12 +13,11 @@ from lightning_proxy.commands.api_client import ApiClient, ApiError
 from lightning_proxy.commands.run.backlog import Gate
 from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner, make_runner
 from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
-from lightning_proxy.commands.run.runner import Runner
 from lightning_proxy.commands.run.summary import summarize, totals
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.proxy.errors import ConfigError
 from support.control_api import ControlApi
-from support.running import run_all, task
+from support.running import Program, run_all, task
 
 REWARDS_TEN_TIMES_X = """
 import json, os, urllib.request
@@ -29,22 +28,10 @@ urllib.request.urlopen(request).close()
 """
 
 
-@pytest.fixture(params=["process", "preload"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def program(kind: str, directory: Path, text: str, *arguments: str) -> Runner:
-    script = directory / "agent.py"
-    script.write_text(text)
-    command = [sys.executable, str(script), *arguments]
-    return PreloadRunner(command, ["json"]) if kind == "preload" else ProcessRunner(command)
-
-
 async def test_every_sibling_of_every_task_runs_in_a_rollout_of_its_own(
-    proxy: ControlApi, tmp_path: Path, kind: str
+    proxy: ControlApi, tmp_path: Path, program: Program
 ) -> None:
-    runner = program(kind, tmp_path, REWARDS_TEN_TIMES_X)
+    runner = program(tmp_path, REWARDS_TEN_TIMES_X)
     results = await run_all(proxy, runner, [task(1), task(2)], RunOptions(group_size=3, concurrency=4, mode="eval"))
     assert sorted(r.reward or 0 for r in results) == [10, 10, 10, 20, 20, 20]
     assert len({r.rollout_id for r in results}) == 6
@@ -52,12 +39,14 @@ async def test_every_sibling_of_every_task_runs_in_a_rollout_of_its_own(
     assert {(r.task_id, r.reward) for r in results} == {("t1", 10), ("t2", 20)}
 
 
-async def test_the_program_sees_the_environment_of_the_contract(proxy: ControlApi, tmp_path: Path, kind: str) -> None:
+async def test_the_program_sees_the_environment_of_the_contract(
+    proxy: ControlApi, tmp_path: Path, program: Program
+) -> None:
     names = ["OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "LIGHTNING_ROLLOUT_ID"]
     names += ["LIGHTNING_TASK", "LIGHTNING_URL"]
     text = f"import os, sys; print(*[os.environ[n] for n in {names!r}], sys.argv[1], __name__, sep='|')"
     logs = tmp_path / "logs"
-    await run_all(proxy, program(kind, tmp_path, text, "extra"), [task(1)], RunOptions(logs=logs))
+    await run_all(proxy, program(tmp_path, text, "extra"), [task(1)], RunOptions(logs=logs))
     seen = (logs / "r0.log").read_text().strip().split("|")
     assert seen == [*[f"{proxy.url}/rollouts/r0/v1"] * 2, "k-r0", "r0", '{"x": 1}', proxy.url, "extra", "__main__"]
 
@@ -72,35 +61,39 @@ async def test_the_program_sees_the_environment_of_the_contract(proxy: ControlAp
     ],
 )
 async def test_a_program_that_fails_ends_its_rollout_as_failed(
-    proxy: ControlApi, tmp_path: Path, kind: str, text: str, code: int, reason: str
+    proxy: ControlApi, tmp_path: Path, program: Program, text: str, code: int, reason: str
 ) -> None:
-    (result,) = await run_all(proxy, program(kind, tmp_path, text), [task(1)], RunOptions())
+    if program.kind == "kubernetes" and code < 0:  # as containers report a signal
+        code, reason = 128 - code, reason.replace(str(code), str(128 - code))
+    (result,) = await run_all(proxy, program(tmp_path, text), [task(1)], RunOptions())
     assert (result.exit_code, result.reason) == (code, reason)
     assert (proxy.rollouts["r0"]["status"], proxy.rollouts["r0"]["reason"]) == ("failed", reason)
 
 
 async def test_a_failure_after_the_reward_leaves_the_rollout_complete(
-    proxy: ControlApi, tmp_path: Path, kind: str
+    proxy: ControlApi, tmp_path: Path, program: Program
 ) -> None:
-    runner = program(kind, tmp_path, REWARDS_TEN_TIMES_X + "\nraise SystemExit(2)")
+    runner = program(tmp_path, REWARDS_TEN_TIMES_X + "\nraise SystemExit(2)")
     (result,) = await run_all(proxy, runner, [task(1)], RunOptions())
     assert result.failed
     assert proxy.rollouts["r0"]["status"] == "completed"
 
 
 async def test_exit_0_without_a_reward_leaves_the_rollout_open_and_is_counted(
-    proxy: ControlApi, tmp_path: Path, kind: str
+    proxy: ControlApi, tmp_path: Path, program: Program
 ) -> None:
-    results = await run_all(proxy, program(kind, tmp_path, "pass"), [task(1)], RunOptions(group_size=2))
+    results = await run_all(proxy, program(tmp_path, "pass"), [task(1)], RunOptions(group_size=2))
     assert {r["status"] for r in proxy.rollouts.values()} == {"running"}
     assert totals(results).without_reward == 2
 
 
-async def test_ctrl_c_ends_programs_and_discards_their_rollouts(proxy: ControlApi, tmp_path: Path, kind: str) -> None:
+async def test_ctrl_c_ends_programs_and_discards_their_rollouts(
+    proxy: ControlApi, tmp_path: Path, program: Program
+) -> None:
     pids = tmp_path / "pids"
     text = f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(1000)"
     running = asyncio.create_task(
-        run_all(proxy, program(kind, tmp_path, text), [task(1)], RunOptions(group_size=3, concurrency=2))
+        run_all(proxy, program(tmp_path, text), [task(1)], RunOptions(group_size=3, concurrency=2))
     )
     while not pids.exists() or pids.read_text().count("\n") < 2:
         await asyncio.sleep(0.02)
@@ -155,7 +148,7 @@ async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, t
             told.append(f"{rollout_id} ended")
 
     async with ApiClient(proxy.url) as api:
-        runner = program("process", tmp_path, REWARDS_TEN_TIMES_X)
+        runner = Program("process")(tmp_path, REWARDS_TEN_TIMES_X)
         await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), gate=Watched())
     assert open_at_gate == [0, 0, 0]
     assert sorted(told) == sorted(f"{name} {what}" for name in proxy.rollouts for what in ("opened", "ended"))

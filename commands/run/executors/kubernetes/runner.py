@@ -1,0 +1,102 @@
+"""Runs agent programs as Kubernetes Jobs, one for each run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from .....proxy.config.run import RunConfig
+from .....proxy.errors import ConfigError
+from ...runner import CANNOT_START, RunLost
+from ..address import reached_at
+from .cluster import Cluster, ClusterError
+from .manifests import RUN, Manifests
+from .output import Output
+from .pods import PodState
+from .watch import PodWatch
+
+WAITS_S = 30.0  # until somebody is told that a pod does not start
+
+
+class KubernetesRunner:
+    """Creates a Job with a Secret for each run, follows its pod's status and log, and deletes it all."""
+
+    def __init__(self, config: RunConfig, command: Sequence[str], say: Callable[[str], None]) -> None:
+        if config.proxy_url is None:
+            raise ConfigError(
+                "executor kubernetes needs --proxy-url (run.proxy_url): the proxy's address as pods reach it"
+            )
+        self._config, self._say, self._told = config, say, set[str]()
+        self._start_timeout_s = config.kubernetes.start_timeout_s
+        self._name = f"lightning-{secrets.token_hex(4)}"
+        self._manifests = Manifests(config.kubernetes, command, self._name)
+        self._ids = itertools.count()
+        self._connecting = asyncio.Lock()
+        self._cluster: Cluster | None = None
+        self._pods: PodWatch | None = None
+
+    async def run(self, env: Mapping[str, str], log: Path) -> int:
+        cluster, pods = await self._connected()
+        name = f"{self._name}-{next(self._ids)}"
+        env = reached_at(self._config.proxy_url, env)
+        pods.expect(name)
+        try:
+            async with Output(cluster, log) as output:
+                uid = await cluster.create_job(self._manifests.job(name, env))
+                await cluster.create_secret(self._manifests.secret(name, env, uid))
+                return await self._until_it_ends(cluster, pods, name, output)
+        finally:
+            pods.forget(name)
+            try:
+                await cluster.delete_job(name)
+            except ClusterError as error:
+                self._say(f"Job {name} is left there: {error.message}")
+
+    async def close(self) -> None:
+        if self._pods is not None:
+            await self._pods.close()
+        if self._cluster is not None:
+            await self._cluster.close()
+
+    async def _connected(self) -> tuple[Cluster, PodWatch]:
+        async with self._connecting:
+            if self._cluster is None:
+                settings = self._config.kubernetes
+                self._cluster = await Cluster.connect(settings.context, settings.namespace, f"{RUN}={self._name}")
+            if self._pods is None:
+                self._pods = PodWatch(self._cluster)
+            return self._cluster, self._pods
+
+    async def _until_it_ends(self, cluster: Cluster, pods: PodWatch, name: str, output: Output) -> int:
+        begun = time.monotonic()
+        state: PodState | None = None
+        while True:
+            state = await pods.next(name, min(WAITS_S, self._start_timeout_s)) or state
+            if state is None or state.phase in ("waiting", "refused"):
+                waited_s = time.monotonic() - begun
+                if waited_s >= WAITS_S:
+                    self._tell(state)
+                if state is None and (why := await cluster.failure(name)) is not None:
+                    raise RunLost(f"the Job has no pod: {why}")
+                if state is not None and state.phase == "refused" and waited_s >= self._start_timeout_s:
+                    output.add(f"the container cannot start: {state.said}")
+                    return CANNOT_START
+            elif state.phase == "lost":
+                raise RunLost(f"the pod was lost: {state.said}")
+            else:
+                output.follow(state.pod)
+                if state.code is not None:
+                    await output.complete()
+                    output.add(state.said)
+                    return state.code
+
+    def _tell(self, state: PodState | None) -> None:
+        """Say what is waited for, the same words once."""
+        said = (state.said if state is not None else "") or "no pod starts"
+        if said not in self._told:
+            self._told.add(said)
+            self._say(f"waiting for Kubernetes: {said}")
