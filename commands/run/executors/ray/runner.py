@@ -1,0 +1,58 @@
+"""Runs agent programs as tasks of a Ray cluster, through a child process that Ray's client lives in (driver.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from .....proxy.config.run import RunConfig
+from .....proxy.errors import ConfigError, LightningError
+from .....proxy.store.copies import make_private
+from ...served import ServedRunner
+from ..address import reached_at
+
+
+class RayRunner(ServedRunner):
+    """Starts the command on whichever node of the cluster has room for it."""
+
+    name = "Ray driver"
+
+    def __init__(self, config: RunConfig, command: Sequence[str], say: Callable[[str], None]) -> None:
+        # Ray's client ends its process if the cluster goes away, and takes signals for itself.
+        super().__init__([sys.executable, "-m", f"{__package__}.driver"], say)
+        self._config, self._command = config, tuple(command)
+        self._machines: set[str] = set()
+
+    async def _open(self, child: asyncio.subprocess.Process) -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        # Not in its arguments: everybody may read those, and runtime_env may hold keys.
+        setup = {"command": self._command, **self._config.ray.model_dump()}
+        child.stdin.write(json.dumps(setup).encode() + b"\n")
+        answer = json.loads(await child.stdout.readline() or b'{"failed": "Ray could not be started (see above)"}')
+        if "failed" in answer:
+            raise LightningError(answer["failed"])
+        self._machines = set(answer["machines"])
+
+    def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
+        if self._config.proxy_url is None and len(self._machines) > 1 and _is_here_only(env["LIGHTNING_URL"]):
+            raise ConfigError(
+                f"the Ray cluster has {len(self._machines)} machines, and {env['LIGHTNING_URL']} can be reached on one "
+                "only: give --proxy-url (run.proxy_url), the proxy's address as the other machines reach it"
+            )
+        make_private(log)
+        return {"env": reached_at(self._config.proxy_url, env), "log": str(log)}
+
+
+def _is_here_only(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,75 @@
+"""Where programs run is chosen by the configuration, and what is missing is said in one line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.commands.run.executors import choose
+from lightning_proxy.commands.run.executors.address import reached_at
+from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.errors import ConfigError
+from support.command_line import lightning
+
+
+def config(executor: str) -> Config:
+    return Config.model_validate({"run": {"executor": executor, "proxy_url": "http://proxy:8080"}})
+
+
+def test_programs_run_here_unless_something_else_is_asked_for() -> None:
+    command = [sys.executable, "agent.py"]
+    assert isinstance(choose.runner_for(Config(), command, [], print), ProcessRunner)
+    assert isinstance(choose.runner_for(Config(), command, ["json"], print), PreloadRunner)
+
+
+@pytest.mark.parametrize("executor", ["ray", "kubernetes"])
+@pytest.mark.parametrize("package", ["no_such_package", "no_such_package.inside"])
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
+    executor: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(choose.PACKAGES, executor, package)
+    with pytest.raises(ConfigError) as caught:
+        choose.runner_for(config(executor), ["agent"], [], print)
+    assert caught.value.message == f"executor {executor} needs a package: pip install 'lightning-proxy[{executor}]'"
+
+
+@pytest.mark.parametrize("executor", ["ray", "kubernetes"])
+def test_what_does_not_go_with_other_machines_is_refused(executor: str) -> None:
+    with pytest.raises(ConfigError, match="--preload goes with executor local only"):
+        choose.runner_for(config(executor), ["python", "agent.py"], ["json"], print)
+    with pytest.raises(ConfigError, match="no command given"):
+        choose.runner_for(config(executor), [], [], print)
+
+
+def test_the_options_are_those_of_the_configuration(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("{}\n")
+    unknown = lightning("run", "--tasks", tasks, "--executor", "slurm", "--", "true")
+    assert unknown.returncode == 2
+    assert "'slurm' is not one of 'local', 'ray', 'kubernetes'" in " ".join(unknown.stderr.split())
+    lacking = lightning("run", "--tasks", tasks, "--executor", "kubernetes", "--", "true")
+    assert (lacking.returncode, "needs --proxy-url" in lacking.stderr) == (2, True)
+    (tmp_path / "config.yaml").write_text("run: {ray: {options: {cpus: 1}}}\n")
+    wrong = lightning("run", "--tasks", tasks, "--", "true", cwd=tmp_path)
+    assert (wrong.returncode, "run.ray.options" in wrong.stderr, "num_cpus" in wrong.stderr) == (2, True, True)
+    (tmp_path / "config.yaml").write_text("run: {ray: {address: 'ray://head:10001'}}\n")
+    client = lightning("run", "--tasks", tasks, "--", "true", cwd=tmp_path)
+    assert (client.returncode, "ray:// cannot be used" in client.stderr or "(ray://)" in client.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("url", ["https://proxy.example/of/agents", "https://proxy.example/of/agents/"])
+def test_addresses_of_the_proxy_get_another_root(url: str) -> None:
+    env = {
+        "OPENAI_BASE_URL": "http://127.0.0.1:8080/rollouts/r1/v1",
+        "LIGHTNING_URL": "http://127.0.0.1:8080",
+        "LIGHTNING_TASK": '"http://127.0.0.1:8080"',
+    }
+    assert reached_at(url, env) == {
+        "OPENAI_BASE_URL": "https://proxy.example/of/agents/rollouts/r1/v1",
+        "LIGHTNING_URL": "https://proxy.example/of/agents",
+        "LIGHTNING_TASK": '"http://127.0.0.1:8080"',
+    }
+    assert reached_at(None, env) == env

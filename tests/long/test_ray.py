@@ -1,0 +1,186 @@
+"""Programs as tasks of a real Ray cluster on this machine: a head, and two nodes with addresses of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from lightning_proxy.commands.run.run import RunOptions
+from lightning_proxy.proxy.errors import ConfigError, LightningError
+from support.control_api import ControlApi
+from support.ray_cluster import RayCluster, ray_cluster
+from support.running import Program, run_all, task
+
+pytest.importorskip("ray")
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+SLEEPS = "import os, time; open(os.environ['PIDS'], 'a').write(f'{os.getpid()}\\n'); time.sleep(1000)"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster() as cluster:
+        cluster.add_node("127.0.0.3")
+        yield cluster
+
+
+@pytest.fixture
+async def proxy() -> AsyncIterator[ControlApi]:
+    api = ControlApi()
+    runner = web.AppRunner(api.app())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield api
+    await runner.cleanup()
+
+
+def by_ray(cluster: RayCluster, proxy: ControlApi | None, **ray: Any) -> Program:
+    url = {} if proxy is None else {"proxy_url": proxy.url}
+    return Program("ray", {"executor": "ray", **url, "ray": {"address": cluster.address, **ray}})
+
+
+async def written(path: Path, lines: int) -> list[int]:
+    while not path.exists() or path.read_text().count("\n") < lines:
+        await asyncio.sleep(0.05)
+    return [int(line) for line in path.read_text().split()]
+
+
+async def gone(pids: list[int]) -> None:
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        await asyncio.sleep(0.05)
+
+
+async def test_a_program_on_a_node_that_goes_away_is_begun_anew_on_another(
+    cluster: RayCluster, proxy: ControlApi, tmp_path: Path
+) -> None:
+    removed = cluster.add_node("127.0.0.4")
+    pids, logs = tmp_path / "pids", tmp_path / "logs"
+    ray = {"runtime_env": {"env_vars": {"PIDS": str(pids)}}}
+    # Those that begin first wait; begun anew, they end at once.
+    text = f"import os\nif os.environ['LIGHTNING_ROLLOUT_ID'] in ('r0', 'r1'):\n    {SLEEPS.replace('1000', '30')}"
+    runner = by_ray(cluster, proxy, **ray)(tmp_path, text)
+    options = RunOptions(group_size=3, concurrency=2, logs=logs)
+    running = asyncio.create_task(run_all(proxy, runner, [task(1)], options))
+    first = await written(pids, 2)
+    cluster.remove_node(removed)
+    results = await running
+    assert [result.exit_code for result in results] == [0] * 3, [result.reason for result in results]
+    assert sorted(result.restarts for result in results) == [0, 0, 1]
+    assert sorted(str(rollout["status"]) for rollout in proxy.rollouts.values()) == ["discarded"] + ["running"] * 3
+    await gone(first)
+
+
+async def test_files_and_variables_go_with_the_programs(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "agent.py").write_text("import os; print(os.environ['EXTRA'], os.getcwd())")
+    ray = {"runtime_env": {"working_dir": str(tmp_path / "work"), "env_vars": {"EXTRA": "e"}}}
+    runner = by_ray(cluster, proxy, **ray).command(sys.executable, "agent.py")
+    await run_all(proxy, runner, [task(1)], RunOptions(logs=tmp_path / "logs"))
+    extra, directory = (tmp_path / "logs" / "r0.log").read_text().split()
+    assert (extra, directory == str(tmp_path / "work")) == ("e", False)
+
+
+async def test_a_log_is_written_as_the_program_goes(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
+    go, log = tmp_path / "go", tmp_path / "logs" / "r0.log"
+    text = (
+        "import pathlib, time\nprint('one', flush=True)\n"
+        f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.02)\nprint('two' * 100_000, end='')"
+    )
+    runner = by_ray(cluster, proxy)(tmp_path, text)
+    running = asyncio.create_task(run_all(proxy, runner, [task(1)], RunOptions(logs=log.parent)))
+    while not log.exists() or log.read_text() != "one\n":
+        await asyncio.sleep(0.05)
+    assert log.stat().st_mode & 0o077 == 0
+    go.touch()
+    await running
+    assert log.read_text() == "one\n" + "two" * 100_000
+
+
+async def test_several_machines_need_the_proxys_address(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the Ray cluster has \d machines, .* give --proxy-url"):
+        await run_all(proxy, by_ray(cluster, None)(tmp_path, "pass"), [task(1)], RunOptions())
+    assert proxy.rollouts["r0"]["status"] == "discarded"
+
+
+@pytest.mark.parametrize(
+    ("ray", "told"),
+    [
+        ({"address": "127.0.0.2:9"}, "no Ray cluster answers at '127.0.0.2:9'"),
+        ({"runtime_env": {"working_dir": "/nowhere"}}, "the Ray cluster cannot be used: .*nowhere"),
+        ({"runtime_env": {"env_vars": {"A": 1}}}, "the Ray cluster cannot be used: .*env_vars"),
+        ({"runtime_env": {"pip": ["/nowhere"]}}, "Ray cannot run the program: Failed to set up runtime environment"),
+    ],
+    ids=["address", "directory", "type", "package"],
+)
+async def test_a_cluster_that_cannot_be_used_is_one_error(
+    cluster: RayCluster, proxy: ControlApi, tmp_path: Path, ray: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(LightningError, match=told):
+        await run_all(proxy, by_ray(cluster, proxy, **ray)(tmp_path, "pass"), [task(1)], RunOptions())
+    assert proxy.rollouts["r0"]["status"] == "discarded"
+
+
+async def test_that_no_node_has_room_is_told(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
+    program = by_ray(cluster, proxy, options={"num_cpus": 64})
+    running = asyncio.create_task(run_all(proxy, program(tmp_path, "pass"), [task(1)], RunOptions()))
+    while not program.said:
+        await asyncio.sleep(0.1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert "no Ray node has room for a program, which needs {'num_cpus': 64}" in program.said[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+async def test_a_command_that_is_stopped_leaves_no_program(
+    cluster: RayCluster, running: Running, tmp_path: Path, number: signal.Signals
+) -> None:
+    tasks, agent, pids = tmp_path / "tasks.jsonl", tmp_path / "agent.py", tmp_path / "pids"
+    tasks.write_text('{"task_id": "t1"}\n')
+    agent.write_text(SLEEPS)
+    async with running(tmp_path) as system:
+        config = system.config.model_dump(mode="json")
+        config["proxy"]["port"] = int(system.url.rsplit(":", 1)[1])
+        env = {"env_vars": {"PIDS": str(pids)}}
+        config["run"] = {
+            "executor": "ray", "proxy_url": system.url, "ray": {"address": cluster.address, "runtime_env": env}
+        }  # fmt: skip
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(path), "run", "--tasks", str(tasks)]
+        command += ["--group-size", "2", "--concurrency", "1", "--", sys.executable, str(agent)]
+        process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE, env=os.environ)
+        begun = await written(pids, 1)
+        process.send_signal(number)
+        _, err = await process.communicate()
+        await gone(begun)
+        if number is not signal.SIGKILL:
+            assert (process.returncode, "lightning-proxy: stopped" in err.decode()) == (130, True), err
+            _, page = await system.call("GET", "/rollouts")
+            assert {rollout["status"] for rollout in page["data"]} == {"discarded"}
+
+
+async def test_a_cluster_that_goes_away_is_one_error(proxy: ControlApi, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with ray_cluster() as cluster:
+        cluster.add_node("127.0.0.3")
+        runner = by_ray(cluster, proxy, runtime_env={"env_vars": {"PIDS": str(pids)}})(tmp_path, SLEEPS)
+        running = asyncio.create_task(run_all(proxy, runner, [task(1)], RunOptions()))
+        begun = await written(pids, 1)
+        cluster.close()
+        with pytest.raises(LightningError, match="the Ray driver ended while programs were running"):
+            await running
+        await gone(begun)
+    assert proxy.rollouts["r0"]["status"] == "discarded"
