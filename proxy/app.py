@@ -165,7 +165,7 @@ def _watch(
     if upstream is None:
         return None
     headers = upstream.credentials | operator_headers(config.policy.directory)
-    vllm = VllmFleet(session, upstream.urls, headers, config.policy.model)
+    vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
     return Watch(Swap(store, vllm, mode.mode, config.policy.directory), upstream, pins, health, mode)
 
 

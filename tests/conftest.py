@@ -320,6 +320,7 @@ async def _running(
     rewards: dict[str, Any] | None = None,
     store: dict[str, Any] | None = None,
     replicas: Sequence[str] = (),
+    behind: Sequence[str] = (),
     fallbacks: Sequence[str] = (),
     others: Sequence[UpstreamConfig] = (),
     **proxy: Any,
@@ -338,7 +339,14 @@ async def _running(
         rewards=RewardsConfig(**rewards or {}),
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db", **store or {}),
         upstreams=[
-            UpstreamConfig(name="policy", base_url=base_url, replicas=list(replicas), fallbacks=list(fallbacks)),
+            UpstreamConfig(
+                name="policy",
+                base_url=base_url,
+                replicas=list(replicas),
+                fallbacks=list(fallbacks),
+                servers=list(behind),
+                session_header="X-Session-Id" if behind else None,
+            ),
             *others,
         ],
         policy=PolicyConfig(
@@ -366,6 +374,6 @@ def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`.
 
     `telemetry`, `rollouts`, `rewards`, `store`: these sections; `replicas`, `fallbacks`: of the policy's upstream;
-    `others`: further upstreams.
+    `others`: further upstreams; `behind`: servers behind the policy's, which is a router then.
     """
     return _running

@@ -62,7 +62,7 @@ async def train(
             store = Store(database)
             mode = await decide(config, store, "trainer")
             headers = upstream.credentials | operator_headers(config.policy.directory)
-            vllm = VllmFleet(session, upstream.urls, headers, config.policy.model)
+            vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
             publisher = Publisher(config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer)
             if method in TUNING:
                 await TUNING[method](config, store, trainer, publisher, show).run(stop)

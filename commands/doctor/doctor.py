@@ -68,7 +68,7 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
         if upstream.kind == "litellm":
             yield ok(f"upstream {upstream.name}", "not checked: litellm calls the provider only when an agent does")
             continue
-        for url in upstream.urls:
+        for url in dict.fromkeys((*upstream.urls, *upstream.published_to)):
             reached[url] = await _check_server(session, upstream, url)
             yield reached[url]
     policy = config.policy_upstream

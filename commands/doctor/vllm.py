@@ -45,7 +45,7 @@ class VllmChecks:
     ) -> None:
         self._config = config
         self._session = session
-        self._roots = [url.removesuffix("/v1") for url in upstream.urls]
+        self._roots = [url.removesuffix("/v1") for url in upstream.published_to]
         self._root = self._roots[0]
         self._headers = upstream.credentials | operator_headers(config.policy.directory)
         self._publish = publish

@@ -43,6 +43,14 @@ class Config(Section):
             raise ValueError("trainer.weights full is one set of weights for all agents: leave out policy.adapters")
         return self
 
+    @model_validator(mode="after")
+    def _publishes_adapters_behind_a_router(self) -> Config:
+        """A router cannot leave out a server while its weights are replaced. Adapters have names of their own."""
+        policys = self.policy_upstream
+        if policys is not None and policys.servers and self.policy.publish != "lora":
+            raise ValueError("upstreams: servers behind a router need policy.publish lora")
+        return self
+
     @cached_property
     def policy_upstream(self) -> UpstreamConfig | None:
         """Return the upstream that serves the policy, the first of kind vllm; None without one."""

@@ -26,6 +26,8 @@ class UpstreamConfig(Section):
     kind: Literal["vllm", "openai", "litellm"] = "vllm"
     base_url: str | None = None
     replicas: list[str] = []
+    servers: list[str] = []
+    session_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] | None = None
     api_key: SecretStr | None = None
     api_key_header: Literal["authorization", "x-api-key"] = "authorization"
     models: list[str] = []
@@ -44,6 +46,11 @@ class UpstreamConfig(Section):
     def urls(self) -> tuple[str, ...]:
         """Return the URLs of its servers, `base_url` and `replicas`, without a slash at the end of their paths."""
         return tuple(below(url) for url in (self.base_url, *self.replicas) if url is not None)
+
+    @cached_property
+    def published_to(self) -> tuple[str, ...]:
+        """Return the URLs of the servers that get new weights: those behind a router, or else those of calls."""
+        return tuple(map(below, self.servers)) or self.urls
 
     @cached_property
     def credentials(self) -> dict[str, str]:
@@ -69,15 +76,26 @@ class UpstreamConfig(Section):
             check_url(key, url or "", is_vllm=self.kind == "vllm")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("replicas must differ from each other and from base_url")
+        self._check_servers()
         if self.litellm_params:
             raise ValueError("litellm_params is for kind litellm only")
         return self
 
+    def _check_servers(self) -> None:
+        if not self.servers:
+            return
+        if self.kind != "vllm" or self.replicas:
+            raise ValueError("servers are vLLMs behind the router at base_url: kind is vllm, and there are no replicas")
+        for url in self.servers:
+            check_url("servers", url, is_vllm=True)
+        if len(set(self.published_to)) < len(self.servers):
+            raise ValueError("servers must differ from each other")
+
     def _check_litellm(self) -> None:
         if not self.models and not self.model_map:
             raise ValueError("kind litellm serves only what models or model_map name: name at least one")
-        if self.replicas:
-            raise ValueError("replicas are not for kind litellm")
+        if self.replicas or self.servers or self.session_header:
+            raise ValueError("replicas, servers and session_header are not for kind litellm")
         if self.base_url and not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url must be an http(s) URL, got {self.base_url!r}")
         if self.health_check_s and not self.base_url:

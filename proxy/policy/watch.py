@@ -59,7 +59,7 @@ class Watch:
         """
         if not self._in_line:
             await self._get_in_line(self.upstream.connect_timeout_s)
-        elif self.upstream.replicas:
+        elif len(self.upstream.published_to) > 1:
             await self._see_who_missed_the_live_version()
         if isinstance(self._problem, NotServed):
             raise self._problem
@@ -95,7 +95,7 @@ class Watch:
         except Exception as error:  # the next look may find it mended
             unknown = NotServed(f"vLLM does not serve the live policy version: {error}")
             self._fall_out_of_line(unknown, "the live policy version cannot be served", exc_info=error)
-        for url in self.upstream.urls:
+        for url in dict.fromkeys((*self.upstream.urls, *self.upstream.published_to)):
             problem = problems.get(url, self._problem)
             self._health.report(self.upstream.name, url, None if problem is None else str(problem))
 

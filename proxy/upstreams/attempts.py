@@ -22,6 +22,7 @@ from .http import HttpUpstream
 log = logging.getLogger(__name__)
 
 _REFUSALS = frozenset({400, 422})
+JOIN_TRIES, JOIN_S = 20, 0.5
 _RETRIED = frozenset({429, 502, 503, 504, 529})
 
 
@@ -138,6 +139,12 @@ class Attempts:
 
     async def _open(self) -> Answer:
         answer = await self._send()
+        for _ in range(JOIN_TRIES):
+            if not self._may_have_joined(answer.status):
+                break
+            answer.release()
+            await asyncio.sleep(JOIN_S)
+            answer = await self._send()
         if not self.target.injection:
             return answer
         asked = self.upstream.name, self.target.injection
@@ -153,6 +160,10 @@ class Attempts:
             self.target = self._ask(self.target.route, True)
             answer = await self._send()
         return answer
+
+    def _may_have_joined(self, status: int) -> bool:
+        """Whether a router may have asked a server that has just come up. It has the version within a moment."""
+        return status == 404 and bool(self.upstream.servers) and bool(self.target.route.version)
 
     def _may_be_ours(self, status: int) -> bool:
         """Whether the agent's own request might be answered otherwise, or in other words."""

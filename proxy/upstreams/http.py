@@ -227,7 +227,11 @@ def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[s
     dropped = _NOT_PASSED_ON[upstream.api_key is not None or not request.forward_authorization, identity]
     if named := _named_by_connection(request.headers):
         dropped |= named
+    if upstream.session_header is not None and request.rollout_id:
+        dropped |= {upstream.session_header.lower().encode()}
     kept = [(name.decode("latin-1"), _text(value)) for name, value in request.headers if name not in dropped]
+    if upstream.session_header is not None and request.rollout_id:
+        kept.append((upstream.session_header, request.rollout_id))
     if request.method != "OPTIONS":  # perhaps a browser's, of whom no key was asked
         kept += upstream.credentials.items()
     if identity:

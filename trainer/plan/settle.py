@@ -78,7 +78,7 @@ def _wanted(config: Config, numbers: list[int], offline: bool) -> Wanted:
 
 def _is_here(config: Config) -> bool:
     upstream = config.policy_upstream
-    return upstream is None or urlsplit(upstream.urls[0]).hostname in LOOPBACK
+    return upstream is None or urlsplit(upstream.published_to[0]).hostname in LOOPBACK
 
 
 def _filled(config: Config, found: Plan) -> Config:
