@@ -164,7 +164,7 @@ class PolicyServer:
             return web.Response(status=500, text="out of memory")
         if request.path in ("/pause", "/resume"):
             self.paused = request.path == "/pause"
-        else:
+        elif request.path != "/update_weight_version":
             assert self.paused, "weights are replaced only while requests are frozen"
         if request.path == "/collective_rpc":
             self.weights = (await request.json())["kwargs"]["weights_path"]

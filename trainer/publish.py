@@ -86,14 +86,17 @@ class Publisher:
                 await self._swap.unload(version)  # adapters of this name from another store, perhaps
                 await self._verifier.load_and_verify(version, samples, stop)
                 await self._swap.activate(version, step, expected=base, verified=True)
+            elif version is not live and len(await self._swap.vllm.reachable()) > 1:
+                await self._verifier.roll(version, step, samples, base, stop)
             else:
                 if version is not live:
                     await self._swap.activate(version, step, expected=base)
                 await self._verifier.verify_merged(version, samples, stop)
                 await self._store.versions.verified(version.version)
         except (PublishError, Superseded) as error:
+            went_live = (await self._store.versions.live()).version == version.version
             await self._store.versions.failed(version.version, str(error))
-            if isinstance(error, PublishError) and mode == "merged":
+            if isinstance(error, PublishError) and mode == "merged" and went_live:
                 await self.take_back(version.version, base)
             raise
         return await self._store.versions.get(version.version)

@@ -94,6 +94,19 @@ class Verifier:
                     raise
                 log.warning("vLLM restarted while its weights were verified: trying again")
 
+    async def roll(
+        self, version: PolicyVersion, step: int, samples: Sequence[Sample], base: int, stop: asyncio.Event
+    ) -> None:
+        """Make merged weights live on several servers, one after the other, each verified before it answers agents."""
+        self.difference = 0.0
+
+        async def check(server: VllmServer) -> None:
+            await self._verify_on(server, version, await server.base_model(), samples, DEFAULT_ADAPTER, stop)
+
+        await self._swap.roll(version, step, expected=base, check=check)
+        self._trainer.keep(DEFAULT_ADAPTER)
+        give_back()
+
     async def _has_adapters(self, version: PolicyVersion) -> bool:
         """Whether every server that answers still has all adapters of the version."""
         servers = await self._swap.vllm.reachable()
@@ -104,24 +117,35 @@ class Verifier:
         self, version: PolicyVersion, model: str, samples: Sequence[Sample], adapter: str, stop: asyncio.Event
     ) -> None:
         """Ask every replica. One that goes away meanwhile is left out: it gets the weights before it serves again."""
-        count = self._config.verify_samples
-        chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
-        prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
         verified = 0
         for server in await self._swap.vllm.reachable():
             try:
-                told = await self._ask(server, model, prompts, adapter, stop)
-                if not told.is_new:
-                    await self._look_at_names(server, version, adapter, model, told)
+                await self._verify_on(server, version, model, samples, adapter, stop)
             except (UpstreamUnreachable, UpstreamTimeout) as error:
                 log.warning("the published weights are not verified on one server: %s", error)
                 continue
-            self.difference = max(self.difference, told.difference)
             verified += 1
         if not verified:
             raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
         self._trainer.keep(adapter)
         give_back()
+
+    async def _verify_on(
+        self,
+        server: VllmServer,
+        version: PolicyVersion,
+        model: str,
+        samples: Sequence[Sample],
+        adapter: str,
+        stop: asyncio.Event,
+    ) -> None:
+        count = self._config.verify_samples
+        chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
+        prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
+        told = await self._ask(server, model, prompts, adapter, stop)
+        if not told.is_new:
+            await self._look_at_names(server, version, adapter, model, told)
+        self.difference = max(self.difference, told.difference)
 
     async def _ask(
         self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]], adapter: str, stop: asyncio.Event

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
 
-from ..errors import Conflict, LightningError, NotFound
+from ..errors import Conflict, LightningError, NotFound, PublishError, UpstreamTimeout, UpstreamUnreachable
 from ..store.store import Store
 from ..types import PolicyVersion, PublishMode
-from .vllm import VllmError, VllmFault, VllmFleet, VllmServer
+from .vllm import LOADING, VllmError, VllmFault, VllmFleet, VllmServer
 
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 30.0  # a server without operator routes
+LOADED = "loaded "  # before the label of weights that are served to nobody yet
+LEAVE_S = 3.0  # until every proxy has seen that a server has no version's label, and sends it no call
+DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, and go on with the new weights
+DRAIN_POLL_S = 0.2
 
 
 class NotServed(LightningError):
@@ -51,10 +55,7 @@ class Swap:
         to be served.
         """
         async with self._locked():
-            self._check_mode(version)
-            live = await self.store.versions.live()
-            if expected not in (None, live.version):
-                raise Superseded(f"policy version {live.version} was made live meanwhile")
+            await self._live_before(version, expected)
             if self.mode == "lora":
                 await self.load(version)
                 await self.store.versions.set_live(version.version, step, verified=verified)
@@ -63,6 +64,66 @@ class Swap:
                 await self.vllm.replace_weights(
                     path, label, lambda: self.store.versions.set_live(version.version, step)
                 )
+
+    async def roll(
+        self, version: PolicyVersion, step: int, *, expected: int, check: Callable[[VllmServer], Awaitable[None]]
+    ) -> None:
+        """Give the version's merged weights to the servers one after the other, and make it live when half have it.
+
+        A server answers no agent until its weights have passed `check`, which raises PublishError. If they do not pass
+        before the version is live, nobody has seen it. Servers that are away are left out, as everywhere.
+        """
+        async with self._locked():
+            live = await self._live_before(version, expected)
+            path, label = await self._weights(version), _labels(version)[0]
+            servers = await self.vllm.reachable()
+            half = (len(servers) + 1) // 2
+            try:
+                given = [await self._give(server, path, label, check) for server in servers[:half]]
+            except BaseException:
+                await asyncio.shield(self._give_back(servers[:half], live))
+                raise
+            if not any(given):
+                raise UpstreamUnreachable("no server could be given the new weights: vLLM went away")
+            await self.store.versions.set_live(version.version, step, verified=True)
+            for server in servers[half:]:
+                try:
+                    await self._give(server, path, label, check)
+                except VllmError as error:  # it is out of line, which the proxy's watch sees and mends
+                    log.warning("%s does not have the live weights yet: %s", server.base_url, error)
+
+    async def _give(
+        self, server: VllmServer, path: str, label: str, check: Callable[[VllmServer], Awaitable[None]]
+    ) -> bool:
+        """Give one server new weights while it answers no agent. False if it went away meanwhile."""
+        try:
+            await server.name_weights(LOADING)
+            await asyncio.sleep(LEAVE_S)
+            await _drained(server)
+            await server.load_weights(path)
+            await server.go_on(LOADED + label)
+            try:
+                await check(server)
+            except PublishError:
+                if await server.weight_version() == LOADED + label:
+                    raise
+            if await server.weight_version() != LOADED + label:
+                raise UpstreamUnreachable(f"{server.base_url} restarted while its weights were verified")
+            await server.name_weights(label)
+        except (UpstreamUnreachable, UpstreamTimeout) as error:
+            log.warning("a server is left out of publishing: %s", error)
+            return False
+        return True
+
+    async def _give_back(self, servers: Sequence[VllmServer], live: PolicyVersion) -> None:
+        """Give servers the live weights again, as far as they have others. What fails here, the proxy's watch mends."""
+        for server in servers:
+            try:
+                if not await self.has_label(server, live):
+                    await server.load_weights(await self._weights(live))
+                    await server.go_on(_labels(live)[0])
+            except LightningError as error:
+                log.warning("%s does not have the live weights again yet: %s", server.base_url, error)
 
     async def promote(self, number: int) -> PolicyVersion:
         """Make a version live by hand; Conflict if its files are gone or it failed."""
@@ -89,8 +150,19 @@ class Swap:
         return await self.vllm.weight_version() in _labels(version)
 
     async def has_label(self, server: VllmServer, version: PolicyVersion) -> bool:
-        """Return whether merged weights in one server carry the label of this version."""
-        return await server.weight_version() in _labels(version)
+        """Return whether merged weights in one server carry the label of this version, verified or not."""
+        return (await server.weight_version()).removeprefix(LOADED) in _labels(version)
+
+    async def out_of_line(self) -> dict[str, LightningError | None]:
+        """Return, by URL, why a server lacks the live merged weights. Nothing is mended. Raise if none has them."""
+        live = await self.store.versions.live()
+
+        async def look(server: VllmServer) -> None:
+            label = await self._label_or_none(server, live)
+            if label is not None and (label not in _labels(live) or await server.is_paused()):
+                raise NotServed(f"it does not serve policy version {live.version} yet")
+
+        return await self.vllm.each(look)
 
     async def load(self, version: PolicyVersion) -> None:
         """Serve the version's adapters beside the others; the base model has none."""
@@ -115,16 +187,9 @@ class Swap:
 
     async def _restore_weights(self, server: VllmServer) -> None:
         live = await self.store.versions.live()
-        labels = _labels(live)
-        try:
-            label = await self._label(server)
-        except VllmError as error:
-            if not isinstance(error, VllmFault) and await self.store.versions.is_new():
-                return  # it serves its own weights, which are version 0: no operator route is needed yet
-            raise NotServed(
-                f"vLLM does not say whether it serves policy version {live.version} ({error}): `lightning-proxy "
-                "doctor` says what it needs to publish"
-            ) from None
+        labels, label = _labels(live), await self._label_or_none(server, live)
+        if label is None:
+            return
         if label not in labels:
             log.warning("vLLM does not serve policy version %d: loading it again", live.version)
             await server.load_weights(await self._weights(live))
@@ -136,6 +201,18 @@ class Swap:
     def why_not_published(self) -> str | None:
         """Return why new weights cannot reach a server, as far as a look at it told."""
         return next((str(error) for error, _ in self._refused.values()), None)
+
+    async def _label_or_none(self, server: VllmServer, live: PolicyVersion) -> str | None:
+        """The label of a server's weights. None if it has no such route, and none is needed yet."""
+        try:
+            return await self._label(server)
+        except VllmError as error:
+            if not isinstance(error, VllmFault) and await self.store.versions.is_new():
+                return None  # it serves its own weights, which are version 0
+            raise NotServed(
+                f"vLLM does not say whether it serves policy version {live.version} ({error}): `lightning-proxy "
+                "doctor` says what it needs to publish"
+            ) from None
 
     async def _label(self, server: VllmServer) -> str:
         """The label of a server's weights. One that refused to say is asked again after a while."""
@@ -170,6 +247,14 @@ class Swap:
             log.warning("policy version %d has lost its files: its rollouts go on with the live one", version.version)
             await self.store.versions.forget_files(version.version)
 
+    async def _live_before(self, version: PolicyVersion, expected: int | None) -> PolicyVersion:
+        """The version that is live until `version` is; Superseded if another one was expected."""
+        self._check_mode(version)
+        live = await self.store.versions.live()
+        if expected not in (None, live.version):
+            raise Superseded(f"policy version {live.version} was made live meanwhile")
+        return live
+
     def _check_mode(self, version: PolicyVersion) -> None:
         if version.publish not in (None, self.mode):
             raise NotServed(
@@ -197,6 +282,16 @@ class Swap:
                 except BlockingIOError:
                     await asyncio.sleep(0.05)
             yield
+
+
+async def _drained(server: VllmServer) -> None:
+    """Wait for the requests that a server has under way, for `DRAIN_S` at most."""
+    begun = monotonic()
+    while left := await server.requests():
+        if monotonic() > begun + DRAIN_S:
+            log.warning("%s has %d requests under way: they go on with the new weights", server.base_url, left)
+            return
+        await asyncio.sleep(DRAIN_POLL_S)
 
 
 def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:

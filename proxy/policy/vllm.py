@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from .vllm_worker import RELOAD
 
 LOADING = "loading"  # the label of the weights while they are replaced
 
+_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)", re.MULTILINE)
 _PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 PROBE_PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]  # tokens that every vocabulary has
 
@@ -98,7 +100,7 @@ class VllmServer:
         Attention caches of running requests are kept; cached prefixes of finished requests are forgotten.
         """
         await self._request("POST", "/pause?mode=keep")
-        await self._request("POST", "/update_weight_version", {"new_version": LOADING})
+        await self.name_weights(LOADING)
         await self._reload(path)
         await self._request("POST", "/reset_prefix_cache")
 
@@ -112,8 +114,20 @@ class VllmServer:
 
     async def go_on(self, label: str) -> None:
         """Name the weights that were loaded, and let the frozen requests go on."""
-        await self._request("POST", "/update_weight_version", {"new_version": label})
+        await self.name_weights(label)
         await self.resume()
+
+    async def name_weights(self, label: str) -> None:
+        await self._request("POST", "/update_weight_version", {"new_version": label})
+
+    async def requests(self) -> int:
+        """Return how many requests it has under way or waiting; 0 if it does not say."""
+        try:
+            return await self._request("GET", "/metrics", read=_requests, parse=str)
+        except VllmFault:
+            raise
+        except VllmError:
+            return 0
 
     async def sample(self, model: str, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Sample up to `tokens` tokens at temperature 1; return their ids and their log-probabilities."""
@@ -221,6 +235,10 @@ def _events(text: str) -> list[Any]:
 
 def _has_usage(events: list[Any]) -> bool:
     return any(event.get("choices") == [] and event.get("usage") for event in events)
+
+
+def _requests(text: str) -> int:
+    return sum(int(float(count)) for count in _REQUESTS.findall(text))
 
 
 def _anything(answer: Any) -> Any:

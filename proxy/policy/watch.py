@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
@@ -30,15 +31,20 @@ class Watch:
         self._health = health
         self._mode = mode
         self._look: asyncio.Task[None] | None = None
+        self._mending: asyncio.Task[None] | None = None
         self._in_line = False
         self._in_line_for = 0  # the version that was live when vLLM was looked at last
         self._problem: LightningError | None = None
 
     async def run(self) -> None:
         """Check vLLM every second until cancelled."""
-        while True:
-            await self._get_in_line()
-            await asyncio.sleep(WATCH_S)
+        try:
+            while True:
+                await self._get_in_line()
+                await asyncio.sleep(WATCH_S)
+        finally:
+            if self._mending is not None:
+                self._mending.cancel()
 
     async def reachable(self) -> bool:
         """Return whether any of the servers answers, whatever it says."""
@@ -84,7 +90,7 @@ class Watch:
         try:
             self.swap.mode = await self._mode.look()
             self.base = await self.swap.vllm.base_model()
-            problems = await self.swap.restore(await self._pins.in_use())
+            problems = await self._problems()
             self._in_line, self._in_line_for, self._problem = True, live, None
         except (UpstreamUnreachable, UpstreamTimeout) as error:
             self._fall_out_of_line(error, f"the policy is not served yet: {error}")
@@ -98,6 +104,30 @@ class Watch:
         for url in dict.fromkeys((*self.upstream.urls, *self.upstream.published_to)):
             problem = problems.get(url, self._problem)
             self._health.report(self.upstream.name, url, None if problem is None else str(problem))
+
+    async def _problems(self) -> dict[str, LightningError | None]:
+        """Why servers do not serve what is live, by URL, after they were given it.
+
+        Where one of several has the live merged weights, calls do not wait for the others, which may take minutes.
+        """
+        if self.swap.mode == "merged" and len(self.swap.vllm.servers) > 1:
+            with suppress(LightningError):  # none has them
+                problems = await self.swap.out_of_line()
+                if any(isinstance(problem, NotServed) for problem in problems.values()):
+                    self._mend()
+                return problems
+        return await self.swap.restore(await self._pins.in_use())
+
+    def _mend(self) -> None:
+        """Give the live weights to servers that do not have them, beside the calls."""
+        if self._mending is None or self._mending.done():
+            self._mending = asyncio.create_task(self._restore())
+
+    async def _restore(self) -> None:
+        try:
+            await self.swap.restore(set())
+        except LightningError as error:
+            log.warning("servers without the live weights are not mended: %s", error)
 
     def _fall_out_of_line(self, problem: LightningError, story: str, exc_info: Exception | None = None) -> None:
         """Log it once, not at every look for as long as it stays the same: vLLM may be away for days."""

@@ -30,6 +30,11 @@ from support.training import (
 )
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.policy.swap.LEAVE_S", 0.05)
+
+
 @pytest.mark.parametrize("publish", ["merged", "lora"])
 async def test_every_replica_gets_the_weights_and_is_verified(base: Path, tmp_path: Path, publish: str) -> None:
     async with bench(base, tmp_path, publish, replicas=[HonestServer]) as b:

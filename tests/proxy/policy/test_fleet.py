@@ -183,3 +183,42 @@ async def test_replicas_of_different_models_are_refused(running: Any, tmp_path: 
             fleet = VllmFleet(session, system.config.upstreams[0].urls)
             with pytest.raises(VllmError, match="different base models: another, base"):
                 await fleet.base_model()
+
+
+async def test_agents_are_answered_by_verified_weights_while_others_are_being_verified(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.policy.swap.LEAVE_S", 2.5)
+    async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
+        await until(up(system, port))
+        async with system.store() as store, operator_session() as session:
+            version = await store.versions.get(await system.earlier_version(store, tmp_path))
+            swap = Swap(
+                store, VllmFleet(session, system.config.upstreams[0].urls), "merged", system.config.policy.directory
+            )
+            old, new = (200, f"by base with {tmp_path.name}"), (200, f"by base with v{version.version}")
+            checked: list[set[tuple[int, str]]] = []
+
+            async def check(server: VllmServer) -> None:
+                asked = second if str(port) in server.base_url else system.vllm
+                before = len(asked.headers)
+                checked.append(await answers(system))
+                assert len(asked.headers) == before, "a server is asked while its weights are not verified"
+
+            calls = asyncio.create_task(_answers_until_done(system, checked))
+            await swap.roll(version, 1, expected=0, check=check)
+            seen = await calls
+            assert checked == [{old}, {new}]
+            assert seen <= {old, new}, "no call fails, and none waits for the end"
+            assert await answers(system) == {new}
+            assert (await store.versions.live()).verified
+            await until(up(system, port))
+            assert await answers(system) == {new}
+            assert second.headers and system.vllm.headers
+
+
+async def _answers_until_done(system: Any, checked: list[Any]) -> set[tuple[int, str]]:
+    seen: set[tuple[int, str]] = set()
+    while len(checked) < 2:
+        seen |= await answers(system)
+    return seen

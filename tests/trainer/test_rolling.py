@@ -1,0 +1,168 @@
+"""Merged weights reach several servers one after the other, and agents never see any that were not verified."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from aiohttp import web
+
+from lightning_proxy.proxy.errors import PublishError
+from lightning_proxy.proxy.policy import swap
+from lightning_proxy.proxy.policy.swap import LOADED
+from lightning_proxy.proxy.policy.vllm import LOADING
+from support.training import DeafServer, HonestServer, bench
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "LEAVE_S", 0.05)
+    monkeypatch.setattr(swap, "DRAIN_POLL_S", 0.01)
+
+
+class WatchedServer(HonestServer):
+    """Notes the labels of all servers whenever one is asked for an answer, and what it was told to do."""
+
+    all: ClassVar[list[WatchedServer]] = []
+    asked: ClassVar[list[tuple[int, list[str]]]] = []
+    running = 0
+
+    def __init__(self, base: Path) -> None:
+        super().__init__(base)
+        self.told: list[str] = []
+        self.all.append(self)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.path == "/metrics":
+            self.running = max(0, self.running - 1)
+            text = '# HELP vllm:num_requests_running\nvllm:num_requests_running{engine="0",model_name="b"} '
+            return web.Response(text=f"{text}{float(self.running)}\nvllm:num_requests_waiting 0.0\n")
+        if request.path == "/collective_rpc":
+            is_back = (await request.json())["kwargs"]["weights_path"] == str(self.base)
+            assert self.running == 0 or is_back, "requests under way would go on with weights that nobody has verified"
+            self.told.append("load")
+        if request.path == "/v1/completions":
+            self.asked.append((self.all.index(self), [server.label for server in self.all]))
+        return await super().handle(request)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[WatchedServer]:
+    monkeypatch.setattr(WatchedServer, "all", [])
+    monkeypatch.setattr(WatchedServer, "asked", [])
+    return WatchedServer
+
+
+@pytest.mark.parametrize("servers", [2, 3, 4])
+async def test_a_server_is_verified_before_agents_can_reach_it(
+    base: Path, tmp_path: Path, watched: type[WatchedServer], servers: int
+) -> None:
+    async with bench(base, tmp_path, server=watched, replicas=[watched] * (servers - 1)) as b:
+        await b.groups("t1", "t2")
+        watched.all[0].running = 5
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        label = f"1-{int(live.created_at)}"
+        assert (live.version, live.step, live.verified) == (1, 1, True)
+        assert [server.label for server in watched.all] == [label] * servers
+        assert [server.told for server in watched.all] == [["load"]] * servers
+        half = (servers + 1) // 2
+        for asked, labels in watched.asked:
+            # One server at a time is away from agents; the others have verified weights.
+            assert labels == [label] * asked + [LOADED + label] + ["default"] * (servers - asked - 1)
+            assert len([one for one in labels if one == ("default" if asked < half else label)]) >= servers - half
+        assert [asked for asked, _ in watched.asked] == sorted(asked for asked, _ in watched.asked)
+
+
+async def test_weights_that_the_first_server_does_not_serve_reach_no_other(
+    base: Path, tmp_path: Path, watched: type[WatchedServer]
+) -> None:
+    async with bench(base, tmp_path, server=DeafServer, replicas=[watched]) as b:
+        await b.groups("t1", "t2")
+        with pytest.raises(PublishError, match="does not serve the weights"):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert ((await b.store.versions.live()).version, (await b.store.versions.get(1)).status) == (0, "failed")
+        assert (watched.all[0].told, watched.all[0].label) == ([], "default")
+        assert b.server.label.startswith("0-")
+        assert not b.server.paused
+
+
+async def test_weights_that_the_last_server_does_not_serve_are_taken_back_everywhere(
+    base: Path, tmp_path: Path, watched: type[WatchedServer]
+) -> None:
+    async with bench(base, tmp_path, server=watched, replicas=[DeafServer]) as b:
+        await b.groups("t1", "t2")
+        with pytest.raises(PublishError, match="does not serve the weights"):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert ((await b.store.versions.live()).version, (await b.store.versions.get(1)).status) == (0, "failed")
+        assert [server.label[:2] for server in (b.server, *b.replicas)] == ["0-", "0-"]
+
+
+class RefusingServer(HonestServer):
+    """Has an error of its own when it is told to load weights."""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.path == "/collective_rpc":
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
+        return await super().handle(request)
+
+
+async def test_a_server_that_fails_once_the_version_is_live_is_left_to_the_proxy(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, replicas=[RefusingServer]) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.version, live.verified, len(await b.store.versions.all())) == (1, True, 2)
+        assert b.replicas[0].label == LOADING
+
+
+class RestartsOnce(HonestServer):
+    """Forgets its weights when it is first asked for an answer."""
+
+    restarted = False
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.path == "/v1/completions" and not self.restarted:
+            self.restarted = True
+            self.models, self.label = {"base": self.open(str(self.base))}, "default"
+        return await super().handle(request)
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_server_that_restarts_while_it_is_verified_is_no_fault_of_the_weights(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.05)
+    kinds = (RestartsOnce, HonestServer) if first else (HonestServer, RestartsOnce)
+    async with bench(base, tmp_path, server=kinds[0], replicas=[kinds[1]]) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.version, live.verified) == (1, True)
+        labels = [server.label for server in (b.server, *b.replicas)]
+        # The last one is left to the proxy, which gives it what is live.
+        assert labels[0].startswith("1-") and labels[1].startswith("1-" if first else "default")
+
+
+async def test_a_publishing_that_is_broken_off_leaves_the_live_weights(
+    base: Path, tmp_path: Path, watched: type[WatchedServer]
+) -> None:
+    async with bench(base, tmp_path, server=watched, replicas=[watched]) as b:
+        await b.groups("t1", "t2")
+        watched.all[0].running = 10**6
+        training = asyncio.create_task(b.loop().run(asyncio.Event(), once=True))
+        await _until(lambda: watched.all[0].label == LOADING)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert [server.label[:2] for server in watched.all] == ["0-", "de"]
+        assert (await b.store.versions.live()).version == 0
+
+
+async def _until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
