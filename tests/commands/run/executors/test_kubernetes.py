@@ -296,3 +296,16 @@ async def test_the_command_runs_agents_as_jobs(running: Running, kubernetes: Pla
         found = json.loads(out)
         assert (found["mean_reward"], found["failed"], found["without_call"]) == (0.25, 0, 0), err
     assert len([made for made in kubernetes.created if made["kind"] == "Job"]) == 3
+
+
+async def test_eval_starts_its_programs_where_the_configuration_says(
+    running: Running, kubernetes: PlayedCluster, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task_id": "t1"}\n')
+    async with running(tmp_path) as system:
+        run = {"executor": "kubernetes", "proxy_url": system.url, "kubernetes": {"image": "agent:1"}}
+        system.config = type(system.config).model_validate(system.config.model_dump(mode="json") | {"run": run})
+        code, _, err = await system.lightning("eval", "--tasks", tasks, "--samples", "2", "--", sys.executable, "-V")
+        assert code == 0, err
+    assert len([made for made in kubernetes.created if made["kind"] == "Job"]) == 2
