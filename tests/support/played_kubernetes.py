@@ -90,6 +90,12 @@ class PlayedCluster:
     async def delete_pod(self, name: str) -> None:
         await self._remove_pod(name)
 
+    async def vanish(self, name: str) -> None:
+        """Remove a pod while nobody watches."""
+        _kill(self._processes[name])
+        del self.pods[name]
+        await self.forget_versions()
+
     async def forget_versions(self) -> None:
         """End all watches, and keep no old versions: watchers have to list again."""
         async with self._changed:

@@ -92,14 +92,15 @@ async def test_dollars_in_tasks_and_commands_are_not_variables(
     assert (tmp_path / "logs" / "r0.log").read_text() == f"{line}|{odd}\n"
 
 
-@pytest.mark.parametrize("what", ["lose_node", "delete_pod"])
+@pytest.mark.parametrize("what", ["lose_node", "delete_pod", "vanish"])
 async def test_a_run_whose_pod_goes_away_is_begun_anew(
     proxy: ControlApi, kubernetes: PlayedCluster, program: Program, tmp_path: Path, what: str
 ) -> None:
     text = f"import os\nif os.environ['LIGHTNING_ROLLOUT_ID'] == 'r0':\n    {SLEEPS}"
     running = asyncio.create_task(run_all(proxy, program(tmp_path, text), [task(1)], RunOptions()))
     pod = await started(kubernetes)
-    await (kubernetes.lose_node() if what == "lose_node" else kubernetes.delete_pod(pod))
+    await asyncio.sleep(0.1)
+    await (kubernetes.lose_node() if what == "lose_node" else getattr(kubernetes, what)(pod))
     (result,) = await running
     assert (result.rollout_id, result.failed, result.restarts) == ("r1", False, 1)
     assert proxy.rollouts["r0"]["status"] == "discarded"
