@@ -75,7 +75,7 @@ async def read_info(config: StoreConfig) -> dict[str, Any]:
         totals = await read_totals(database)
     log = _beside(config.path, "-wal")
     return {
-        "path": str(database.path),
+        "path": database.where,
         **asdict(pages),
         "log_bytes": log.stat().st_size if log.exists() else 0,
         "rollouts": counts,

@@ -47,7 +47,7 @@ class Earlier:
         """Return what was said up to a response, oldest first. Raise NotFound if it is unknown."""
         try:
             found = conversation(self._rollouts.get(rollout_id, {}), previous)
-            if self._calls.is_kept(found[-1].call_id):
+            if await self._calls.is_kept(found[-1].call_id):
                 return found
             self._forget(rollout_id)  # it was deleted, perhaps by another process
         except NotFound:

@@ -72,14 +72,16 @@ class UnnamedRollouts:
         if is_retry and (again := await self._index.take(_asked(within, said))):
             return again
         for previous in (request.get("previous_response_id"), _kept(request)):
-            if isinstance(previous, str) and (rollout := self._index.leads_to(digest(caller, "response", previous))):
+            if not isinstance(previous, str):
+                continue
+            if rollout := await self._index.leads_to(digest(caller, "response", previous)):
                 return rollout
-        return await self._extended(within, said) or self._quoted(within, said.atoms)
+        return await self._extended(within, said) or await self._quoted(within, said.atoms)
 
     async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
         """Return the rollout and the upstream that gave a response, or None if the response is unknown."""
         said_by = digest(caller, "response", response_id)
-        rollout_id = rollout.rollout_id if rollout.named else self._index.leads_to(said_by)
+        rollout_id = rollout.rollout_id if rollout.named else await self._index.leads_to(said_by)
         return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
 
     async def _extended(self, within: str, said: Conversation) -> str | None:
@@ -88,13 +90,16 @@ class UnnamedRollouts:
         ends = (i for i in range(len(atoms) - 2, -1, -1) if atoms[i].who == "assistant" or atoms[i].kind == "call")
         for i in islice(ends, BEGINNINGS):
             state = digest(within, said.begun[i])
-            if rollout := await self._index.take(state) or self._index.leads_to(state):
+            if rollout := await self._index.take(state) or await self._index.leads_to(state):
                 return rollout
         return None
 
-    def _quoted(self, within: str, atoms: list[Atom]) -> str | None:
+    async def _quoted(self, within: str, atoms: list[Atom]) -> str | None:
         """By what an edited or summarised history still holds of one rollout only, the oldest first."""
-        return next(filter(None, map(self._index.leads_to, islice(quotations(within, atoms), QUOTATIONS))), None)
+        for quotation in islice(quotations(within, atoms), QUOTATIONS):
+            if rollout := await self._index.leads_to(quotation):
+                return rollout
+        return None
 
 
 def asked(caller: str, start: CallStart, said: Conversation) -> list[Statement]:

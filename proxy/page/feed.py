@@ -47,9 +47,9 @@ async def feed(
     p, caller = await parts_for_all(request), caller_of(request)
     events = Feed(p.store.database)
     given = cursor if cursor is not None else last_event_id or None  # a browser sends an empty one before the first
-    after = events.newest() if given is None else _number(given)
+    after = await events.newest() if given is None else _number(given)
     whole = given is None or await events.knows(after)
-    frames = _frames(request, events, after if whole else events.newest(), caller, whole)
+    frames = _frames(request, events, after if whole else await events.newest(), caller, whole)
     return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
 
 
@@ -65,7 +65,7 @@ async def _frames(request: Request, events: Feed, cursor: int, caller: Caller, w
     try:
         while not is_stopping(request.scope):
             before, happened = cursor, list[Happened]()
-            if events.newest() != cursor:
+            if await events.newest() != cursor:
                 happened, cursor = await events.after(cursor, AT_ONCE, own=caller.own, key_id=caller.key_id)
             if happened or monotonic() > told + QUIET_S:
                 told = monotonic()

@@ -53,7 +53,7 @@ class Prober:
                     log.debug("%s is not probed: %s", server.base_url, error)
 
     async def _look_at(self, server: VllmServer) -> None:
-        url, live = server.base_url, self._store.versions.live_now()
+        url, live = server.base_url, await self._store.versions.live_now()
         if self._health.problems.get((self._watch.upstream.name, url), "not seen yet") is not None:
             self._asked.pop(url, None)
             return
@@ -74,7 +74,7 @@ class Prober:
             return  # nothing can have replaced it: its operator routes load adapters only
         model = await server.base_model() if merged else str(live.served_model)
         answer = await server.probe(model)
-        if self._store.versions.live_now() != live or (merged and not await self._swap.has_label(server, live)):
+        if await self._store.versions.live_now() != live or (merged and not await self._swap.has_label(server, live)):
             return  # other weights went live meanwhile
         first = await self._store.probes.of(live.version)
         if first is None or first.model != model:

@@ -35,7 +35,7 @@ class PolicyRouter:
 
     async def route(self, rollout: RolloutName, model: str | None) -> Route:
         """Return the destination of a call of this rollout for this model. Raises NotServed, UpstreamTimeout."""
-        opened_for = self._store.rollouts.model_of(rollout.rollout_id) if model == self.alias else None
+        opened_for = await self._store.rollouts.model_of(rollout.rollout_id) if model == self.alias else None
         if opened_for is None:
             return await self._route(rollout, model)
         return _asking_for(opened_for, await self._route(rollout, opened_for))
@@ -66,7 +66,7 @@ class PolicyRouter:
 
     async def _route_to_policy(self, watch: Watch, rollout: RolloutName, model: str | None) -> Route:
         await watch.require()
-        upstream, live = watch.upstream, self._store.versions.live_now()
+        upstream, live = watch.upstream, await self._store.versions.live_now()
         if watch.swap.mode == "merged":
             ours = model in (None, self.alias, watch.base)
             return Route(upstream, watch.base if model == self.alias else None, live.version if ours else None)

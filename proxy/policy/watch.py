@@ -73,7 +73,7 @@ class Watch:
     async def _see_who_missed_the_live_version(self) -> None:
         """Servers that do not serve it must be out of rotation before a call that is to reach it goes out."""
         for _ in range(2):  # a look that was under way may have begun before
-            if self._in_line_for != self.swap.store.versions.live_now().version:
+            if self._in_line_for != (await self.swap.store.versions.live_now()).version:
                 await self._get_in_line(self.upstream.connect_timeout_s)
 
     async def _get_in_line(self, timeout: float | None = None) -> None:
@@ -85,7 +85,7 @@ class Watch:
             raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
 
     async def _look_at_vllm(self) -> None:
-        live = self.swap.store.versions.live_now().version
+        live = (await self.swap.store.versions.live_now()).version
         problems: dict[str, LightningError | None] = {}
         try:
             self.swap.mode = await self._mode.look()

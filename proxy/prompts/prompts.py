@@ -69,8 +69,8 @@ class Prompts:
             sent = text_at(asked, place)
             if not _fits(prompt, rollout.agent, sent):
                 continue
-            version = self._table.kept_by(rollout.rollout_id, prompt.name)
-            if version is None and self._table.has_begun(rollout.rollout_id, rollout.agent):
+            version = await self._table.kept_by(rollout.rollout_id, prompt.name)
+            if version is None and await self._table.has_begun(rollout.rollout_id, rollout.agent):
                 continue  # it began with the agent's own text, before there was this prompt
             version = version or prompt.live
             body = put(body, place, prompt.text_of(version))
@@ -83,7 +83,7 @@ class Prompts:
         return question._replace(also=partial(self._statements, placed, asked))
 
     async def _refresh(self) -> None:
-        if (stamp := self._table.stamp()) != self._stamp:
+        if (stamp := await self._table.stamp()) != self._stamp:
             self._prompts, self._stamp = await self._table.all(), stamp
 
     async def _look_for_the_first(self) -> None:

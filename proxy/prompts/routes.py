@@ -104,7 +104,7 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
     if rollout_id is not None:
         await parts_for(request, rollout_id)
         await p.store.prompts.pin([rollout_id], {name: prompt.live})
-    kept = None if rollout_id is None else p.store.prompts.kept_by(rollout_id, name)
+    kept = None if rollout_id is None else await p.store.prompts.kept_by(rollout_id, name)
     chosen = kept if caller.rollout_id is not None else version or kept
     view = await _view(p, prompt, chosen or prompt.live, caller)
     return await large_response(lambda: view)

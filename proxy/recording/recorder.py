@@ -7,7 +7,6 @@ further calls do too.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from ..store.calls import (
     TOOL_RESULT,
     call_end_row,
 )
+from ..store.database import Refused
 from ..store.delta import common_prefix, shrink_request
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
@@ -138,7 +138,7 @@ class Recorder:
             async with self._starts:
                 await self._writer.put(statements, made.size)
         except StoreUnavailable as error:
-            if parent is None or not isinstance(error.__cause__, sqlite3.IntegrityError):
+            if parent is None or not isinstance(error.__cause__, Refused):
                 raise
             self.forget(rollout_id)  # another process deleted the parent
             await self._start(start, also, size)

@@ -14,7 +14,6 @@ from ..config.root import Config
 from ..control.views import rollout_detail
 from ..errors import LightningError, NotFound
 from ..json_text import encode_in_turns
-from ..store.retention import keeping
 from ..store.store import Store
 from ..types import Reward
 from .process import FunctionProcess, Judgement, NoReward, NotLoaded
@@ -54,7 +53,7 @@ class Scorer:
 
     async def _score_until_a_fault(self) -> None:
         try:
-            with keeping(self._store.database.path, "scorer") as alone:
+            async with self._store.database.alone("scorer") as alone:
                 while alone:
                     await self._score_all()
                     await asyncio.sleep(POLL_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from ..aside import LARGE
 from ..errors import NotFound
 from ..json_text import dumps_or_none, loads, loads_in_turns, loads_or_none
 from ..types import CallEnd, CallStatus, Choice, ModelCall, Reward, ToolCall
-from .database import Database
+from .database import Database, Row
 from .delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
 from .rewards import Rewards
 from .rollouts import Rollouts
@@ -136,9 +135,9 @@ class Calls:
         row = await self._db.one(CALL_STATUS, {"rollout_id": rollout_id, "call_id": call_id})
         return None if row is None else row["status"]
 
-    def is_kept(self, call_id: str) -> bool:
-        """Return whether there is such a call; it may have been deleted. Reads at once."""
-        return self._db.one_now("SELECT 1 FROM calls WHERE call_id = :call_id", {"call_id": call_id}) is not None
+    async def is_kept(self, call_id: str) -> bool:
+        """Return whether there is such a call; it may have been deleted."""
+        return await self._db.quick("SELECT 1 FROM calls WHERE call_id = :call_id", {"call_id": call_id}) is not None
 
     async def giver(self, rollout_id: str, response_id: str) -> tuple[str, str | None] | None:
         """Return the rollout and the upstream that gave the answer with this `id`; None if none is recorded."""
@@ -184,10 +183,10 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
 
 
 def read_calls(
-    calls: Iterable[sqlite3.Row],
-    tool_calls: Iterable[sqlite3.Row],
+    calls: Iterable[Row],
+    tool_calls: Iterable[Row],
     rewards: dict[str, float],
-    log: Sequence[sqlite3.Row],
+    log: Sequence[Row],
 ) -> list[ModelCall]:
     """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
     tools: dict[str, list[ToolCall]] = {}
@@ -200,11 +199,11 @@ def read_calls(
 
 
 def _read_call(
-    row: sqlite3.Row,
+    row: Row,
     earlier: dict[str, ModelCall],
     tools: dict[str, list[ToolCall]],
     rewards: dict[str, float],
-    log: Sequence[sqlite3.Row],
+    log: Sequence[Row],
 ) -> ModelCall:
     parent = earlier.get(row["parent_id"])
     before = parent.row_token_ids if parent else ()
@@ -251,7 +250,7 @@ def _begins_with(prompt: tuple[int, ...], call: ModelCall) -> bool:
     return 0 < end <= len(prompt) and prompt[len(asked) : end] == said and prompt[: len(asked)] == asked
 
 
-def _untrainable_reason(row: sqlite3.Row) -> str | None:
+def _untrainable_reason(row: Row) -> str | None:
     if row["superseded_by"] is not None:
         return "the client sent the same request again"
     if row["untrainable_reason"] is None and row["status"] != "ok":
@@ -260,7 +259,7 @@ def _untrainable_reason(row: sqlite3.Row) -> str | None:
     return reason
 
 
-def _versions(row: sqlite3.Row, log: Sequence[sqlite3.Row]) -> tuple[int, ...]:
+def _versions(row: Row, log: Sequence[Row]) -> tuple[int, ...]:
     """Return the version at the call's start, those that went live meanwhile, and the one at its end."""
     first, last = row["policy_version"], row["policy_version_end"]
     if first is None or last is None:
@@ -270,7 +269,7 @@ def _versions(row: sqlite3.Row, log: Sequence[sqlite3.Row]) -> tuple[int, ...]:
     return tuple(dict.fromkeys([first, *between, last]))
 
 
-def _read_choices(row: sqlite3.Row) -> tuple[Choice, ...]:
+def _read_choices(row: Row) -> tuple[Choice, ...]:
     if row["token_ids"] is None:
         return ()
     first = Choice(0, unpack_ids(row["token_ids"]), unpack_floats(row["logprobs"]), row["finish_reason"])
@@ -281,7 +280,7 @@ def _read_choices(row: sqlite3.Row) -> tuple[Choice, ...]:
     return (first, *more)
 
 
-def _read_tool_call(row: sqlite3.Row) -> ToolCall:
+def _read_tool_call(row: Row) -> ToolCall:
     is_error = None if row["is_error"] is None else bool(row["is_error"])
     return ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)
 

@@ -61,17 +61,17 @@ class ConversationIndex:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    def leads_to(self, digest: bytes) -> str | None:
-        """Return the last rollout that was at this point, if one rollout alone was. Reads at once."""
-        row = self._db.one_now(CONVERSATION_LEADS_TO, {"digest": digest})
+    async def leads_to(self, digest: bytes) -> str | None:
+        """Return the last rollout that was at this point, if one rollout alone was."""
+        row = await self._db.quick(CONVERSATION_LEADS_TO, {"digest": digest})
         return None if row is None else row["rollout_id"]
 
     async def take(self, digest: bytes) -> str | None:
         """Take one of the calls that wait under this digest and return its rollout. No two requests take the same."""
         row = {"digest": digest}
-        if self._db.one_now("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:
+        if await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:
             return None
-        taken = await self._db.write(lambda db: db.execute(CONVERSATION_TAKE, row).fetchall())
+        taken = await self._db.write(lambda db: db.all(CONVERSATION_TAKE, row))
         return taken[0]["rollout_id"] if taken else None
 
 

@@ -1,201 +1,121 @@
-"""One SQLite file: opened, read, and written in transactions that are wholly there or not at all."""
+"""What the store asks of a database: statements that run in transactions, which are wholly there or not at all."""
 
 from __future__ import annotations
 
-import asyncio
-import sqlite3
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing, suppress
-from pathlib import Path
-from time import monotonic
-from typing import Any, NoReturn, TypeVar
-
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol, TypeVar
 
 from ..config.server import StoreConfig
-from ..errors import StoreUnavailable
-from .copies import connect_to_read, make_private
-from .migrate import migrate, require_ours
 
 T = TypeVar("T")
 Params = Mapping[str, object]
 Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
-Work = Callable[[sqlite3.Connection], T]
 
-CHECKPOINT_EVERY = 200  # commits
 SMALL = 2**14  # bytes; what one write takes where nobody says otherwise
-LARGE = 2**18  # bytes, from which on a commit is done in the writer's thread
-LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for a moment so that it begins anew
-# Of the file, its disk or another process; the second: the file is damaged. Others are of what was to be written.
-FAULTS = (sqlite3.OperationalError, sqlite3.DatabaseError)
-REFUSED_S = 5.0  # that a record which could not be written counts
-CHECKPOINT_S = 0.05  # that a checkpoint waits for others
 
 
-class Database:
-    """One connection that writes and one that reads, each with a thread; readers never wait for the writer (WAL).
+class Refused(Exception):
+    """A constraint of the schema refuses a row. Nothing of its transaction was written."""
 
-    What every call needs is done in the event loop's thread instead (`commit`, `one_now`): that takes less time than
-    the way to another thread. It never waits there: a commit that is large or synced, or that finds the store locked,
-    goes to the writer's thread, and `one_now` has a connection of its own, which no long query holds up.
+
+class Row(Protocol):
+    """A row that was read. Its columns are found by name or place."""
+
+    def __getitem__(self, column: Any, /) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def keys(self) -> Any: ...
+
+
+class Transaction(Protocol):
+    """Statements of one transaction. Their work awaits nothing else: SQLite does it in a thread without a loop."""
+
+    async def all(self, sql: str, params: Params | None = None) -> Sequence[Row]:
+        """Return all rows of a statement."""
+        ...
+
+    async def one(self, sql: str, params: Params | None = None) -> Row | None:
+        """Return the first row of a statement, or None without one."""
+        ...
+
+    async def run(self, sql: str, params: Params | None = None) -> int:
+        """Run a statement that writes; return how many rows it has written."""
+        ...
+
+    async def many(self, sql: str, rows: Sequence[Params]) -> None:
+        """Run a statement once for each row of parameters."""
+        ...
+
+
+Work = Callable[[Transaction], Awaitable[T]]
+
+
+class Database(ABC):
+    """An open database. Its statements name their parameters `:name`, and may be given more than they name.
+
+    Raises StoreUnavailable where it cannot be reached, read or written, and Refused where a row is not allowed.
+    `where`: its place, as a person may see it.
     """
 
-    def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
-        self.path = path
-        self._file = _identity(path)
-        self._config = config
-        self._writer, self._reader, self._quick = connections
-        self._writing, self._reading = ThreadPoolExecutor(1, "store-writer"), ThreadPoolExecutor(1, "store-reader")
-        self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
-        self._refused: tuple[float, str] | None = None  # when and why the newest record could not be committed
-        self._commits = self._written = 0  # since the last checkpoint; bytes, about
-        self._checkpoint: asyncio.Task[None] | None = None  # that a commit began
-        self._checkpointing = asyncio.Lock()  # SQLite turns a second one away without waiting
+    where: str
 
-    @classmethod
-    async def open(cls, config: StoreConfig) -> Database:
-        """Open the file, creating and migrating it as needed; raises StoreUnavailable when that cannot be done."""
-        path = config.path.expanduser().absolute()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            connections = await asyncio.to_thread(_connect_all, path, config)
-        except (OSError, sqlite3.Error) as error:
-            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
-        return cls(path, config, connections)
+    @staticmethod
+    async def open(config: StoreConfig) -> Database:
+        """Open the store, creating and migrating it as needed. Raise StoreUnavailable when that cannot be done."""
+        from .sqlite.database import SqliteDatabase
 
-    @classmethod
-    async def open_to_read(cls, config: StoreConfig) -> Database:
-        """Open the file as it is; nothing can be written. Raise StoreUnavailable also where it is not up to date."""
-        path = config.path.expanduser().absolute()
-        try:
-            connections = await asyncio.to_thread(
-                lambda: [connect_to_read(path, config.busy_timeout_s) for _ in range(3)]
-            )
-        except (OSError, sqlite3.Error) as error:
-            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
-        return cls(path, config, connections)
+        return await SqliteDatabase.open_to_write(config)
 
+    @staticmethod
+    async def open_to_read(config: StoreConfig) -> Database:
+        """Open the store as it is; nothing can be written. Raise StoreUnavailable also where it is not up to date."""
+        from .sqlite.database import SqliteDatabase
+
+        return await SqliteDatabase.open_as_it_is(config)
+
+    @abstractmethod
     async def close(self) -> None:
-        """Close the file when what is under way has ended."""
-        if self._checkpoint is not None:
-            await asyncio.wait([self._checkpoint])
-        await asyncio.shield(asyncio.to_thread(self._close))
+        """Close the database when what is under way has ended."""
 
-    def _close(self) -> None:
-        self._writing.shutdown()
-        self._reading.shutdown()
-        for connection in (self._writer, self._reader, self._quick):
-            connection.close()
-
-    # Writes --------------------------------------------------------------------------------------------------------
-
+    @abstractmethod
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Run statements, each with many rows of parameters, in one transaction, which writes about `size` bytes.
+        """Run statements, each with many rows of parameters, in one transaction, which writes about `size` bytes."""
 
-        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, damaged, ….
-        """
-
-        def work(connection: sqlite3.Connection) -> None:
-            for statement, rows in runs:
-                connection.executemany(statement, rows)
-
-        at_once = size <= LARGE and self._config.synchronous != "full" and not self._in_thread
-        try:
-            if not at_once or not _try_at_once(self._writer, work):
-                await self._in_writers_thread(self._wait_and_do, work)
-        except sqlite3.DatabaseError as error:
-            if type(error) in FAULTS:
-                self._refused = (monotonic(), str(error))
-            _raise_ours(error, "written")
-        self._refused = None
-        self._committed(size)
-
+    @abstractmethod
     async def write(self, work: Work[T], size: int = SMALL) -> T:
-        """Do `work` in one transaction, in the writer's thread; errors and `size` as those of `commit`.
+        """Do `work` in one transaction, of about `size` bytes: statements that need each other's answers."""
 
-        For statements that need each other's answers.
-        """
-        try:
-            done = await self._in_writers_thread(self._wait_and_do, work)
-        except sqlite3.DatabaseError as error:
-            _raise_ours(error, "written")
-        self._committed(size)
-        return done
+    @abstractmethod
+    async def all(self, sql: str, params: Params | None = None) -> Sequence[Row]:
+        """Return all rows of a query."""
 
-    async def require_writable(self) -> None:
-        """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
-        if _identity(self.path) != self._file:
-            raise StoreUnavailable(f"the file {self.path} was removed or replaced: start the proxy again")
-        await self.write(_write_the_same, 0)
-        # That is a page, which may fit where a record does not.
-        if self._refused is not None and monotonic() < self._refused[0] + REFUSED_S:
-            raise StoreUnavailable(f"the newest record could not be written: {self._refused[1]}")
-
-    async def _in_writers_thread(self, job: Callable[..., T], *args: Any) -> T:
-        """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
-        done = asyncio.get_running_loop().run_in_executor(self._writing, job, *args)
-        self._in_thread += 1
-        done.add_done_callback(self._job_ended)
-        return await asyncio.shield(done)
-
-    def _job_ended(self, _: object) -> None:
-        self._in_thread -= 1
-
-    def _wait_and_do(self, work: Work[T]) -> T:
-        """Do `work` in one transaction, and wait where another process is writing."""
-        _set_timeout(self._writer, self._config.busy_timeout_s)
-        try:
-            return _in_transaction(self._writer, work)
-        finally:
-            _set_timeout(self._writer, 0)
-
-    # Checkpoints ---------------------------------------------------------------------------------------------------
-
-    def _committed(self, size: int) -> None:
-        self._commits, self._written = self._commits + 1, self._written + size
-        due = self._commits >= CHECKPOINT_EVERY or self._written >= LONG_LOG // 4
-        if due and (self._checkpoint is None or self._checkpoint.done()):
-            self._commits = self._written = 0
-            self._checkpoint = asyncio.create_task(self.checkpoint())
-
-    async def checkpoint(self) -> None:
-        """Move what was committed into the file, which gets shorter only then."""
-        async with self._checkpointing:
-            await asyncio.to_thread(_checkpoint, self.path, self._config)
-
-    async def empty_log(self) -> None:
-        """Cut off the write-ahead log: it holds what was deleted until that is written over.
-
-        While another process reads, or is in the middle of a write, it stays as it is.
-        """
-        await self.checkpoint()  # what takes long, while others write
-        async with self._checkpointing:
-            await self._in_writers_thread(_empty_log, self._writer)
-
-    # Reads ---------------------------------------------------------------------------------------------------------
-
-    async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
-        """Return all rows of a query. Raise StoreUnavailable if SQLite cannot read."""
-        fetch = self._reader.execute
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._reading, lambda: fetch(sql, params or {}).fetchall())
-        except sqlite3.DatabaseError as error:
-            _raise_ours(error, "read")
-
-    async def one(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
+    async def one(self, sql: str, params: Params | None = None) -> Row | None:
         """Return the first row of a query, or None without one."""
         rows = await self.all(sql, params)
         return rows[0] if rows else None
 
-    def one_now(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        """Return the first row of a quick query, which runs at once in the event loop's thread."""
-        try:
-            row: sqlite3.Row | None = self._quick.execute(sql, params or {}).fetchone()
-        except sqlite3.DatabaseError as error:
-            _raise_ours(error, "read")
-        return row
+    @abstractmethod
+    async def quick(self, sql: str, params: Params | None = None) -> Row | None:
+        """Return the first row of a query that every call needs; no long query holds it up."""
+
+    @abstractmethod
+    async def require_writable(self) -> None:
+        """Raise StoreUnavailable unless a record could be committed now."""
+
+    @abstractmethod
+    async def checkpoint(self) -> None:
+        """Let the files on the disk catch up with what was committed."""
+
+    @abstractmethod
+    async def forget_deleted(self) -> None:
+        """Let go of what was deleted, as far as the database's own log still holds it."""
+
+    @abstractmethod
+    def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
+        """Yield whether no other process does this work. If so, none will until the block or this process ends."""
 
 
 @asynccontextmanager
@@ -206,137 +126,3 @@ async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator
         yield database
     finally:
         await database.close()
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file has this name: its device and number; None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _write_the_same(connection: sqlite3.Connection) -> None:
-    """Write a page that changes nothing."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    connection.execute(f"PRAGMA user_version = {version}")
-
-
-def _connect_all(path: Path, config: StoreConfig) -> list[sqlite3.Connection]:
-    """The writer, the reader and the quick reader. The first of them creates and migrates the file."""
-    connections: list[sqlite3.Connection] = []
-    try:
-        connections.append(_connect(path, config))
-        migrate(connections[0])
-        connections += [_connect(path, config), _connect(path, config)]
-        _set_timeout(connections[0], 0)  # in the event loop's thread nobody waits
-        _set_timeout(connections[2], 0)
-    except BaseException:
-        for connection in connections:
-            connection.close()
-        raise
-    return connections
-
-
-def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Connection:
-    """Open the file in one of SQLite's modes; by default it is created if it is not there."""
-    if mode == "rwc":
-        make_private(path)
-    address, wait = f"{path.as_uri()}?mode={mode}", config.busy_timeout_s
-    connection = sqlite3.connect(address, wait, isolation_level=None, check_same_thread=False, uri=True)
-    connection.row_factory = sqlite3.Row
-    try:
-        # SQLite does not wait for another process that is just making the same new file a WAL one.
-        for attempt in Retrying(
-            stop=stop_after_delay(config.busy_timeout_s),
-            wait=wait_random(0.01, 0.05),
-            retry=retry_if_exception(_is_locked),
-            reraise=True,
-        ):
-            with attempt:
-                _set_up(connection, config)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _set_up(connection: sqlite3.Connection, config: StoreConfig) -> None:
-    require_ours(connection)
-    if connection.execute("PRAGMA page_count").fetchone()[0] == 0:  # a new file; of any other, this would be a write
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    for pragma in (
-        "journal_mode = WAL",
-        f"journal_size_limit = {LONG_LOG}",
-        "wal_autocheckpoint = 0",
-        f"synchronous = {config.synchronous.upper()}",
-        "foreign_keys = ON",
-        "secure_delete = ON",  # what is deleted is overwritten; with many builds of SQLite it is so anyway
-        "temp_store = MEMORY",
-        "mmap_size = 268435456",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _set_timeout(connection: sqlite3.Connection, seconds: float) -> None:
-    connection.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
-
-
-def _try_at_once(connection: sqlite3.Connection, work: Work[None]) -> bool:
-    """Whether it could be done at once; False if another process is writing."""
-    try:
-        _in_transaction(connection, work)
-    except sqlite3.OperationalError as error:
-        if _is_locked(error):
-            return False
-        raise
-    return True
-
-
-def _in_transaction(connection: sqlite3.Connection, work: Work[T]) -> T:
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-        done = work(connection)
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.rollback()
-        raise
-    return done
-
-
-def _is_locked(error: BaseException) -> bool:
-    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in (
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-    )
-
-
-def _checkpoint(path: Path, config: StoreConfig) -> None:
-    """Move what was committed from the write-ahead log into the file, as far as nobody has to wait for it.
-
-    By a connection of its own, so that the writer goes on. While there are new records all the time, a long log never
-    begins anew by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says: cutting
-    it off, to let it grow again, cost a tenth of a large call.
-    """
-    with suppress(sqlite3.DatabaseError), closing(_connect(path, config, "rw")) as connection:
-        _set_timeout(connection, CHECKPOINT_S)
-        _, pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        (page_size,) = connection.execute("PRAGMA page_size").fetchone()
-        if pages * page_size > LONG_LOG:
-            connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
-
-
-def _empty_log(connection: sqlite3.Connection) -> None:
-    _set_timeout(connection, CHECKPOINT_S)
-    with suppress(sqlite3.DatabaseError):
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    _set_timeout(connection, 0)
-
-
-def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
-    """StoreUnavailable for what the file, its disk or another process is to blame for; other errors as they are."""
-    if type(error) not in FAULTS:
-        raise error
-    nothing = "; nothing was recorded, try again" if what == "written" else ""
-    raise StoreUnavailable(f"the store cannot be {what}: {error}{nothing}") from error

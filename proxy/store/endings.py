@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,15 +16,15 @@ from typing import Any
 from ..config.rollouts import RolloutsConfig
 from ..errors import LightningError
 from ..types import Reward
-from .database import Database
-from .retention import ABANDONED_S, LOOK, in_passing, keeping
+from .database import Database, Transaction
+from .retention import ABANDONED_S, LOOK, in_passing
 from .rewards import post_reward
 
 log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 30.0
 SHORTEST_PAUSE_S = 0.05
-ALL = -1  # SQLite's word for no limit
+ALL = 2**62
 
 # Since :quiet no call, reward or event came, and no call is under way. A call that has no end after a day never will:
 # its proxy was killed. A rollout without any call has not begun.
@@ -82,12 +81,12 @@ class Endings:
         if (None if used is None else used["function"]) == function:
             return
 
-        def work(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM reward_function")
+        async def work(db: Transaction) -> None:
+            await db.run("DELETE FROM reward_function")
             if function is None:
-                db.execute("DELETE FROM awaiting_rewards")
+                await db.run("DELETE FROM awaiting_rewards")
             else:
-                db.execute("INSERT INTO reward_function VALUES (:function)", {"function": function})
+                await db.run("INSERT INTO reward_function VALUES (:function)", {"function": function})
 
         await self._db.write(work)
 
@@ -105,21 +104,21 @@ class Endings:
         Return False, with nothing recorded, if they are no longer awaited.
         """
 
-        def work(db: sqlite3.Connection) -> bool:
-            if db.execute(AWAITING_FORGET, {"rollout_id": rollout_id}).rowcount == 0:
+        async def work(db: Transaction) -> bool:
+            if await db.run(AWAITING_FORGET, {"rollout_id": rollout_id}) == 0:
                 return False
             for reward in rewards:
-                post_reward(db, reward)
+                await post_reward(db, reward)
             return True
 
         return await self._db.write(work)
 
 
-def _end_some(idle: deque[dict[str, Any]], db: sqlite3.Connection, until: float) -> int:
+async def _end_some(idle: deque[dict[str, Any]], db: Transaction, until: float) -> int:
     """End rollouts until about this time (of `perf_counter`), and return how many."""
     ended = 0
     while idle and time.perf_counter() < until:
-        ended += db.execute(ROLLOUT_END_IDLE, idle.popleft()).rowcount
+        ended += await db.run(ROLLOUT_END_IDLE, idle.popleft())
     return ended
 
 
@@ -130,7 +129,7 @@ async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:
     endings = Endings(database)
     while True:
         try:
-            with keeping(database.path, "ender") as alone:
+            async with database.alone("ender") as alone:
                 if alone and (ended := await endings.end_idle(idle_s)):
                     log.info("%d idle rollouts were ended", ended)
         except (LightningError, OSError) as error:  # the next round may succeed

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from ..json_text import dumps_or_none, loads_or_none
 from ..types import Event, RolloutName
-from .database import Database
+from .database import Database, Row, Transaction
 from .idempotency import Answer, answer_once
 from .rollouts import ROLLOUT_SEEN
 from .rows import read
@@ -42,9 +41,9 @@ class Events:
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "agent": rollout.agent}
         row |= {"mode": rollout.mode, "pin": None, "key_id": rollout.key_id, "at": time.time()}
 
-        def work(db: sqlite3.Connection) -> Answer:
-            db.execute(ROLLOUT_SEEN, row)
-            return [_post(db, row | _row(event, rollout.agent)) for event in events]
+        async def work(db: Transaction) -> Answer:
+            await db.run(ROLLOUT_SEEN, row)
+            return [await _post(db, row | _row(event, rollout.agent)) for event in events]
 
         said = rollout.rollout_id.encode() + b"\n" + body
         return await self._db.write(lambda db: answer_once(db, key, said, lambda: work(db)))
@@ -55,8 +54,8 @@ class Events:
         return [_event(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
 
 
-def _post(db: sqlite3.Connection, row: dict[str, Any]) -> dict[str, Any]:
-    (inserted,) = db.execute(EVENT, row).fetchall()
+async def _post(db: Transaction, row: dict[str, Any]) -> dict[str, Any]:
+    (inserted,) = await db.all(EVENT, row)
     return {"event_id": inserted["event_id"], "rollout_id": row["rollout_id"], "status": "recorded"}
 
 
@@ -65,5 +64,5 @@ def _row(event: Event, agent: str | None) -> dict[str, Any]:
     return {"kind": event.kind, "name": event.name, "is_error": event.is_error, "agent": event.agent or agent} | texts
 
 
-def _event(row: sqlite3.Row) -> Event:
+def _event(row: Row) -> Event:
     return read(Event, row, is_error=bool(row["is_error"]), **{name: loads_or_none(row[name]) for name in JSON})

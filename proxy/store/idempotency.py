@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
 
 from ..errors import Conflict
+from .database import Transaction
 
 Answer = list[dict[str, Any]]
 
@@ -19,19 +19,19 @@ DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE created_
 """
 
 
-def answer_once(db: sqlite3.Connection, key: str | None, body: bytes, work: Callable[[], Answer]) -> Answer:
+async def answer_once(db: Transaction, key: str | None, body: bytes, work: Callable[[], Awaitable[Answer]]) -> Answer:
     """Do `work`, or return the stored answer to the same key and body. Raise Conflict if the body differs."""
     if key is None:
-        return work()
+        return await work()
     body_hash = hashlib.sha256(body).hexdigest()
-    row = db.execute("SELECT body_hash, answer FROM idempotency WHERE key = :key", {"key": key}).fetchone()
+    row = await db.one("SELECT body_hash, answer FROM idempotency WHERE key = :key", {"key": key})
     if row is not None and row["body_hash"] != body_hash:
         raise Conflict("this Idempotency-Key was used for another body; use a new key", param="Idempotency-Key")
     if row is not None:
         earlier: Answer = orjson.loads(row["answer"])
         return earlier
-    answer = work()
-    db.execute(
+    answer = await work()
+    await db.run(
         "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key, :body_hash, :answer, :at)",
         {"key": key, "body_hash": body_hash, "answer": orjson.dumps(answer).decode(), "at": time.time()},
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import sqlite3
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from uuid import uuid4
 from ..config.root import Config
 from ..errors import ConfigError, Conflict, NotFound
 from ..types import Limits, check_id
-from .database import Database, opened
+from .database import Database, Refused, Row, opened
 from .rows import read
 
 KEY_NEW = """
@@ -87,21 +86,21 @@ class Keyring:
         stored = StoredKey(key_id, key_hash, check_id(name, "name"), role, limits, recording, time.time(), scope=scope)
         try:
             await self._db.commit([(KEY_NEW, [_row(stored)])])
-        except sqlite3.IntegrityError:
+        except Refused:
             raise Conflict(f"there is a key named {name!r}: revoke it first, or choose another name") from None
         return key, stored
 
     async def revoke(self, name: str) -> StoredKey:
         """End a key and the rollout keys that it asked for; NotFound if no live key has this name."""
         row = {"name": name, "at": time.time()}
-        revoked = await self._db.write(lambda db: db.execute(KEY_REVOKE, row).fetchall())
+        revoked = await self._db.write(lambda db: db.all(KEY_REVOKE, row))
         if not revoked:
             raise NotFound(f"no live key is named {name!r}")
         return _read(revoked[0])
 
     async def purge(self) -> int:
         """Delete the revoked keys and return how many there were."""
-        return await self._db.write(lambda db: db.execute("DELETE FROM keys WHERE revoked_at IS NOT NULL").rowcount)
+        return await self._db.write(lambda db: db.run("DELETE FROM keys WHERE revoked_at IS NOT NULL"))
 
 
 async def require_keys(config: Config) -> None:
@@ -124,6 +123,6 @@ def _row(key: StoredKey) -> dict[str, Any]:
     return asdict(key) | asdict(key.limits)
 
 
-def _read(row: sqlite3.Row) -> StoredKey:
+def _read(row: Row) -> StoredKey:
     limits = Limits(row["requests_per_minute"], row["tokens_per_minute"], row["concurrent"])
     return read(StoredKey, row, limits=limits, recording=bool(row["recording"]))

@@ -9,23 +9,19 @@ last by size.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import math
-import sqlite3
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config.root import Config
 from ..config.server import RetentionConfig
 from ..errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
-from .database import Database
+from .database import Database, Row, Transaction
 from .idempotency import IDEMPOTENT_FORGET
 from .waiting import HAS_REWARD, IS_OWN
 
@@ -112,7 +108,7 @@ class Keeper:
         """Tidy up every minute, until cancelled."""
         while True:
             try:
-                with keeping(self._db.path) as alone:
+                async with self._db.alone("keeper") as alone:
                     if alone:
                         await self.tidy()
             except (LightningError, OSError) as error:  # the next round may succeed
@@ -165,12 +161,12 @@ class Keeper:
         """Delete rollouts in short transactions; stops, with True, once no more than `limit` bytes are used."""
         enough, left = False, deque(numbers)
 
-        def work(db: sqlite3.Connection, until: float) -> list[sqlite3.Row]:
+        async def work(db: Transaction, until: float) -> list[Row]:
             nonlocal enough
-            deleted = list[sqlite3.Row]()
+            deleted = list[Row]()
             while left and not enough and time.perf_counter() < until:
-                deleted += db.execute(ROLLOUT_FORGET, {"n": left.popleft(), **asdict(cut)}).fetchall()
-                enough = limit >= 0 and _read_pages(db.execute(PAGES)).used <= limit
+                deleted += await db.all(ROLLOUT_FORGET, {"n": left.popleft(), **asdict(cut)})
+                enough = limit >= 0 and _read_pages(await db.all(PAGES)).used <= limit
             return deleted
 
         while left and not enough:
@@ -190,7 +186,7 @@ class Keeper:
         """Run a DELETE of `LOOK` rows until none is left or `most` rows are deleted."""
         while most > 0:
             row = {"before": before, "limit": int(min(LOOK, most))}
-            count = await in_passing(self._db, lambda db, _, row=row: db.execute(statement, row).rowcount)  # type: ignore[misc]
+            count = await in_passing(self._db, lambda db, _, row=row: db.run(statement, row))  # type: ignore[misc]
             most = most - count if count == row["limit"] else 0
 
 
@@ -198,7 +194,7 @@ async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[P
     """Shorten the file, in small steps, until at most the share `spare` of it is free."""
     pages = await read_pages(database)
     while pages.free > spare * pages.bytes:
-        await in_passing(database, lambda db, _: db.execute(f"PRAGMA incremental_vacuum({GIVE_BACK})").fetchall())
+        await in_passing(database, lambda db, _: db.all(f"PRAGMA incremental_vacuum({GIVE_BACK})"))
         before, pages = pages, await read_pages(database)
         on_step(pages)
         if pages.free >= before.free:
@@ -227,31 +223,19 @@ async def read_totals(database: Database) -> dict[str, Any]:
     return dict(row)
 
 
-def _read_pages(rows: Iterable[sqlite3.Row]) -> Pages:
+def _read_pages(rows: Iterable[Row]) -> Pages:
     (row,) = rows
     return Pages(row["bytes"], row["free"])
 
 
-@contextmanager
-def keeping(store: Path, work: str = "keeper") -> Iterator[bool]:
-    """Yield whether no other process does this work on the store. If so, none will until the block or this one ends."""
-    with Path(f"{store}-{work}").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-
-
-async def in_passing(database: Database, work: Callable[[sqlite3.Connection, float], T]) -> T:
+async def in_passing(database: Database, work: Callable[[Transaction, float], Awaitable[T]]) -> T:
     """Do `work` in a transaction, until about the time that it is given (of `perf_counter`); then let others write."""
     began = 0.0
 
-    def timed(db: sqlite3.Connection) -> T:
+    async def timed(db: Transaction) -> T:
         nonlocal began
         began = time.perf_counter()
-        return work(db, began + STEP_S)
+        return await work(db, began + STEP_S)
 
     done = await database.write(timed, WRITTEN)
     await asyncio.sleep(PAUSE * (time.perf_counter() - began))

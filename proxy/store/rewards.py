@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NotFound
 from ..types import Reward
-from .database import Database
-from .idempotency import answer_once
+from .database import Database, Row, Transaction
+from .idempotency import Answer, answer_once
 from .rollouts import ROLLOUT
 from .rows import read
 
@@ -46,38 +45,41 @@ class Rewards:
         row = await self._db.one("SELECT MAX(reward_id) AS n FROM rewards")
         return None if row is None else row["n"]
 
-    async def post(self, rewards: Sequence[Reward], key: str | None = None, body: bytes = b"") -> list[dict[str, Any]]:
+    async def post(self, rewards: Sequence[Reward], key: str | None = None, body: bytes = b"") -> Answer:
         """Record all of `rewards` or none, and return one answer for each.
 
         A second post with the same `key` (Idempotency-Key) and body gets the first answer again; with another body it
         is a Conflict.
         """
-        return await self._db.write(
-            lambda db: answer_once(db, key, body, lambda: [post_reward(db, one) for one in rewards])
-        )
+
+        async def work(db: Transaction) -> Answer:
+            return [await post_reward(db, one) for one in rewards]
+
+        return await self._db.write(lambda db: answer_once(db, key, body, lambda: work(db)))
 
 
-def post_reward(db: sqlite3.Connection, reward: Reward) -> dict[str, Any]:
+async def post_reward(db: Transaction, reward: Reward) -> dict[str, Any]:
     """Record a reward in a transaction that is under way, and return the answer. Raise NotFound."""
-    row = {"rollout_id": reward.rollout_id, "call_id": reward.call_id, "at": time.time(), "value": reward.value}
-    rollout = db.execute(ROLLOUT, row).fetchone()
+    row: dict[str, Any] = {"rollout_id": reward.rollout_id, "call_id": reward.call_id}
+    row |= {"at": time.time(), "value": reward.value}
+    rollout = await db.one(ROLLOUT, row)
     if rollout is None:
         raise NotFound(f"no rollout {reward.rollout_id!r}", param="rollout_id")
     call = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
-    if reward.call_id is not None and db.execute(call, row).fetchone() is None:
+    if reward.call_id is not None and await db.one(call, row) is None:
         raise NotFound(f"rollout {reward.rollout_id!r} has no call {reward.call_id!r}", param="call_id")
     details = {"name": reward.name, "source": reward.source, "comment": reward.comment, "final": reward.final}
-    (inserted,) = db.execute(REWARD, row | details).fetchall()
+    (inserted,) = await db.all(REWARD, row | details)
     if reward.name == "reward":
-        db.execute(ROLLOUT_REWARDED, row)
+        await db.run(ROLLOUT_REWARDED, row)
         if reward.call_id is None:
-            db.execute("UPDATE rollouts SET reward = :value WHERE rollout_id = :rollout_id", row)
+            await db.run("UPDATE rollouts SET reward = :value WHERE rollout_id = :rollout_id", row)
     if reward.final:
-        db.execute(ROLLOUT_COMPLETE, row)
+        await db.run(ROLLOUT_COMPLETE, row)
     if reward.retrain:
-        db.execute(ROLLOUT_OFFER_AGAIN, row | {"group_id": rollout["group_id"]})
+        await db.run(ROLLOUT_OFFER_AGAIN, row | {"group_id": rollout["group_id"]})
     return {"reward_id": inserted["reward_id"], "rollout_id": reward.rollout_id, "status": "recorded"}
 
 
-def read_reward(row: sqlite3.Row) -> Reward:
+def read_reward(row: Row) -> Reward:
     return read(Reward, row, final=bool(row["final"]), retrain=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from ..errors import Conflict, NotFound
 from ..json_text import dumps, loads
 from ..types import Mode, Rollout, RolloutName, RolloutStatus
 from .conversations import forget_conversations
-from .database import Database
+from .database import Database, Row
 from .rows import read
 
 # Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
@@ -184,10 +183,10 @@ class Rollouts:
             raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
         return read_rollout(row)
 
-    def model_of(self, rollout_id: str) -> str | None:
-        """Return the model that answers the alias in this rollout, if it was opened for one. Reads at once."""
+    async def model_of(self, rollout_id: str) -> str | None:
+        """Return the model that answers the alias in this rollout, if it was opened for one."""
         statement = "SELECT model FROM rollout_models WHERE rollout_id = :rollout_id"
-        row = self._db.one_now(statement, {"rollout_id": rollout_id})
+        row = await self._db.quick(statement, {"rollout_id": rollout_id})
         return None if row is None else row["model"]
 
     async def of_key(self, key_hash: str) -> RolloutKey | None:
@@ -272,10 +271,10 @@ class Rollouts:
             await self.get(rollout_id)
             raise Conflict(f"rollout {rollout_id!r} is being trained on: try again after the step", param="status")
         await forget_conversations(self._db, rollout_id)
-        await self._db.empty_log()
+        await self._db.forget_deleted()
 
 
-def read_rollout(row: sqlite3.Row) -> Rollout:
+def read_rollout(row: Row) -> Rollout:
     return read(Rollout, row, metadata=loads(row["metadata"]))
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
+from .database import Row
+
 T = TypeVar("T")
 
 
-def read(kind: type[T], row: sqlite3.Row, **made: Any) -> T:
+def read(kind: type[T], row: Row, **made: Any) -> T:
     """Return the record (a dataclass) in a row. `made` has the fields that are not simply a column."""
     return kind(**{name: row[name] for name in _names(kind) if name not in made}, **made)  # type: ignore[arg-type]
 

@@ -5,7 +5,6 @@ Commit points: `claim` (a step owns its rollouts), `trained` (they are never off
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 from ..aside import aside
 from ..json_text import dumps, loads
 from ..types import CollapseSign, PolicyVersion, Rollout
-from .database import Database
+from .database import Database, Row, Transaction
 from .rollouts import ALL, read_rollout
 from .rows import read
 from .versions import Versions
@@ -190,15 +189,15 @@ class Steps:
         `credit`, of the rollouts' calls, takes the place of what an earlier step that took them had written.
         """
 
-        def work(db: sqlite3.Connection) -> int:
-            (inserted,) = db.execute(STEP_NEW, {"base": base, "at": time.time()}).fetchall()
+        async def work(db: Transaction) -> int:
+            (inserted,) = await db.all(STEP_NEW, {"base": base, "at": time.time()})
             step = int(inserted["step"])
             claimed = [{"step": step, "rollout_id": r} for r in rollout_ids]
-            db.executemany(CLAIM, claimed)
-            db.executemany(CREDIT_FORGET, claimed)
-            db.executemany(CREDIT, [asdict(call) | {"step": step} for call in credit])
-            db.executemany(DROP, _drops(dropped, step))
-            _join(db, groups)
+            await db.many(CLAIM, claimed)
+            await db.many(CREDIT_FORGET, claimed)
+            await db.many(CREDIT, [asdict(call) | {"step": step} for call in credit])
+            await db.many(DROP, _drops(dropped, step))
+            await _join(db, groups)
             return step
 
         return await self._db.write(work)
@@ -206,9 +205,9 @@ class Steps:
     async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[ComparedGroup] = ()) -> None:
         """Never offer these rollouts again. `dropped`: ids by reason; `groups`: those that were compared."""
 
-        def work(db: sqlite3.Connection) -> None:
-            db.executemany(DROP, _drops(dropped, None))
-            _join(db, groups)
+        async def work(db: Transaction) -> None:
+            await db.many(DROP, _drops(dropped, None))
+            await _join(db, groups)
 
         await self._db.write(work)
 
@@ -220,10 +219,10 @@ class Steps:
     async def release_unfinished(self) -> list[int]:
         """Undo the steps that a killed trainer left unfinished, and return their numbers."""
 
-        def work(db: sqlite3.Connection) -> list[int]:
-            steps = [dict(row) for row in db.execute("SELECT step FROM steps WHERE status = 'claimed'")]
+        async def work(db: Transaction) -> list[int]:
+            steps = [dict(row) for row in await db.all("SELECT step FROM steps WHERE status = 'claimed'")]
             for statement in STEP_RELEASE:
-                db.executemany(statement, steps)
+                await db.many(statement, steps)
             return [int(row["step"]) for row in steps]
 
         return await self._db.write(work)
@@ -231,16 +230,16 @@ class Steps:
     async def end_epoch(self, step: int, metrics: dict[str, Any], offer: bool) -> None:
         """Write an epoch's last metrics and, if `offer`, offer all trained rollouts again: both or neither."""
 
-        def work(db: sqlite3.Connection) -> None:
-            db.execute(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
+        async def work(db: Transaction) -> None:
+            await db.run(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
             if offer:
-                db.execute("UPDATE rollouts SET step = NULL, group_id = NULL WHERE step IS NOT NULL")
+                await db.run("UPDATE rollouts SET step = NULL, group_id = NULL WHERE step IS NOT NULL")
 
         await self._db.write(work)
 
     async def forget_all(self) -> None:
         """Forget all training: nothing was trained on or published, and the base model is live."""
-        await self._db.write(lambda db: [db.execute(statement) for statement in FORGET_TRAINING])
+        await self._db.commit([(statement, [{}]) for statement in FORGET_TRAINING])
         await self._versions.set_live(0)
 
     async def rollouts_of(self, step: int) -> list[Rollout]:
@@ -302,12 +301,12 @@ def _drops(dropped: Mapping[str, Sequence[str]], step: int | None) -> list[dict[
     return [{"rollout_id": r, "reason": reason, "step": step} for reason, ids in dropped.items() for r in ids]
 
 
-def _join(db: sqlite3.Connection, groups: Sequence[ComparedGroup]) -> None:
+async def _join(db: Transaction, groups: Sequence[ComparedGroup]) -> None:
     for group in groups:
         same = {"first": group.rollout_ids[0], "task_id": group.task_id, "missing": group.missing}
-        db.executemany(GROUP_JOIN, [same | {"rollout_id": rollout_id} for rollout_id in group.rollout_ids])
-        db.execute(GROUP_AWAIT, same)
+        await db.many(GROUP_JOIN, [same | {"rollout_id": rollout_id} for rollout_id in group.rollout_ids])
+        await db.run(GROUP_AWAIT, same)
 
 
-def _read_step(row: sqlite3.Row) -> Step:
+def _read_step(row: Row) -> Step:
     return read(Step, row, metrics=loads(row["metrics"]))

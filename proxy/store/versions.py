@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from ..aside import aside
 from ..errors import NotFound
 from ..json_text import dumps, loads
 from ..types import PolicyVersion, PublishMode
-from .database import Database
+from .database import Database, Row
 from .rows import read
 
 VERSION_LIVE_NOW = """
@@ -54,12 +53,12 @@ class Versions:
         assert row is not None  # the first migration inserts version 0
         return read_version(row)
 
-    def live_now(self) -> PolicyVersion:
-        """Return the live version at once, for routing. Fields that change while it is live may be out of date."""
-        since = self._db.one_now("SELECT MAX(n) AS n FROM policy_log")
+    async def live_now(self) -> PolicyVersion:
+        """Return the live version, for routing. Fields that change while it is live may be out of date."""
+        since = await self._db.quick("SELECT MAX(n) AS n FROM policy_log")
         assert since is not None
         if self._live is None or self._live[0] != since["n"]:
-            row = self._db.one_now(VERSION_LIVE_NOW)
+            row = await self._db.quick(VERSION_LIVE_NOW)
             assert row is not None
             self._live = (since["n"], read_version(row))
         return self._live[1]
@@ -83,7 +82,8 @@ class Versions:
     async def new(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
         """Reserve the next version number, in the state `publishing`."""
         row = {"publish": publish, "step": step, "at": time.time(), "metrics": dumps(metrics)}
-        return int(await self._db.write(lambda db: db.execute(VERSION_NEW, row).fetchall()[0]["version"]))
+        (made,) = await self._db.write(lambda db: db.all(VERSION_NEW, row))
+        return int(made["version"])
 
     async def reserve(self, versions: Iterable[int]) -> None:
         """Reserve the numbers of versions that imported rollouts were sampled by; their files are not here."""
@@ -129,6 +129,6 @@ class Versions:
         return {int(r["policy_version"]) for r in await self._db.all(PINNED_VERSIONS, {"since": since})}
 
 
-def read_version(row: sqlite3.Row) -> PolicyVersion:
+def read_version(row: Row) -> PolicyVersion:
     adapters, metrics = loads(row["adapters"]), loads(row["metrics"])
     return read(PolicyVersion, row, verified=bool(row["verified"]), adapters=adapters, metrics=metrics)

@@ -195,7 +195,7 @@ class Waiting:
     async def rewarded_as(self, names: Sequence[str]) -> None:
         """Mark waiting rollouts as rewarded if a reward of any of these names was posted."""
         rows = [{"name": name} for name in names]
-        await self._db.write(lambda db: db.executemany(ROLLOUTS_REWARDED_AS, rows))
+        await self._db.commit([(ROLLOUTS_REWARDED_AS, rows)])
 
     async def rewarded_since(self, version: int, newest: int) -> list[tuple[Rollout, list[Reward]]]:
         """Return the ended ones of the `newest` rollouts that began with this version or later, oldest first."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..database import Database
+from ..database import Database, Row
 from ..rows import read
 
 TokenIds = NDArray[np.int32]
@@ -105,7 +104,7 @@ class Credit:
         return await asyncio.to_thread(_read_tokens, rows)
 
 
-def _read_tokens(rows: Iterable[sqlite3.Row]) -> list[CallTokens]:
+def _read_tokens(rows: Iterable[Row]) -> list[CallTokens]:
     """A parent comes before the calls that are stored against it."""
     calls: dict[str, CallTokens] = {}
     for row in rows:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...json_text import dumps, loads
-from ..database import Database
+from ..database import Database, Row
 
 Kind = Literal["call", "reward", "rollout", "step", "version"]
 
@@ -66,9 +65,9 @@ class Feed:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    def newest(self) -> int:
-        """Return the number of what happened last; 0 if nothing ever did. It runs at once, in the event loop."""
-        row = self._db.one_now(NEWEST)
+    async def newest(self) -> int:
+        """Return the number of what happened last; 0 if nothing ever did."""
+        row = await self._db.quick(NEWEST)
         return (row and row["newest"]) or 0
 
     async def knows(self, cursor: int) -> bool:
@@ -97,7 +96,7 @@ class Feed:
         return sorted(found, key=lambda one: one.n), rows[-1]["n"] if rows else cursor
 
 
-def _happened(n: int, kind: str, row: sqlite3.Row) -> Happened:
+def _happened(n: int, kind: str, row: Row) -> Happened:
     data = {name: value for name, value in dict(row).items() if name != "ref"}
     if kind == "step":
         data["reward"] = loads(data.pop("metrics")).get("reward_mean")

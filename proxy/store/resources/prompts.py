@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 from ...errors import Conflict, NotFound
 from ...json_text import dumps, loads
-from ..database import Database
+from ..database import Database, Row, Transaction
 from ..rows import read
 
 Role = Literal["system", "user"]
@@ -161,9 +160,9 @@ class Prompts:
                 return prompt
         raise NotFound(f"no prompt {name!r}", param="name")
 
-    def stamp(self) -> tuple[int | None, int | None]:
-        """Return what changes with every new version and promotion. It is read at once, in the event loop."""
-        row = self._db.one_now(PROMPTS_CHANGED)
+    async def stamp(self) -> tuple[int | None, int | None]:
+        """Return what changes with every new version and promotion."""
+        row = await self._db.quick(PROMPTS_CHANGED)
         return (None, None) if row is None else (row["live"], row["made"])
 
     async def add(
@@ -186,18 +185,18 @@ class Prompts:
         row: dict[str, Any] = {"name": name, "text": text, "parent": parent, "comment": comment, "at": time.time()}
         row["metrics"] = dumps({**(metrics or {})})
 
-        def work(db: sqlite3.Connection) -> int:
-            db.execute(PROMPT_NEW, row | {"agent": agent, "role": role or "system"})
-            kept = db.execute(PROMPT_OF_NAME, row).fetchone()
+        async def work(db: Transaction) -> int:
+            await db.run(PROMPT_NEW, row | {"agent": agent, "role": role or "system"})
+            (kept,) = await db.all(PROMPT_OF_NAME, row)
             if role is not None and (kept["agent"], kept["role"]) != (agent, role):
                 raise Conflict(f"prompt {name!r} is another message: {_said(kept)}; choose another name", param="match")
-            found = db.execute(PROMPT_VERSION_OF_TEXT, row).fetchone()
+            found = await db.one(PROMPT_VERSION_OF_TEXT, row)
             if found is None:
-                (found,) = db.execute(PROMPT_VERSION_NEW, row).fetchall()
+                (found,) = await db.all(PROMPT_VERSION_NEW, row)
             version = int(found["version"])
-            live = db.execute(PROMPT_LIVE, row).fetchone()
+            live = await db.one(PROMPT_LIVE, row)
             if live is None or (promote and live["version"] != version):
-                db.execute(PROMPT_LOG, row | {"version": version})
+                await db.run(PROMPT_LOG, row | {"version": version})
             return version
 
         return await self._db.write(work, len(text))
@@ -211,11 +210,11 @@ class Prompts:
         """Make the newest version live that is older than the live one and was live once. Conflict without one."""
         live = (await self.get(name)).live
 
-        def work(db: sqlite3.Connection) -> int:
-            before = db.execute(PROMPT_BEFORE, {"name": name, "version": live}).fetchone()
+        async def work(db: Transaction) -> int:
+            before = await db.one(PROMPT_BEFORE, {"name": name, "version": live})
             if before is None:
                 raise Conflict(f"prompt {name!r}: no version older than {live} was ever live")
-            db.execute(PROMPT_LOG, {"name": name, "version": before["version"], "at": time.time()})
+            await db.run(PROMPT_LOG, {"name": name, "version": before["version"], "at": time.time()})
             return int(before["version"])
 
         return await self._db.write(work)
@@ -239,14 +238,14 @@ class Prompts:
         for name, version in versions.items():
             (await self.get(name)).text_of(version)
 
-    def kept_by(self, rollout_id: str, name: str) -> int | None:
-        """Return the version that a rollout keeps; None before its first. It is read at once, in the event loop."""
-        row = self._db.one_now(ROLLOUT_PROMPT, {"rollout_id": rollout_id, "name": name})
+    async def kept_by(self, rollout_id: str, name: str) -> int | None:
+        """Return the version that a rollout keeps; None before its first."""
+        row = await self._db.quick(ROLLOUT_PROMPT, {"rollout_id": rollout_id, "name": name})
         return None if row is None else int(row["version"])
 
-    def has_begun(self, rollout_id: str, agent: str | None) -> bool:
-        """Return whether an agent of a rollout has made a call. It is read at once, in the event loop."""
-        return self._db.one_now(AGENT_HAS_CALLED, {"rollout_id": rollout_id, "agent": agent}) is not None
+    async def has_begun(self, rollout_id: str, agent: str | None) -> bool:
+        """Return whether an agent of a rollout has made a call."""
+        return await self._db.quick(AGENT_HAS_CALLED, {"rollout_id": rollout_id, "agent": agent}) is not None
 
     async def placed_in(self, rollout_id: str) -> list[Placed]:
         """Return what was put into the rollout's calls, in their order."""
@@ -276,11 +275,11 @@ class Prompts:
         return [read(TriedOut, row, held_out=bool(row["held_out"])) for row in rows]
 
 
-def _version(row: sqlite3.Row) -> PromptVersion:
+def _version(row: Row) -> PromptVersion:
     return PromptVersion(
         row["version"], row["text"], row["created_at"], row["parent"], row["comment"], loads(row["metrics"])
     )
 
 
-def _said(row: sqlite3.Row) -> str:
+def _said(row: Row) -> str:
     return f"the {row['role']} message of {'any agent' if row['agent'] is None else repr(row['agent'])}"

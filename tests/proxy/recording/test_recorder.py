@@ -249,7 +249,7 @@ async def test_two_processes_may_open_a_new_store_at_once(tmp_path: Path) -> Non
 
 
 async def test_a_store_is_opened_while_another_writes_to_it(database: Database) -> None:
-    with closing(sqlite3.connect(database.path, isolation_level=None)) as other:
+    with closing(sqlite3.connect(database.where, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        async with opened(StoreConfig(url=f"sqlite:///{database.path}", busy_timeout_s=0.1)) as second:
+        async with opened(StoreConfig(url=f"sqlite:///{database.where}", busy_timeout_s=0.1)) as second:
             assert len(await second.all("SELECT * FROM policy_log")) == 1

@@ -15,7 +15,8 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.store import migrate
 from lightning_proxy.proxy.store.copies import copy_store
-from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.database import Database, Refused, Transaction, opened
+from lightning_proxy.proxy.store.sqlite.database import SqliteDatabase
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import RolloutName
 
@@ -27,9 +28,10 @@ def config_of(directory: Path, **more: float) -> StoreConfig:
 
 
 @pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    async with opened(config_of(tmp_path)) as database:
-        yield database
+async def database(tmp_path: Path) -> AsyncIterator[SqliteDatabase]:
+    database = await SqliteDatabase.open_to_write(config_of(tmp_path))
+    yield database
+    await database.close()
 
 
 @pytest.mark.parametrize(
@@ -81,12 +83,13 @@ async def test_a_store_of_this_release_is_opened_again(tmp_path: Path) -> None:
 
 
 async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(
-    database: Database,
+    database: SqliteDatabase,
 ) -> None:
-    def append(db: sqlite3.Connection) -> int:
-        db.execute("INSERT INTO policy_log (version, at) VALUES (0, 1)")
+    async def append(db: Transaction) -> int:
+        await db.run("INSERT INTO policy_log (version, at) VALUES (0, 1)")
         time.sleep(0.002)  # others come meanwhile
-        return int(db.execute("SELECT COUNT(*) FROM policy_log WHERE at = 1").fetchone()[0])
+        (row,) = await db.all("SELECT COUNT(*) AS n FROM policy_log WHERE at = 1")
+        return int(row["n"])
 
     one = ("INSERT INTO policy_log (version, at) VALUES (0, :at)", [{"at": 2}])
     done = await asyncio.gather(*(database.write(append) if i % 2 else database.commit([one]) for i in range(40)))
@@ -94,9 +97,9 @@ async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(
     assert (await database.all("SELECT COUNT(*) AS n FROM policy_log WHERE at = 2"))[0]["n"] == 20
 
 
-async def test_a_write_whose_caller_is_gone_ends_before_the_next_one(database: Database) -> None:
-    def slow(db: sqlite3.Connection) -> None:
-        db.execute(AT, {"at": 1})
+async def test_a_write_whose_caller_is_gone_ends_before_the_next_one(database: SqliteDatabase) -> None:
+    async def slow(db: Transaction) -> None:
+        await db.run(AT, {"at": 1})
         time.sleep(0.1)
 
     leaving = asyncio.create_task(database.write(slow))
@@ -106,14 +109,14 @@ async def test_a_write_whose_caller_is_gone_ends_before_the_next_one(database: D
     assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [2.0]
 
 
-async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(database: Database) -> None:
-    def fails(db: sqlite3.Connection) -> None:
-        db.execute(AT, {"at": 1})
+async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(database: SqliteDatabase) -> None:
+    async def fails(db: Transaction) -> None:
+        await db.run(AT, {"at": 1})
         raise ValueError
 
     with pytest.raises(ValueError):
         await database.write(fails)
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(Refused):
         await database.commit([(AT, [{"at": 1}]), (AT, [{"at": None}])])
     await database.commit([("INSERT INTO policy_log (version, at) VALUES (0, 3)", [{}])])
     assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0, 3.0]
@@ -121,13 +124,13 @@ async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done
 
 async def test_a_store_that_another_process_has_locked_does_not_stall_the_event_loop(tmp_path: Path) -> None:
     async with opened(config_of(tmp_path, busy_timeout_s=0.5)) as database:
-        with closing(sqlite3.connect(database.path, isolation_level=None)) as other:
+        with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             writing = asyncio.create_task(database.commit([(AT, [{"at": 1}])]))
             rounds = 0
             while not writing.done():
                 await asyncio.sleep(0.005)
-                assert database.one_now("SELECT at FROM policy_log") is not None
+                assert await database.quick("SELECT at FROM policy_log") is not None
                 assert len(await database.all("SELECT at FROM policy_log")) == 1
                 rounds += 1
             with pytest.raises(StoreUnavailable, match="cannot be written: database is locked; nothing was recorded"):
@@ -136,19 +139,19 @@ async def test_a_store_that_another_process_has_locked_does_not_stall_the_event_
         await database.commit([(AT, [{"at": 2}])])
 
 
-async def test_a_row_is_read_at_once_while_a_long_query_runs(database: Database) -> None:
+async def test_a_row_is_read_at_once_while_a_long_query_runs(database: SqliteDatabase) -> None:
     counting = (
         "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 2000000) SELECT MAX(i) AS i FROM n"
     )
     long = asyncio.create_task(database.all(counting))
     await asyncio.sleep(0.01)
-    assert database.one_now("SELECT at FROM policy_log") is not None
+    assert await database.quick("SELECT at FROM policy_log") is not None
     assert not long.done()
     assert [row["i"] for row in await long] == [2000000]
 
 
-async def test_the_log_does_not_grow_for_ever(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.proxy.store.database.CHECKPOINT_EVERY", 5)
+async def test_the_log_does_not_grow_for_ever(database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.store.sqlite.database.CHECKPOINT_EVERY", 5)
     for i in range(1000):
         await database.commit([(AT, [{"at": i}])])
         await asyncio.sleep(0.002)
@@ -156,18 +159,18 @@ async def test_the_log_does_not_grow_for_ever(database: Database, monkeypatch: p
 
 
 async def test_the_log_is_cut_off_also_where_a_checkpoint_is_under_way(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Path(f"{database.path}-wal")
     answer = {"key": "k", "answer": "secret" * 100_000}
     insert = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key || :n, 'h', :answer, 0)"
     for n in range(30):
         await database.commit([(insert, [answer | {"n": n}])])
-    monkeypatch.setattr("lightning_proxy.proxy.store.database.CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr("lightning_proxy.proxy.store.sqlite.database.CHECKPOINT_EVERY", 1)
     await database.commit([(AT, [{"at": 1.0}])])
     await asyncio.sleep(0.002)
     assert log.stat().st_size > 10_000_000
-    await database.empty_log()
+    await database.forget_deleted()
     assert log.stat().st_size == 0
 
 
@@ -180,3 +183,13 @@ async def test_only_its_owner_reads_a_new_store(tmp_path: Path) -> None:
         }  # fmt: skip
     copy_store(path, tmp_path / "copy.db")
     assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_transaction_that_waits_for_something_else_is_undone(database: SqliteDatabase) -> None:
+    async def waits(db: Transaction) -> None:
+        await db.run(AT, {"at": 1})
+        await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="awaited something else"):
+        await database.write(waits)
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]

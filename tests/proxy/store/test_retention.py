@@ -23,10 +23,10 @@ from lightning_proxy.proxy.store.retention import (
     ROLLOUT_FORGET,
     ROLLOUTS_OVER,
     Keeper,
-    keeping,
     over_bound,
     read_pages,
 )
+from lightning_proxy.proxy.store.sqlite.locks import keeping
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
 
@@ -191,7 +191,7 @@ async def test_a_freed_file_shrinks_on_disk_while_it_is_written(recorded: Record
     (left, _) = await asyncio.gather(recorded.tidy(max_age_days=7), work())
     assert not left & {f"r{i}" for i in range(20)}
     await recorded.database.close()
-    assert recorded.database.path.stat().st_size < 2**20
+    assert Path(recorded.database.where).stat().st_size < 2**20
 
 
 async def test_answers_to_repeated_posts_are_forgotten_after_a_week(recorded: Recorded) -> None:
@@ -215,7 +215,7 @@ async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: 
         await recorded.rollout(f"r{i}", ended=0, size=2**18)
     for i in range(20):
         await recorded.store.rollouts.delete(f"r{i}")
-    with keeping(recorded.database.path):  # as the proxy does
+    with keeping(Path(recorded.database.where)):  # as the proxy does
         before, after = await shorten(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     assert before.bytes > 5 * 2**20
     assert (after.bytes < 2**20, after.free) == (True, 0)
@@ -225,9 +225,9 @@ async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: 
 async def test_a_log_that_a_reader_made_long_is_written_anew_once_it_is_gone(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_proxy.proxy.store.database.LONG_LOG", 2**20)
+    monkeypatch.setattr("lightning_proxy.proxy.store.sqlite.database.LONG_LOG", 2**20)
     log = tmp_path / "store.db-wal"
-    with contextlib.closing(sqlite3.connect(recorded.database.path, isolation_level=None)) as reader:
+    with contextlib.closing(sqlite3.connect(Path(recorded.database.where), isolation_level=None)) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT COUNT(*) FROM rollouts").fetchall()
         for i in range(20):

@@ -1,0 +1,334 @@
+"""One SQLite file: opened, read, and written in transactions that are wholly there or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any, NoReturn, TypeVar
+
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
+
+from ...config.server import StoreConfig
+from ...errors import StoreUnavailable
+from ..copies import connect_to_read, make_private
+from ..database import SMALL, Database, Params, Refused, Runs, Work
+from ..migrate import migrate, require_ours
+from .locks import keeping
+from .transaction import SqliteTransaction, finish
+
+T = TypeVar("T")
+Job = Callable[[sqlite3.Connection], T]
+
+CHECKPOINT_EVERY = 200  # commits
+LARGE = 2**18  # bytes, from which on a commit is done in the writer's thread
+LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for a moment so that it begins anew
+# Of the file, its disk or another process; the second: the file is damaged. Others are of what was to be written.
+FAULTS = (sqlite3.OperationalError, sqlite3.DatabaseError)
+REFUSED_S = 5.0  # that a record which could not be written counts
+CHECKPOINT_S = 0.05  # that a checkpoint waits for others
+
+
+class SqliteDatabase(Database):
+    """One connection that writes and one that reads, each with a thread; readers never wait for the writer (WAL).
+
+    What every call needs is done in the event loop's thread instead (`commit`, `quick`): that takes less time than
+    the way to another thread. It never waits there: a commit that is large or synced, or that finds the store locked,
+    goes to the writer's thread, and `quick` has a connection of its own, which no long query holds up.
+    """
+
+    def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
+        self.path, self.where = path, str(path)
+        self._file = _identity(path)
+        self._config = config
+        self._writer, self._reader, self._quick = connections
+        self._writing, self._reading = ThreadPoolExecutor(1, "store-writer"), ThreadPoolExecutor(1, "store-reader")
+        self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
+        self._refused: tuple[float, str] | None = None  # when and why the newest record could not be committed
+        self._commits = self._written = 0  # since the last checkpoint; bytes, about
+        self._checkpoint: asyncio.Task[None] | None = None  # that a commit began
+        self._checkpointing = asyncio.Lock()  # SQLite turns a second one away without waiting
+
+    @classmethod
+    async def open_to_write(cls, config: StoreConfig) -> SqliteDatabase:
+        """Open the file, creating and migrating it as needed. Raise StoreUnavailable when that cannot be done."""
+        path = config.path.expanduser().absolute()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            connections = await asyncio.to_thread(_connect_all, path, config)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
+        return cls(path, config, connections)
+
+    @classmethod
+    async def open_as_it_is(cls, config: StoreConfig) -> SqliteDatabase:
+        """Open the file as it is; nothing can be written. Raise StoreUnavailable also where it is not up to date."""
+        path = config.path.expanduser().absolute()
+        try:
+            connections = await asyncio.to_thread(
+                lambda: [connect_to_read(path, config.busy_timeout_s) for _ in range(3)]
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
+        return cls(path, config, connections)
+
+    async def close(self) -> None:
+        """Close the file when what is under way has ended."""
+        if self._checkpoint is not None:
+            await asyncio.wait([self._checkpoint])
+        await asyncio.shield(asyncio.to_thread(self._close))
+
+    def _close(self) -> None:
+        self._writing.shutdown()
+        self._reading.shutdown()
+        for connection in (self._writer, self._reader, self._quick):
+            connection.close()
+
+    # Writes --------------------------------------------------------------------------------------------------------
+
+    async def commit(self, runs: Runs, size: int = SMALL) -> None:
+        """Run statements, each with many rows of parameters, in one transaction, which writes about `size` bytes.
+
+        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, damaged, ….
+        """
+
+        def work(connection: sqlite3.Connection) -> None:
+            for statement, rows in runs:
+                connection.executemany(statement, rows)
+
+        at_once = size <= LARGE and self._config.synchronous != "full" and not self._in_thread
+        try:
+            if not at_once or not _try_at_once(self._writer, work):
+                await self._in_writers_thread(self._wait_and_do, work)
+        except sqlite3.DatabaseError as error:
+            if type(error) in FAULTS:
+                self._refused = (monotonic(), str(error))
+            _raise_ours(error, "written")
+        self._refused = None
+        self._committed(size)
+
+    async def write(self, work: Work[T], size: int = SMALL) -> T:
+        """Do `work` in one transaction, in the writer's thread; errors and `size` as those of `commit`."""
+        try:
+            done = await self._in_writers_thread(self._wait_and_do, lambda db: finish(work(SqliteTransaction(db))))
+        except sqlite3.DatabaseError as error:
+            _raise_ours(error, "written")
+        self._committed(size)
+        return done
+
+    async def require_writable(self) -> None:
+        """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
+        if _identity(self.path) != self._file:
+            raise StoreUnavailable(f"the file {self.path} was removed or replaced: start the proxy again")
+        try:
+            await self._in_writers_thread(self._wait_and_do, _write_the_same)
+        except sqlite3.DatabaseError as error:
+            _raise_ours(error, "written")
+        # That is a page, which may fit where a record does not.
+        if self._refused is not None and monotonic() < self._refused[0] + REFUSED_S:
+            raise StoreUnavailable(f"the newest record could not be written: {self._refused[1]}")
+
+    async def _in_writers_thread(self, job: Callable[..., T], *args: Any) -> T:
+        """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
+        done = asyncio.get_running_loop().run_in_executor(self._writing, job, *args)
+        self._in_thread += 1
+        done.add_done_callback(self._job_ended)
+        return await asyncio.shield(done)
+
+    def _job_ended(self, _: object) -> None:
+        self._in_thread -= 1
+
+    def _wait_and_do(self, work: Job[T]) -> T:
+        """Do `work` in one transaction, and wait where another process is writing."""
+        _set_timeout(self._writer, self._config.busy_timeout_s)
+        try:
+            return _in_transaction(self._writer, work)
+        finally:
+            _set_timeout(self._writer, 0)
+
+    # Checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _committed(self, size: int) -> None:
+        self._commits, self._written = self._commits + 1, self._written + size
+        due = self._commits >= CHECKPOINT_EVERY or self._written >= LONG_LOG // 4
+        if due and (self._checkpoint is None or self._checkpoint.done()):
+            self._commits = self._written = 0
+            self._checkpoint = asyncio.create_task(self.checkpoint())
+
+    async def checkpoint(self) -> None:
+        """Move what was committed into the file, which gets shorter only then."""
+        async with self._checkpointing:
+            await asyncio.to_thread(_checkpoint, self.path, self._config)
+
+    async def forget_deleted(self) -> None:
+        """Cut off the write-ahead log: it holds what was deleted until that is written over.
+
+        While another process reads, or is in the middle of a write, it stays as it is.
+        """
+        await self.checkpoint()  # what takes long, while others write
+        async with self._checkpointing:
+            await self._in_writers_thread(_empty_log, self._writer)
+
+    # Reads ---------------------------------------------------------------------------------------------------------
+
+    async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
+        """Return all rows of a query. Raise StoreUnavailable if SQLite cannot read."""
+        fetch = self._reader.execute
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._reading, lambda: fetch(sql, params or {}).fetchall())
+        except sqlite3.DatabaseError as error:
+            _raise_ours(error, "read")
+
+    async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
+        """Return the first row of a query, which runs at once in the event loop's thread."""
+        try:
+            row: sqlite3.Row | None = self._quick.execute(sql, params or {}).fetchone()
+        except sqlite3.DatabaseError as error:
+            _raise_ours(error, "read")
+        return row
+
+    @asynccontextmanager
+    async def alone(self, work: str) -> AsyncIterator[bool]:
+        with keeping(self.path, work) as alone:
+            yield alone
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file has this name: its device and number; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _write_the_same(connection: sqlite3.Connection) -> None:
+    """Write a page that changes nothing."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    connection.execute(f"PRAGMA user_version = {version}")
+
+
+def _connect_all(path: Path, config: StoreConfig) -> list[sqlite3.Connection]:
+    """The writer, the reader and the quick reader. The first of them creates and migrates the file."""
+    connections: list[sqlite3.Connection] = []
+    try:
+        connections.append(_connect(path, config))
+        migrate(connections[0])
+        connections += [_connect(path, config), _connect(path, config)]
+        _set_timeout(connections[0], 0)  # in the event loop's thread nobody waits
+        _set_timeout(connections[2], 0)
+    except BaseException:
+        for connection in connections:
+            connection.close()
+        raise
+    return connections
+
+
+def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Connection:
+    """Open the file in one of SQLite's modes; by default it is created if it is not there."""
+    if mode == "rwc":
+        make_private(path)
+    address, wait = f"{path.as_uri()}?mode={mode}", config.busy_timeout_s
+    connection = sqlite3.connect(address, wait, isolation_level=None, check_same_thread=False, uri=True)
+    connection.row_factory = sqlite3.Row
+    try:
+        # SQLite does not wait for another process that is just making the same new file a WAL one.
+        for attempt in Retrying(
+            stop=stop_after_delay(config.busy_timeout_s),
+            wait=wait_random(0.01, 0.05),
+            retry=retry_if_exception(_is_locked),
+            reraise=True,
+        ):
+            with attempt:
+                _set_up(connection, config)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set_up(connection: sqlite3.Connection, config: StoreConfig) -> None:
+    require_ours(connection)
+    if connection.execute("PRAGMA page_count").fetchone()[0] == 0:  # a new file; of any other, this would be a write
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    for pragma in (
+        "journal_mode = WAL",
+        f"journal_size_limit = {LONG_LOG}",
+        "wal_autocheckpoint = 0",
+        f"synchronous = {config.synchronous.upper()}",
+        "foreign_keys = ON",
+        "secure_delete = ON",  # what is deleted is overwritten; with many builds of SQLite it is so anyway
+        "temp_store = MEMORY",
+        "mmap_size = 268435456",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _set_timeout(connection: sqlite3.Connection, seconds: float) -> None:
+    connection.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
+
+
+def _try_at_once(connection: sqlite3.Connection, work: Job[None]) -> bool:
+    """Whether it could be done at once; False if another process is writing."""
+    try:
+        _in_transaction(connection, work)
+    except sqlite3.OperationalError as error:
+        if _is_locked(error):
+            return False
+        raise
+    return True
+
+
+def _in_transaction(connection: sqlite3.Connection, work: Job[T]) -> T:
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        done = work(connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.rollback()
+        raise
+    return done
+
+
+def _is_locked(error: BaseException) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
+
+
+def _checkpoint(path: Path, config: StoreConfig) -> None:
+    """Move what was committed from the write-ahead log into the file, as far as nobody has to wait for it.
+
+    By a connection of its own, so that the writer goes on. While there are new records all the time, a long log never
+    begins anew by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says: cutting
+    it off, to let it grow again, cost a tenth of a large call.
+    """
+    with suppress(sqlite3.DatabaseError), closing(_connect(path, config, "rw")) as connection:
+        _set_timeout(connection, CHECKPOINT_S)
+        _, pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        (page_size,) = connection.execute("PRAGMA page_size").fetchone()
+        if pages * page_size > LONG_LOG:
+            connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+
+
+def _empty_log(connection: sqlite3.Connection) -> None:
+    _set_timeout(connection, CHECKPOINT_S)
+    with suppress(sqlite3.DatabaseError):
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    _set_timeout(connection, 0)
+
+
+def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
+    """StoreUnavailable for what the file, its disk or another process is to blame for, Refused for what was written."""
+    if isinstance(error, sqlite3.IntegrityError):
+        raise Refused(str(error)) from error
+    if type(error) not in FAULTS:
+        raise error
+    nothing = "; nothing was recorded, try again" if what == "written" else ""
+    raise StoreUnavailable(f"the store cannot be {what}: {error}{nothing}") from error
