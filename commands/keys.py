@@ -99,7 +99,7 @@ def purge(context: typer.Context) -> None:
 
 def _has_store(context: typer.Context) -> bool:
     """Whether there is a store to look at. Only what writes to it makes one."""
-    return load_config(context.obj).store.path.expanduser().is_file()
+    return load_config(context.obj).store.may_be_there
 
 
 def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]]) -> T:

@@ -123,7 +123,8 @@ def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
 
 def _tell(config: Config, port: int) -> None:
     url = f"http://{address(config.proxy.host, port)}/v1"
-    say(f"serving: OPENAI_BASE_URL={url}; records in {config.store.path}; Ctrl-C stops", event="serving", url=url)
+    kept = config.store.where if config.store.is_postgres else config.store.path
+    say(f"serving: OPENAI_BASE_URL={url}; records in {kept}; Ctrl-C stops", event="serving", url=url)
 
 
 def _tell_of_stopping(proxy: ProxyConfig, running: int) -> None:

@@ -73,11 +73,11 @@ async def read_info(config: StoreConfig) -> dict[str, Any]:
         pages = await read_pages(database)
         counts = {f"{mode} {status}": n for (mode, status), n in (await Rollouts(database).counts()).items() if n}
         totals = await read_totals(database)
-    log = _beside(config.path, "-wal")
+    log = None if config.is_postgres else _beside(config.path, "-wal")
     return {
         "path": database.where,
         **asdict(pages),
-        "log_bytes": log.stat().st_size if log.exists() else 0,
+        "log_bytes": log.stat().st_size if log is not None and log.exists() else 0,
         "rollouts": counts,
         **totals,
         "retention": config.retention.model_dump(),
@@ -126,8 +126,8 @@ def _store_of(context: typer.Context) -> StoreConfig:
     from ..proxy.errors import LightningError
 
     config = load_config(context.obj).store
-    if not config.path.expanduser().is_file():
-        raise LightningError(f"there is no store at {config.path.expanduser().absolute()} (store.url)")
+    if not config.may_be_there:
+        raise LightningError(f"there is no store at {config.where} (store.url)")
     return config
 
 

@@ -111,10 +111,11 @@ class UpstreamUnreachable(LightningError):
 
 
 class StoreUnavailable(LightningError):
-    """The store cannot be opened, read or written: locked, disk full, damaged. Nothing was recorded; try again."""
+    """The store cannot be opened, read or written: locked, disk full, damaged, away. Nothing was recorded."""
 
     status = 503
     type = "server_error"
+    headers = ((b"retry-after", b"1"),)
 
 
 class Overloaded(LightningError):

@@ -32,10 +32,12 @@ from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.policy.operator import KEY_HEADER
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store
-from support import fuzzing, network  # noqa: F401  (fuzzing registers the profiles)
+from support import fuzzing, network, stores  # noqa: F401  (fuzzing registers the profiles)
 from support.command_line import Done, lightning
 from support.left_open import LeftOpen
 from support.paths import ROOT
+from support.postgres import postgres_server
+from support.stores import store_url
 
 WIDE = {"COLUMNS": "80"}
 
@@ -43,6 +45,21 @@ os.environ.update(telemetry_off())  # read when huggingface_hub is imported
 # Several processes of tests share the cores: threads that wait for each other's cores take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.load_profile("quick")  # unless --hypothesis-profile names another
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--store", choices=("sqlite", "postgres"), default="sqlite", help="the store of most tests")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def store_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--store postgres`, the server that has the stores of tests."""
+    if request.config.getoption("--store") == "sqlite":
+        yield
+        return
+    with postgres_server() as stores.server:
+        yield
+    stores.server = None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -337,7 +354,7 @@ async def _running(
         telemetry=TelemetryConfig(**telemetry or {}),
         rollouts=RolloutsConfig(**rollouts or {}),
         rewards=RewardsConfig(**rewards or {}),
-        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db", **store or {}),
+        store=StoreConfig(url=store_url(tmp_path), **store or {}),
         upstreams=[
             UpstreamConfig(
                 name="policy",

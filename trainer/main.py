@@ -21,7 +21,7 @@ from ..proxy.policy.mode import decide
 from ..proxy.policy.operator import operator_headers
 from ..proxy.policy.swap import Swap
 from ..proxy.policy.vllm import VllmFleet, VllmServer, operator_session
-from ..proxy.store.database import opened
+from ..proxy.store.database import Database, opened
 from ..proxy.store.store import Store
 from .collect.siblings import AskJudge
 from .credit.strategies import STRATEGIES
@@ -57,8 +57,13 @@ async def train(
     if upstream is None:
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
     data.check_store(config)
-    with only_trainer(config.policy.directory, config.store.path):
-        async with _trainer(config) as trainer, opened(config.store) as database, operator_session() as session:
+    with only_trainer(config.policy.directory, None if config.store.is_postgres else config.store.path):
+        async with (
+            opened(config.store) as database,
+            _only_on_server(config, database),
+            _trainer(config) as trainer,
+            operator_session() as session,
+        ):
             store = Store(database)
             mode = await decide(config, store, "trainer")
             headers = upstream.credentials | operator_headers(config.policy.directory)
@@ -121,20 +126,35 @@ def follow(config: Config) -> None:
 
 
 @contextmanager
-def only_trainer(directory: Path, store: Path) -> Iterator[None]:
+def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
     """Lock the directory and the store: two trainers would overwrite each other's checkpoints, or share the rollouts.
 
     The locks go with the process.
     """
-    store = store.expanduser().resolve()
+    locks = [(directory, directory / "trainer.lock")]
+    if store is not None:
+        store = store.expanduser().resolve()
+        locks.append((store, Path(f"{store}-trainer")))
     with ExitStack() as stack:
-        for held, lock in ((directory, directory / "trainer.lock"), (store, Path(f"{store}-trainer"))):
+        for held, lock in locks:
             lock.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(lock.open("w"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another trainer works on {held}; stop it first") from None
+        yield
+
+
+@asynccontextmanager
+async def _only_on_server(config: Config, database: Database) -> AsyncIterator[None]:
+    """Lock a store that is no file: one trainer works on it, on whichever machine."""
+    if not config.store.is_postgres:
+        yield
+        return
+    async with database.alone("trainer") as alone:
+        if not alone:
+            raise ConfigError(f"another trainer works on {config.store.where}; stop it first")
         yield
 
 

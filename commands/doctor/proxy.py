@@ -14,7 +14,7 @@ from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
 from ...proxy.policy.mode import publish_mode
-from ...proxy.store.database import Database
+from ...proxy.store.database import Database, opened
 from ...proxy.store.publishing import kept_mode
 from ..api_client import ApiClient, ApiError, ProxyNotThere
 from .checks import Check, failed, ok, warning
@@ -27,6 +27,8 @@ QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens
 
 async def check_store(config: StoreConfig) -> Check:
     """Check that the store can be opened and written, on a disk with room."""
+    if config.is_postgres:
+        return await _check_server(config)
     path = config.path.expanduser().absolute()
     if not path.exists():
         return _check_place(path)
@@ -42,6 +44,15 @@ async def check_store(config: StoreConfig) -> Check:
     if free < LOW_DISK_GIB:
         return warning("store", f"{path}: only {free:.1f} GiB free", "make room: a full disk stops agents with 503")
     return ok("store", f"{path}, writable, {free:.0f} GiB free")
+
+
+async def _check_server(config: StoreConfig) -> Check:
+    try:
+        async with opened(config) as database:
+            await database.require_writable()
+    except StoreUnavailable as error:
+        return failed("store", error.message, "start the server, or set store.url")
+    return ok("store", f"{config.where}, writable")
 
 
 def _check_place(path: Path) -> Check:

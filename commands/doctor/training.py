@@ -18,7 +18,7 @@ from .checks import Check, failed, ok, warning
 
 async def check_training(config: Config) -> AsyncIterator[Check]:
     """Yield what is to be said of the trainer and of its next step."""
-    if not config.store.path.expanduser().is_file():
+    if not config.store.may_be_there:
         return
     try:
         async with opened(config.store) as database:
@@ -37,7 +37,9 @@ async def check_training(config: Config) -> AsyncIterator[Check]:
 
 
 def trainer_runs(store: StoreConfig) -> bool:
-    """Return whether a trainer on this machine holds the store's lock."""
+    """Return whether a trainer on this machine holds the lock of the store's file."""
+    if store.is_postgres:
+        return False
     path = store.path.expanduser().resolve()
     try:
         with Path(f"{path}-trainer").open() as lock:

@@ -112,8 +112,8 @@ def since(text: str, now: float) -> float:
 
 async def export(store: StoreConfig, target: Path, format: str, kind: Kind, selection: Selection) -> Written:
     """Write the rows to `target` (`-`: standard output). A file appears whole or not at all."""
-    if not store.path.expanduser().is_file():
-        raise LightningError(f"there is no store at {store.path.expanduser().absolute()} (store.url)")
+    if not store.may_be_there:
+        raise LightningError(f"there is no store at {store.where} (store.url)")
     in_place = str(target) == "-" or (target.exists() and not target.is_file())  # a pipe, a device
     writing = target if in_place else target.with_name(f".{target.name}.{os.getpid()}.part")
     writer: RowWriter | None = None

@@ -28,8 +28,8 @@ async def export_policy(config: Config, number: int, target: Path, form: str | N
     target = target.expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already: choose a new directory")
-    if not config.store.path.expanduser().is_file():
-        raise LightningError(f"there is no store at {config.store.path.expanduser().absolute()} (store.url)")
+    if not config.store.may_be_there:
+        raise LightningError(f"there is no store at {config.store.where} (store.url)")
     async with opened(config.store) as database:
         store = Store(database)
         version = await store.versions.get(number)
@@ -52,7 +52,7 @@ async def where(config: Config, options: str = "") -> str | None:
 
     `options`: what the command that takes them out needs before its name.
     """
-    if not config.store.path.expanduser().is_file():
+    if not config.store.may_be_there:
         return None
     async with opened(config.store) as database:
         versions = Store(database).versions

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from ..errors import ConfigError
 from .section import NOT_SENDABLE, Limit, Port, Seconds, Section, is_sendable
 
 
@@ -82,13 +84,40 @@ class StoreConfig(Section):
 
     @property
     def path(self) -> Path:
-        """Return the file of a `sqlite:///…` URL. Three slashes start a relative path, four an absolute one."""
+        """Return the file of a `sqlite:///…` URL. Three slashes start a relative path, four an absolute one.
+
+        Raise ConfigError where the store is no file.
+        """
+        if self.is_postgres:
+            raise ConfigError(f"this needs a store that is a file (store.url sqlite:///FILE), and it is {self.where}")
         return Path(self.url.removeprefix("sqlite:///"))
+
+    @property
+    def is_postgres(self) -> bool:
+        return self.url.startswith("postgresql://")
+
+    @property
+    def may_be_there(self) -> bool:
+        """Return whether there is a file to open, or a server to ask. What only looks makes no store."""
+        return self.is_postgres or self.path.expanduser().is_file()
+
+    @property
+    def where(self) -> str:
+        """Return the store's place as a person may see it: a file, or a URL without its password."""
+        if not self.is_postgres:
+            return str(self.path.expanduser().absolute())
+        parts = urlsplit(self.url)
+        return f"postgresql://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     @model_validator(mode="after")
     def _supported(self) -> StoreConfig:
-        if not self.url.startswith("sqlite:///") or self.url == "sqlite:///":
-            raise ValueError(f"only sqlite:///FILE is supported so far, got {self.url!r}")
+        if self.is_postgres:
+            if self.retention.max_gib is not None:
+                raise ValueError(
+                    "retention.max_gib is for a store that is a file; PostgreSQL has retention.max_age_days"
+                )
+        elif not self.url.startswith("sqlite:///") or self.url == "sqlite:///":
+            raise ValueError(f"sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed, got {self.url!r}")
         return self
 
 

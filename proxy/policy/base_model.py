@@ -22,7 +22,7 @@ def check_base_model(config: Config) -> None:
     model, before = config.policy.model, trained_model(config.store)
     if model is None or before is None or _last_part(model) == _last_part(before):
         return
-    store, directory = config.store.path.expanduser().absolute(), config.policy.directory.absolute()
+    store, directory = config.store.where, config.policy.directory.absolute()
     raise ConfigError(
         f"policy.model is {model}, and the policy versions in {store} were trained on {before}: set it back, or start "
         f"anew with another store.url and policy.directory (now {directory}); `lightning-proxy policy export` takes "

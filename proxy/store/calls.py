@@ -86,7 +86,7 @@ CALL_NEWEST = "SELECT started_at, latency_ms FROM calls WHERE rowid = (SELECT MA
 UNTRAINABLE = """
 SELECT untrainable_reason, COUNT(*) AS n FROM (
     SELECT untrainable_reason, policy_version FROM calls ORDER BY rowid DESC LIMIT :newest
-) WHERE untrainable_reason IS NOT NULL AND policy_version IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1
+) AS recent WHERE untrainable_reason IS NOT NULL AND policy_version IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1
 """
 RESPONSES_WITH = "SELECT response, upstream FROM calls WHERE rollout_id = :rollout_id AND response LIKE :pattern"
 POLICY_LOG_DURING = """

@@ -5,9 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..config.server import StoreConfig
+from ..errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from .postgres.database import PostgresDatabase
 
 T = TypeVar("T")
 Params = Mapping[str, object]
@@ -65,6 +69,8 @@ class Database(ABC):
     @staticmethod
     async def open(config: StoreConfig) -> Database:
         """Open the store, creating and migrating it as needed. Raise StoreUnavailable when that cannot be done."""
+        if config.is_postgres:
+            return await _postgres().open_to_write(config)
         from .sqlite.database import SqliteDatabase
 
         return await SqliteDatabase.open_to_write(config)
@@ -72,6 +78,8 @@ class Database(ABC):
     @staticmethod
     async def open_to_read(config: StoreConfig) -> Database:
         """Open the store as it is; nothing can be written. Raise StoreUnavailable also where it is not up to date."""
+        if config.is_postgres:
+            return await _postgres().open_as_it_is(config)
         from .sqlite.database import SqliteDatabase
 
         return await SqliteDatabase.open_as_it_is(config)
@@ -113,9 +121,24 @@ class Database(ABC):
     async def forget_deleted(self) -> None:
         """Let go of what was deleted, as far as the database's own log still holds it."""
 
+    async def tidy(self) -> None:  # noqa: B027
+        """Do what the database needs now and then, besides what the store deletes."""
+
     @abstractmethod
     def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
         """Yield whether no other process does this work. If so, none will until the block or this process ends."""
+
+
+def _postgres() -> type[PostgresDatabase]:
+    try:
+        from .postgres.database import PostgresDatabase
+    except ModuleNotFoundError as error:
+        if error.name != "asyncpg":
+            raise
+        raise StoreUnavailable(
+            "store.url postgresql://… needs asyncpg: pip install 'lightning-proxy[postgres]'"
+        ) from None
+    return PostgresDatabase
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from .database import Database
 PROBE_FIRST = """
 INSERT INTO probes (version, model, answer, at) VALUES (:version, :model, :answer, :at)
 ON CONFLICT (version) DO UPDATE SET model = excluded.model, answer = excluded.answer, at = excluded.at, problem = NULL
-WHERE model <> excluded.model
+WHERE probes.model <> excluded.model
 """
 PROBE_PROBLEM = "UPDATE probes SET problem = :problem WHERE version = :version"
 

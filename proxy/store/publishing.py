@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from ..config.server import StoreConfig
+from ..errors import StoreUnavailable
 from ..types import PublishMode
-from .database import Database
+from .database import Database, opened
 from .rows import read
 
 DECIDED = "SELECT mode, decided_by, at FROM publishing WHERE n = 1"
@@ -21,7 +24,7 @@ SELECT checkpoint FROM steps WHERE checkpoint IS NOT NULL
 DECIDE = """
 INSERT INTO publishing (n, mode, decided_by, at) VALUES (1, :mode, :by, :at)
 ON CONFLICT (n) DO UPDATE SET mode = excluded.mode, decided_by = excluded.decided_by, at = excluded.at
-WHERE :asked AND mode <> excluded.mode
+WHERE :asked AND publishing.mode <> excluded.mode
 """
 
 
@@ -64,6 +67,8 @@ def newest_checkpoint(config: StoreConfig) -> str | None:
 
 def _at_once(config: StoreConfig, statement: str) -> Any:
     """The first column of what the statement finds."""
+    if config.is_postgres:
+        return _of_server(config, statement)
     path = config.path.expanduser().absolute()
     if not path.is_file():
         return None
@@ -73,3 +78,18 @@ def _at_once(config: StoreConfig, statement: str) -> Any:
     except sqlite3.Error:  # an older store; whoever opens it for good says what is wrong with any other
         return None
     return None if row is None else row[0]
+
+
+def _of_server(config: StoreConfig, statement: str) -> Any:
+    """The same of a server, which is asked in a thread: there may be an event loop here that must not run another."""
+
+    async def ask() -> Any:
+        async with opened(config, to_write=False) as database:
+            row = await database.one(statement)
+        return None if row is None else row[0]
+
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(asyncio.run, ask()).result()
+        except StoreUnavailable:  # whoever opens it for good says what is wrong
+            return None

@@ -126,6 +126,7 @@ class Keeper:
         if (gib := self._retention.max_gib) is not None:
             await self._delete_until(Cut(now, now - ABANDONED_S), gib * 2**30 * (1 - SPARE))
         await give_back(self._db, SPARE)
+        await self._db.tidy()
         self._tell(await over_bound(self._db, self._retention))
 
     def _tell(self, problem: str | None) -> None:

@@ -293,7 +293,7 @@ def _search_statement(filters: dict[str, Any], wanted: Wanted) -> tuple[str, dic
     own = " ".join(ROLLOUT_FILTERS[name] for name in filters)
     if wanted.prefix is not None and "agent" in filters:
         own += " AND EXISTS (SELECT 1 FROM rollout_agents AS a WHERE a.agent = :agent AND a.n = rollouts.n)"
-    fits = " AND ".join(text for name, text in _FITS.items() if name in given) or "1"
+    fits = " AND ".join(text for name, text in _FITS.items() if name in given) or "TRUE"
     return _LOOKED_AT.format(fits=fits, page=page.format(filters=own)), values | given
 
 

@@ -32,6 +32,7 @@ from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from support.small_model import VOCABULARY
+from support.stores import store_url
 
 
 class HonestServer:
@@ -199,7 +200,7 @@ async def bench(
     url, *others = (f"http://127.0.0.1:{runner.addresses[0][1]}/v1" for runner in runners)
     settings = {"group_size": 4, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
     config = Config(
-        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db", busy_timeout_s=busy_timeout_s),
+        store=StoreConfig(url=store_url(tmp_path), busy_timeout_s=busy_timeout_s),
         upstreams=[UpstreamConfig(name="policy", base_url=url, replicas=others)],
         policy=PolicyConfig.model_validate(
             {"model": str(base), "publish": publish, "directory": tmp_path / "policy", **(policy or {})}

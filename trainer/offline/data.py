@@ -79,7 +79,9 @@ def check_store(config: Config) -> None:
     Each store counts its steps and versions by itself, so each would take the other's files for its own.
     """
     directory, own = config.policy.directory, config.policy.directory / STORE_FILE
-    if (directory / SOURCE_FILE).is_file() and config.store.path.expanduser().resolve() != own.resolve():
+    if (directory / SOURCE_FILE).is_file() and (
+        config.store.is_postgres or config.store.path.expanduser().resolve() != own.resolve()
+    ):
         raise ConfigError(
             f"{directory} holds an offline run: set store.url to sqlite:///{own} to go on from it, "
             "or policy.directory to another directory"

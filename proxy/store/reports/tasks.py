@@ -11,7 +11,7 @@ from ..rollouts import ROLLOUT_FILTERS
 NEWEST = 20_000  # rollouts that are looked at
 TASK_ROLLOUTS = """
 SELECT rollout_id, task_id, mode, policy_version, reward, COALESCE(ended_at, created_at) AS at FROM rollouts
-WHERE 1 {filters}
+WHERE TRUE {filters}
 ORDER BY n DESC LIMIT :limit
 """
 

@@ -88,7 +88,7 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
         (f"upstreams: [{{name: a, {URL}, litellm_params: {{x: 1}}}}]", "litellm_params is for kind litellm"),
         ("upstreams: [{name: a, kind: litellm}]", "serves only what models or model_map name"),
         ("upstreams: [{name: a, kind: litellm, models: [m], health_check_s: 1}]", "health_check_s needs a base_url"),
-        ("store: {url: 'mysql://h'}", "only sqlite:///FILE"),
+        ("store: {url: 'mysql://h'}", "sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed"),
         ("store: {busy_timeout_s: .inf}", "store.busy_timeout_s"),
         ("trainer: {group_size: 1}", "trainer.group_size"),
         ("trainer: {baseline: best}", "trainer.baseline"),

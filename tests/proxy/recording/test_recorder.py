@@ -19,11 +19,12 @@ from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database, opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
+from support.stores import store_url
 
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as running:
+    async with opened(StoreConfig(url=store_url(tmp_path))) as running:
         yield running
 
 
@@ -231,7 +232,7 @@ async def test_once_an_evaluation_always_one(database: Database, recorder: Recor
 async def test_a_file_that_is_no_database_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
     (tmp_path / "store.db").write_bytes(b"not a database at all" * 100)
     with pytest.raises(StoreUnavailable, match="not a database"):
-        await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+        await Database.open(StoreConfig(url=store_url(tmp_path)))
     assert not [file for file in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(file.resolve())]
 
 

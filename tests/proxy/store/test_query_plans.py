@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import AsyncIterator, Iterator
-from importlib import import_module
+from collections.abc import AsyncIterator
 from pathlib import Path
-from pkgutil import walk_packages
 
 import pytest
 
@@ -24,24 +22,7 @@ from lightning_proxy.proxy.store.rollouts import (
     ROLLOUTS_PAGE_OF_PREFIX,
 )
 from lightning_proxy.proxy.store.versions import PINNED_VERSIONS
-
-ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE")
-
-
-def statements() -> Iterator[tuple[str, str]]:
-    """Every statement of the store: module constants by name, those that stand in a method by their first words."""
-    for found in walk_packages(store.__path__, f"{store.__name__}."):
-        module = import_module(found.name)
-        assert module.__file__ is not None
-        tree = ast.parse(Path(module.__file__).read_text())
-        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        texts = [(name, text) for name, text in vars(module).items() if isinstance(text, str)]
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-            for node in ast.walk(function):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
-                    texts.append((node.value[:60], node.value))
-        yield from ((name, text) for name, text in texts if text.lstrip().startswith(ORDINARY) and "{" not in text)
-
+from support.statements import statements
 
 PAGES = {
     f"page by {name or 'nothing'}": ROLLOUTS_PAGE.format(filters=ROLLOUT_FILTERS.get(name, ""))

@@ -29,6 +29,7 @@ from lightning_proxy.proxy.store.retention import (
 from lightning_proxy.proxy.store.sqlite.locks import keeping
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
+from support.stores import store_url
 
 NOW = time.time()
 
@@ -73,7 +74,7 @@ class Recorded:
 
 @pytest.fixture
 async def recorded(tmp_path: Path) -> AsyncIterator[Recorded]:
-    config = StoreConfig(url=f"sqlite:///{tmp_path}/store.db")
+    config = StoreConfig(url=store_url(tmp_path))
     async with opened(config) as database, Recorder(Store(database), merged=False) as recorder:
         yield Recorded(database, recorder)
 
@@ -216,7 +217,7 @@ async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: 
     for i in range(20):
         await recorded.store.rollouts.delete(f"r{i}")
     with keeping(Path(recorded.database.where)):  # as the proxy does
-        before, after = await shorten(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+        before, after = await shorten(StoreConfig(url=store_url(tmp_path)))
     assert before.bytes > 5 * 2**20
     assert (after.bytes < 2**20, after.free) == (True, 0)
     await recorded.rollout("afterwards", ended=None)

@@ -30,6 +30,7 @@ from lightning_proxy.trainer.judge.judge import Judge, read_score
 from lightning_proxy.trainer.types import Batch
 from lightning_proxy.trainer.waiting import JudgeError
 from support.calls import call
+from support.stores import store_url
 
 APART = "TEST_OF_A_JUDGE"
 
@@ -94,7 +95,7 @@ class Traffic:
 
 @pytest.fixture
 async def traffic(tmp_path: Path) -> AsyncIterator[Traffic]:
-    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    database = await Database.open(StoreConfig(url=store_url(tmp_path)))
     yield Traffic(database)
     await database.close()
 

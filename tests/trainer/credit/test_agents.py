@@ -22,6 +22,7 @@ from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.credit.agents import TrainedAgents
 from lightning_proxy.trainer.credit.strategies import group_advantages
 from lightning_proxy.trainer.types import Batch, RolloutRewards, Sibling
+from support.stores import store_url
 
 
 def sibling(final: float | None, agents: str, rewards: Mapping[int, float] | None = None) -> Sibling:
@@ -133,7 +134,7 @@ class Traffic:
 
 @pytest.fixture
 async def traffic(tmp_path: Path) -> AsyncIterator[Traffic]:
-    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    database = await Database.open(StoreConfig(url=store_url(tmp_path)))
     yield Traffic(database)
     await database.close()
 

@@ -1,0 +1,179 @@
+"""A database of a PostgreSQL server. Several proxies and a trainer may work on it at once, on several machines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from time import monotonic
+from typing import TypeVar
+
+import asyncpg
+
+from ...config.server import StoreConfig
+from ...errors import StoreUnavailable
+from ..database import SMALL, Database, Params, Runs, Transaction, Work
+from .errors import AGAIN, is_away, raise_ours
+from .migrate import migrate, require_up_to_date
+from .transaction import PostgresTransaction
+
+T = TypeVar("T")
+
+CONNECTIONS = 10  # of one process, at most
+AGAIN_S = 0.05  # until the next attempt
+REFUSED_S = 5.0  # that a record which could not be written counts
+
+BEGIN = "BEGIN"
+# Whoever reads before it writes has the store to itself, but for the recorders: they only add, and end what they added.
+BEGIN_ALONE = "BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema() || ':write', 0))"
+TAKE = "SELECT pg_try_advisory_lock(hashtextextended(current_schema() || ':' || $1, 0))"
+FOLD_COUNTS = """
+WITH changes AS (DELETE FROM rollout_count_changes RETURNING *)
+INSERT INTO rollout_count_changes SELECT mode, status, SUM(rollouts) FROM changes GROUP BY mode, status
+"""
+
+
+class PostgresDatabase(Database):
+    """A pool of connections. A server that is away for less than `store.busy_timeout_s` is waited for."""
+
+    def __init__(self, config: StoreConfig, pool: asyncpg.Pool) -> None:
+        self.where = config.where
+        self._config = config
+        self._pool = pool
+        self._refused: tuple[float, str] | None = None  # when and why the newest record could not be committed
+        self._under_way: set[asyncio.Task[object]] = set()
+
+    @classmethod
+    async def open_to_write(cls, config: StoreConfig) -> PostgresDatabase:
+        """Connect, creating and migrating the tables as needed. Raise StoreUnavailable when that cannot be done."""
+        return await cls._open(config, to_write=True)
+
+    @classmethod
+    async def open_as_it_is(cls, config: StoreConfig) -> PostgresDatabase:
+        """Connect to read. Raise StoreUnavailable also where the tables are not up to date."""
+        return await cls._open(config, to_write=False)
+
+    @classmethod
+    async def _open(cls, config: StoreConfig, *, to_write: bool) -> PostgresDatabase:
+        settings = {"jit": "off", "application_name": "lightning-proxy"}
+        settings |= {} if to_write else {"default_transaction_read_only": "on"}
+        try:
+            pool = await asyncpg.create_pool(
+                config.url, min_size=1, max_size=CONNECTIONS, reset=_end_transaction,
+                timeout=config.busy_timeout_s, server_settings=settings,
+            )  # fmt: skip
+        except (OSError, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise _not_opened(config, error) from error
+        try:
+            async with pool.acquire() as connection:
+                await (migrate if to_write else require_up_to_date)(connection, config.where)
+        except BaseException as error:
+            await pool.close()
+            if isinstance(error, OSError | asyncpg.PostgresError | asyncpg.InterfaceError):
+                raise _not_opened(config, error) from error
+            raise
+        return cls(config, pool)
+
+    async def close(self) -> None:
+        while self._under_way:
+            await asyncio.wait(self._under_way)
+        await self._pool.close()
+
+    # Writes --------------------------------------------------------------------------------------------------------
+
+    async def commit(self, runs: Runs, size: int = SMALL) -> None:
+        async def work(db: Transaction) -> None:
+            for statement, rows in runs:
+                await db.many(statement, rows)
+
+        try:
+            await self._to_the_end(work, BEGIN)
+        except StoreUnavailable as error:
+            self._refused = (monotonic(), error.message)
+            raise
+        self._refused = None
+
+    async def write(self, work: Work[T], size: int = SMALL) -> T:
+        return await self._to_the_end(work, BEGIN_ALONE)
+
+    async def require_writable(self) -> None:
+        await self.write(lambda db: db.all("SELECT pg_current_xact_id()::TEXT AS id"))
+        if self._refused is not None and monotonic() < self._refused[0] + REFUSED_S:
+            raise StoreUnavailable(f"the newest record could not be written: {self._refused[1]}")
+
+    async def _to_the_end(self, work: Work[T], begin: str) -> T:
+        """Shielded: a transaction that has begun ends, also when its caller is cancelled."""
+        task = asyncio.ensure_future(self._transact(work, begin))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
+
+    async def _transact(self, work: Work[T], begin: str) -> T:
+        """Do `work` in one transaction; again while the server is away, or if another one got in its way."""
+        until = monotonic() + self._config.busy_timeout_s
+        while True:
+            committing = False
+            try:
+                async with self._pool.acquire(timeout=self._config.busy_timeout_s) as connection:
+                    await connection.execute(begin)
+                    done = await work(PostgresTransaction(connection))
+                    committing = True
+                    await connection.execute("COMMIT")
+                    return done
+            except Exception as error:
+                again = isinstance(error, AGAIN) or (is_away(error) and not committing)
+                if not again or monotonic() > until:
+                    raise_ours(error, "written", unknown=committing and is_away(error))
+            await asyncio.sleep(AGAIN_S)
+
+    # Reads ---------------------------------------------------------------------------------------------------------
+
+    async def all(self, sql: str, params: Params | None = None) -> Sequence[asyncpg.Record]:
+        until = monotonic() + self._config.busy_timeout_s
+        while True:
+            try:
+                async with self._pool.acquire(timeout=self._config.busy_timeout_s) as connection:
+                    return await PostgresTransaction(connection).all(sql, params)
+            except Exception as error:
+                if not is_away(error) or monotonic() > until:
+                    raise_ours(error, "read")
+            await asyncio.sleep(AGAIN_S)
+
+    async def quick(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
+        rows = await self.all(sql, params)
+        return rows[0] if rows else None
+
+    # The rest ------------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self) -> None:
+        """Do nothing: the server does it by itself."""
+
+    async def forget_deleted(self) -> None:
+        """Do nothing: the server's own log is the server's."""
+
+    async def tidy(self) -> None:
+        await self.quick("SELECT feed_newest()")
+        await self.write(lambda db: db.run(FOLD_COUNTS))
+
+    @asynccontextmanager
+    async def alone(self, work: str) -> AsyncIterator[bool]:
+        """The lock is that of a connection of its own: it goes with the process, or with the way to it."""
+        try:
+            connection = await asyncpg.connect(self._config.url, timeout=self._config.busy_timeout_s)
+        except Exception as error:
+            raise_ours(error, "reached")
+        try:
+            yield bool(await connection.fetchval(TAKE, work))
+        finally:
+            await asyncio.shield(connection.close())
+
+
+async def _end_transaction(connection: asyncpg.Connection) -> None:
+    """Undo what a connection that is given back has not committed."""
+    if connection.is_in_transaction():
+        await connection.execute("ROLLBACK")
+
+
+def _not_opened(config: StoreConfig, error: BaseException) -> StoreUnavailable:
+    said = str(error).partition("\n")[0] or type(error).__name__
+    return StoreUnavailable(f"store {config.where} cannot be opened: {said}")

@@ -1,0 +1,58 @@
+"""The statements of a transaction on a connection to PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import asyncpg
+
+from ..database import Params
+from .statements import TEXTS
+from .translate import Statement, translated
+
+NO_PARAMS: Params = {}
+
+
+class PostgresTransaction:
+    """The statements of a transaction that has begun on a connection, or single statements without one."""
+
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
+
+    async def all(self, sql: str, params: Params | None = None) -> list[asyncpg.Record]:
+        statement = _statement(sql)
+        return await self._connection.fetch(statement.text, *_values(statement, params or NO_PARAMS))
+
+    async def one(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
+        rows = await self.all(sql, params)
+        return rows[0] if rows else None
+
+    async def run(self, sql: str, params: Params | None = None) -> int:
+        statement = _statement(sql)
+        done: str = await self._connection.execute(statement.text, *_values(statement, params or NO_PARAMS))
+        return int(done.rsplit(" ", 1)[1])  # such as "UPDATE 3"
+
+    async def many(self, sql: str, rows: Sequence[Params]) -> None:
+        statement = _statement(sql)
+        if len(rows) == 1:
+            await self._connection.execute(statement.text, *_values(statement, rows[0]))
+        elif rows:
+            await self._connection.executemany(statement.text, [_values(statement, row) for row in rows])
+
+
+def _statement(sql: str) -> Statement:
+    return translated(TEXTS.get(sql, sql))
+
+
+def _values(statement: Statement, params: Params) -> list[Any]:
+    return [_storable(params[name]) for name in statement.names]
+
+
+def _storable(value: Any) -> Any:
+    """A value as PostgreSQL can keep it: it has no character 0. Raise UnicodeEncodeError for what UTF-8 cannot hold."""
+    if not isinstance(value, str):
+        return value
+    if not value.isascii():
+        value.encode()
+    return value.replace("\0", "?")

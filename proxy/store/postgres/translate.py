@@ -1,0 +1,41 @@
+"""The store's statements as PostgreSQL takes them: parameters by number, and the few words that differ."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+_PARTS = re.compile(r"""'(?:[^']|'')*'|"[^"]*"|::|:(\w+)""")
+# LIKE has no escape character in SQLite unless one is named, and takes ASCII letters of both cases for equal.
+_WORDS = (
+    (re.compile(r"\bCROSS JOIN\b"), "JOIN"),
+    (re.compile(r"\s+INDEXED BY \w+"), ""),
+    (re.compile(r"\bIS NOT (?=:)"), "IS DISTINCT FROM "),
+    (re.compile(r"\bIS (?=:)"), "IS NOT DISTINCT FROM "),
+    (re.compile(r"(:\w+) IS NULL\b"), r"\1::TEXT IS NULL"),  # only texts are asked so
+    (re.compile(r"\bLIKE (:\w+)\b(?! ESCAPE)"), r"""LIKE \1 ESCAPE ''"""),
+    (re.compile(r"\bLIKE (:\w+)"), r"""ILIKE \1 COLLATE "C" """),
+)
+
+
+class Statement(NamedTuple):
+    """A statement for PostgreSQL, and the names of its parameters in the order of their numbers."""
+
+    text: str
+    names: tuple[str, ...]
+
+
+@cache
+def translated(sql: str) -> Statement:
+    """Return a statement of the store as PostgreSQL takes it."""
+    for word, other in _WORDS:
+        sql = word.sub(other, sql)
+    names: dict[str, int] = {}
+
+    def numbered(part: re.Match[str]) -> str:
+        if (name := part[1]) is None:  # a text, a name in quotes, or a cast
+            return part[0]
+        return f"${names.setdefault(name, len(names) + 1)}"
+
+    return Statement(_PARTS.sub(numbered, sql), tuple(names))

@@ -1,0 +1,238 @@
+"""A store on a PostgreSQL server: opened by several, held alone by one, and a server that goes away meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.errors import ConfigError, NotFound, StoreUnavailable
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.database import Database, Refused, Transaction, opened
+from lightning_proxy.proxy.store.reports.feed import Feed
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
+from support.postgres import Server, postgres_server
+
+AT = "UPDATE policy_log SET at = :at"
+COUNTED = "SELECT COUNT(*) AS n FROM rollout_count_changes"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def config(server: Server) -> StoreConfig:
+    return StoreConfig(url=server.new_database())
+
+
+@pytest.fixture
+async def database(config: StoreConfig) -> AsyncIterator[Database]:
+    async with opened(config) as database:
+        yield database
+
+
+def call_of(rollout_id: str, call_id: str, **request: Any) -> CallStart:
+    return CallStart(call_id, RolloutName(rollout_id), "chat/completions", "policy", 0, request, 100.0)
+
+
+async def test_several_processes_may_make_the_store_at_once(config: StoreConfig) -> None:
+    databases = await asyncio.gather(*(Database.open(config) for _ in range(4)))
+    rows = [[row["at"] for row in await database.all("SELECT at FROM policy_log")] for database in databases]
+    assert rows == [[0.0]] * 4
+    await asyncio.gather(*(database.close() for database in databases))
+
+
+async def test_a_database_of_another_program_is_refused_and_left_as_it_is(config: StoreConfig) -> None:
+    asyncpg = pytest.importorskip("asyncpg")
+    other = await asyncpg.connect(config.url)
+    await other.execute("CREATE TABLE rollouts (rollout_id TEXT)")
+    with pytest.raises(StoreUnavailable, match="belongs to another program"):
+        await Database.open(config)
+    assert await other.fetchval("SELECT COUNT(*) FROM pg_class WHERE relnamespace = 'public'::regnamespace") == 1
+    await other.close()
+
+
+async def test_to_look_at_a_store_writes_nothing(config: StoreConfig) -> None:
+    with pytest.raises(StoreUnavailable, match="there is no store at postgresql:///t"):
+        await Database.open_to_read(config)
+    async with opened(config) as database:
+        await Store(database).rollouts.open([(RolloutName("r"), "hash")], {})
+    async with opened(config, to_write=False) as database:
+        assert (await Store(database).rollouts.get("r")).rollout_id == "r"
+        assert await Feed(database).newest() == 0
+        with pytest.raises(StoreUnavailable, match="read-only"):
+            await database.commit([(AT, [{"at": 1.0}])])
+
+
+async def test_a_server_that_is_not_there_is_named_without_the_password() -> None:
+    config = StoreConfig(url="postgresql://me:secret@127.0.0.1:1/db", busy_timeout_s=1)
+    with pytest.raises(StoreUnavailable, match="postgresql://127.0.0.1:1/db cannot be opened") as refused:
+        await Database.open(config)
+    assert "secret" not in str(refused.value)
+
+
+async def test_without_asyncpg_one_line_says_what_to_install(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("lightning_proxy.proxy.store.postgres")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "asyncpg", None)
+    with pytest.raises(StoreUnavailable, match=r"needs asyncpg: pip install 'lightning-proxy\[postgres\]'"):
+        await Database.open(config)
+
+
+def test_what_needs_a_file_says_so() -> None:
+    with pytest.raises(ConfigError, match="needs a store that is a file"):
+        _ = StoreConfig(url="postgresql://me:secret@h/db").path
+    with pytest.raises(ValueError, match="PostgreSQL has retention.max_age_days"):
+        StoreConfig.model_validate({"url": "postgresql://h/db", "retention": {"max_gib": 1}})
+
+
+async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(database: Database) -> None:
+    async def fails(db: Transaction) -> None:
+        await db.run(AT, {"at": 1.0})
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        await database.write(fails)
+    with pytest.raises(Refused):
+        await database.commit([(AT, [{"at": 1.0}]), (AT, [{"at": None}])])
+    await database.commit([("INSERT INTO policy_log (version, at) VALUES (0, 3)", [{}])])
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log ORDER BY n")] == [0.0, 3.0]
+
+
+async def test_a_write_whose_caller_is_gone_ends(database: Database) -> None:
+    async def slow(db: Transaction) -> None:
+        await db.run(AT, {"at": 1.0})
+        await db.all("SELECT pg_sleep(0.2)::TEXT")
+
+    leaving = asyncio.create_task(database.write(slow))
+    await asyncio.sleep(0.1)
+    leaving.cancel()
+    await database.write(lambda db: db.run("UPDATE policy_log SET at = at + 2"))
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [3.0]
+
+
+async def test_transactions_that_wait_for_each_other_are_both_done(database: Database) -> None:
+    await database.commit([("INSERT INTO policy_log (version, at) VALUES (0, 0)", [{}])])
+    first, second = [row["n"] for row in await database.all("SELECT n FROM policy_log ORDER BY n")]
+    add = "UPDATE policy_log SET at = at + 1 WHERE n = :n"
+    wait = ("SELECT pg_sleep(0.1)", [{}])
+    one, two = (add, [{"n": first}]), (add, [{"n": second}])
+    await asyncio.gather(database.commit([one, wait, two]), database.commit([two, wait, one]))
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [2.0, 2.0]
+
+
+async def test_one_process_at_a_time_does_a_work(config: StoreConfig) -> None:
+    async with opened(config) as one, opened(config) as two:
+        async with one.alone("keeper") as first, two.alone("keeper") as second, two.alone("ender") as other:
+            assert (first, second, other) == (True, False, True)
+        async with two.alone("keeper") as third:
+            assert third
+
+
+async def test_several_proxies_number_the_calls_of_one_rollout(config: StoreConfig) -> None:
+    async def calls(name: str) -> None:
+        async with opened(config) as database, Recorder(Store(database), merged=False) as recorder:
+            for i in range(20):
+                await recorder.start(call_of("r", f"{name}-{i}", n=i))
+                await recorder.end(CallEnd(f"{name}-{i}", "r", "ok", {"id": "x"}, 200))
+
+    await asyncio.gather(*(calls(name) for name in "abc"))
+    async with opened(config) as database:
+        kept = await Store(database).calls.of("r")
+        assert [call.seq for call in kept] == list(range(60))
+        assert {call.status for call in kept} == {"ok"} and (await Store(database).rollouts.get("r")).calls == 60
+
+
+async def test_several_trainers_never_claim_the_same_step(config: StoreConfig) -> None:
+    async with opened(config) as one, opened(config) as two:
+        steps = await asyncio.gather(*(Store(database).steps.claim([], 0) for database in (one, two) * 10))
+    assert sorted(steps) == list(range(1, 21))
+
+
+async def test_counts_stay_what_they_are_when_they_are_summed_up(database: Database) -> None:
+    store = Store(database)
+    for i in range(5):
+        await store.rollouts.open([(RolloutName(f"r{i}"), f"hash {i}")], {})
+    await store.rollouts.end("r0", "failed", None)
+    before = await store.rollouts.counts()
+    await database.tidy()
+    assert before == await store.rollouts.counts() == {("train", "running"): 4, ("train", "failed"): 1}
+    assert (await database.all(COUNTED))[0]["n"] == 2
+
+
+async def test_a_feed_misses_nothing_that_is_committed_late(config: StoreConfig) -> None:
+    async with opened(config) as database, opened(config) as other:
+        store, feed = Store(database), Feed(database)
+        await store.rollouts.open([(RolloutName("r"), "hash")], {})
+        started = asyncio.Event()
+
+        async def late(db: Transaction) -> None:
+            await db.run("INSERT INTO rewards (rollout_id, name, value, final, created_at) VALUES ('r', 'n', 1, 0, 0)")
+            started.set()
+            await db.all("SELECT pg_sleep(0.3)::TEXT")
+
+        writing = asyncio.create_task(other.write(late))
+        await started.wait()
+        await database.commit([("UPDATE rollouts SET status = 'failed'", [{}])])
+        cursor = await feed.newest()
+        await writing
+        assert await feed.newest() > cursor
+        happened, _ = await feed.after(cursor, 10)
+        assert [(one.kind, one.data["rollout_id"]) for one in happened] == [("reward", "r")]
+
+
+@pytest.mark.parametrize("text", ["a\0b", "ü\ud800"])
+async def test_what_no_text_of_the_server_can_hold_is_recorded_all_the_same(database: Database, text: str) -> None:
+    async with Recorder(Store(database), merged=False) as recorder:
+        start = call_of("r", "c", messages=[])._replace(model=text)
+        await recorder.start(start)
+        await recorder.end(CallEnd("c", "r", "ok", {"id": "x"}, 200))
+    (call,) = await Store(database).calls.of("r")
+    assert call.model is not None and call.model == text.replace("\0", "?").replace("\ud800", "?")
+
+
+async def test_a_server_that_is_killed_under_load_loses_nothing_that_was_acknowledged() -> None:
+    with postgres_server(fsync="on") as server:
+        config = StoreConfig(url=server.new_database(), busy_timeout_s=20)
+        acknowledged: set[str] = set()
+        unavailable = 0
+        async with opened(config) as database, Recorder(Store(database), merged=False) as recorder:
+            stop = asyncio.Event()
+
+            async def agent(name: str) -> None:
+                nonlocal unavailable
+                number = 0
+                while not stop.is_set():
+                    call_id, number = f"{name}-{number}", number + 1
+                    try:
+                        await recorder.start(call_of(name, call_id, n=number))
+                        await recorder.end(CallEnd(call_id, name, "ok", {"id": call_id}, 200))
+                        await Store(database).rewards.post([Reward(name, 1.0, call_id=call_id, final=False)])
+                    except (StoreUnavailable, NotFound):
+                        unavailable += 1
+                        continue
+                    acknowledged.add(call_id)
+
+            agents = [asyncio.create_task(agent(f"r{i}")) for i in range(8)]
+            for _ in range(3):
+                before = len(acknowledged)
+                while len(acknowledged) < before + 50:
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.start)
+            stop.set()
+            await asyncio.gather(*agents)
+            rows = await database.all("SELECT call_id FROM calls WHERE status = 'ok'")
+            kept = {row["call_id"] for row in rows}
+            rewarded = {row["call_id"] for row in await database.all("SELECT call_id FROM rewards")}
+        assert len(acknowledged) >= 150 and acknowledged <= kept and acknowledged <= rewarded

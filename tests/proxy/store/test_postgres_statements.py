@@ -1,0 +1,95 @@
+"""The statements of the store as PostgreSQL takes them, and its schema beside SQLite's."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.migrate import migrate
+from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT, Wanted
+from lightning_proxy.proxy.store.rollouts import _search_statement as search_statement
+from support.postgres import Server, postgres_server
+from support.statements import statements
+
+asyncpg = pytest.importorskip("asyncpg", reason="asyncpg is not installed (the extra `postgres`)")
+from lightning_proxy.proxy.store.postgres.statements import TEXTS  # noqa: E402
+from lightning_proxy.proxy.store.postgres.translate import translated  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def database(server: Server) -> AsyncIterator[Database]:
+    async with opened(StoreConfig(url=server.new_database())) as database:
+        yield database
+
+
+@pytest.mark.parametrize(
+    ("sql", "text", "names"),
+    [
+        ("SELECT :b, :a, :b", "SELECT $1, $2, $1", ("b", "a")),
+        ("SELECT ':a', \":b\", x::json", "SELECT ':a', \":b\", x::json", ()),
+        ("SELECT 'it''s :a', :a", "SELECT 'it''s :a', $1", ("a",)),
+        ("WHERE a IS :a AND b IS NOT :b AND c IS NOT NULL",
+         "WHERE a IS NOT DISTINCT FROM $1 AND b IS DISTINCT FROM $2 AND c IS NOT NULL", ("a", "b")),
+        ("a CROSS JOIN b ON b.n = a.n", "a JOIN b ON b.n = a.n", ()),
+        ("FROM rollouts INDEXED BY x_1\nWHERE TRUE", "FROM rollouts\nWHERE TRUE", ()),
+    ],
+)  # fmt: skip
+def test_parameters_get_numbers_and_few_words_change(sql: str, text: str, names: tuple[str, ...]) -> None:
+    assert translated(sql) == (text, names)
+
+
+async def test_every_statement_of_the_store_is_one_for_postgresql(server: Server, database: Database) -> None:
+    pages = {f"page by {name}": ROLLOUTS_PAGE.format(filters=ROLLOUT_FILTERS[name]) for name in ROLLOUT_FILTERS}
+    pages["page by agent"] = ROLLOUTS_PAGE_OF_AGENT.format(filters="")
+    wanted = Wanted(min_reward=0.0, max_reward=1.0, since=0.0, text="ä", prefix="r")
+    pages["search"] = search_statement({"agent": "a", "status": "ok", "task_id": "t"}, wanted)[0]
+    pages["search by text"] = search_statement({}, Wanted(text="x"))[0]
+    wrong = {}
+    connection = await asyncpg.connect(database._config.url)  # type: ignore[attr-defined]
+    for name, sql in {**dict(statements()), **pages}.items():
+        if "sqlite_master" in sql:
+            continue
+        statement = translated(TEXTS.get(sql, sql))
+        try:
+            prepared = await connection.prepare(statement.text)
+            assert len(prepared.get_parameters()) == len(statement.names)
+        except asyncpg.PostgresError as error:
+            wrong[name] = f"{error}: {statement.text}"
+    await connection.close()
+    assert wrong == {}
+
+
+async def test_the_schema_has_the_tables_and_columns_of_the_other(database: Database) -> None:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as other:
+        migrate(other)
+        tables = [name for (name,) in other.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        theirs = {name: {row[1] for row in other.execute(f"PRAGMA table_info({name})")} for name in tables}
+    columns = "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
+    ours: dict[str, set[str]] = {}
+    for row in await database.all(columns):
+        ours.setdefault(row["table_name"], set()).add(row["column_name"])
+    own = {"rowid", "lightning_store", "rollout_count_changes", "feed_in"}
+    assert {name: found - own for name, found in ours.items() if name not in own} == theirs
+
+
+def test_the_newest_script_has_the_number_of_the_other_schemas() -> None:
+    def numbers(room: str) -> set[int]:
+        files = resources.files(f"lightning_proxy.proxy.{room}").joinpath("migrations").iterdir()
+        return {int(match[0]) for file in files if (match := re.match(r"\d{4}", Path(str(file)).name))}
+
+    assert max(numbers("store.postgres")) == max(numbers("store"))
+    assert numbers("store.postgres") <= numbers("store")

@@ -1,0 +1,30 @@
+"""The statements of the store, wherever they stand in its modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
+
+from lightning_proxy.proxy import store
+
+ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE")
+
+
+def statements() -> Iterator[tuple[str, str]]:
+    """Every statement of the store: module constants by name, those that stand in a method by their first words."""
+    for found in walk_packages(store.__path__, f"{store.__name__}."):
+        if ".postgres" in found.name:  # its own ways to say the same
+            continue
+        module = import_module(found.name)
+        assert module.__file__ is not None
+        tree = ast.parse(Path(module.__file__).read_text())
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        texts = [(name, text) for name, text in vars(module).items() if isinstance(text, str)]
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+                    texts.append((node.value[:60], node.value))
+        yield from ((name, text) for name, text in texts if text.lstrip().startswith(ORDINARY) and "{" not in text)
