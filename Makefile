@@ -65,8 +65,11 @@ SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 test: setup  ## run the tests, a real vLLM included: ten minutes; one file: ARGS=tests/...
 	$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
 
+# The rooms whose tests run on a PostgreSQL server, too; they are skipped where there is none.
+ON_POSTGRES := $(addprefix tests/proxy/,store recording control conversation prompts page access) tests/trainer/collect
 test-all: setup clients  ## run every test: long fuzzing, benchmarks, kill matrices, frameworks too; an hour
 	$(PYTEST) $(SPREAD) --hypothesis-profile=long $(ARGS)
+	$(PYTEST) $(SPREAD) --store postgres $(ON_POSTGRES)
 	$(PYTEST) frameworks
 
 lint: setup  ## ruff and mypy

@@ -67,6 +67,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     file = item.path.relative_to(ROOT)
     if file.is_relative_to("tests/long"):
         item.add_marker(pytest.mark.long)
+    if "sqlite" in item.keywords and item.config.getoption("--store") != "sqlite":
+        item.add_marker(pytest.mark.skip(reason="about SQLite"))
     if "gpu" in item.keywords and not has_gpu():
         item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if item.get_closest_marker("xdist_group") is None:

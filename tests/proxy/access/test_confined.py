@@ -218,6 +218,7 @@ async def test_the_command_line_makes_keys_for_their_own_rollouts(running: Runni
             assert (code, "--scope" in err, err.count("\n")) == (2, True, 1)
 
 
+@pytest.mark.sqlite
 async def test_a_store_made_before_there_were_scopes_keeps_its_keys(running: Running, tmp_path: Path) -> None:
     scripts = sorted((ROOT / "proxy/store/migrations").glob("*.sql"))
     before = [script for script in scripts if script.name < next(s.name for s in scripts if "_access" in s.name)]

@@ -58,6 +58,7 @@ async def becomes(system: Any, status: int, path: str = "/policy", method: str =
     return True
 
 
+@pytest.mark.sqlite
 async def test_a_key_is_printed_once_and_kept_as_a_hash(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         code, out, err = await system.lightning("keys", "create", "ci", "--requests-per-minute", "5")
@@ -247,6 +248,7 @@ async def chat_unrecorded(system: Any, **headers: str) -> tuple[int, Any, dict[s
         return answer.status, await answer.json(), {name.lower(): value for name, value in answer.headers.items()}
 
 
+@pytest.mark.sqlite
 async def test_a_call_with_recording_off_leaves_nothing_behind(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         key = await create(system, "silent", recording=False)

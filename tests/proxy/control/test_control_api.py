@@ -198,6 +198,7 @@ async def test_a_rollout_ends_once(running: Running, tmp_path: Path) -> None:
         assert (await system.call("POST", "/rollouts/r1/end", {"status": "won"}))[0] == 422
 
 
+@pytest.mark.sqlite
 async def test_an_ended_rollout_can_be_deleted_with_all_that_is_known_of_it(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, api_keys=["agent"], admin_keys=["admin"]) as system:
         agent, admin = {"Authorization": "Bearer agent"}, {"Authorization": "Bearer admin"}
@@ -222,6 +223,7 @@ async def test_an_ended_rollout_can_be_deleted_with_all_that_is_known_of_it(runn
     assert left == [0, 0, 0]
 
 
+@pytest.mark.sqlite
 async def test_a_deleted_rollout_is_gone_from_every_table_and_from_the_log(running: Running, tmp_path: Path) -> None:
     def kept() -> bytes:
         return b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
@@ -453,6 +455,7 @@ async def test_the_document_says_which_key_a_route_needs(running: Running, tmp_p
     assert {} in document["paths"]["/reward"]["post"]["security"]  # while there is no key
 
 
+@pytest.mark.sqlite
 async def test_a_store_that_is_larger_than_it_is_to_be_is_degraded(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, store={"retention": {"max_gib": 1e-6}}) as system:
         await system.chat("runs")
@@ -484,6 +487,7 @@ async def test_a_vllm_that_stays_away_is_told_of_once(
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
+@pytest.mark.sqlite
 async def test_a_store_that_lost_its_name_is_not_ready(running: Running, tmp_path: Path, how: str) -> None:
     """What is written to it is found by nobody."""
     async with running(tmp_path) as system:
@@ -511,6 +515,7 @@ async def test_an_alias_that_cannot_be_answered_is_not_ready(running: Running, t
     assert "published as lora, and policy.publish is now merged" in ready[1]["upstream"]
 
 
+@pytest.mark.sqlite
 async def test_a_damaged_store_is_a_503_at_every_door(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         for i in range(30):

@@ -96,6 +96,7 @@ async def test_a_feed_goes_on_where_its_reader_stopped(running: Running, tmp_pat
         assert [(one.kind, one.data["rollout_id"]) for one in again] == [("rollout", "r2"), ("call", "r2")]
 
 
+@pytest.mark.sqlite
 async def test_a_reader_learns_that_it_missed_something(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         await system.chat("r1")

@@ -186,6 +186,7 @@ async def test_a_field_that_is_not_kept_is_not_kept_as_a_prompt(running: Running
         assert "zebra" not in str(detail) and len(detail["prompts"]) == 1
 
 
+@pytest.mark.sqlite
 async def test_what_the_agent_sent_is_redacted_and_goes_with_its_rollout(
     running: Running, tmp_path: Path, seen: list[Any]
 ) -> None:

@@ -229,6 +229,7 @@ async def test_once_an_evaluation_always_one(database: Database, recorder: Recor
     assert (await Store(database).rollouts.get("r")).mode == "eval"
 
 
+@pytest.mark.sqlite
 async def test_a_file_that_is_no_database_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
     (tmp_path / "store.db").write_bytes(b"not a database at all" * 100)
     with pytest.raises(StoreUnavailable, match="not a database"):
@@ -249,6 +250,7 @@ async def test_two_processes_may_open_a_new_store_at_once(tmp_path: Path) -> Non
         await database.close()
 
 
+@pytest.mark.sqlite
 async def test_a_store_is_opened_while_another_writes_to_it(database: Database) -> None:
     with closing(sqlite3.connect(database.where, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -107,6 +107,7 @@ async def test_what_runs_is_kept_and_what_nobody_ends_goes_when_it_was_quiet_for
     assert await recorded.tidy(max_age_days=7) == {"under way", "talking"}
 
 
+@pytest.mark.sqlite
 async def test_a_clock_that_was_wrong_for_a_while_does_not_end_the_retention(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ async def test_a_step_that_is_being_trained_or_published_keeps_its_rollouts(reco
     assert [step.metrics for step in await recorded.store.steps.all()] == [{"reward_mean": 1.0}, {}]
 
 
+@pytest.mark.sqlite
 async def test_by_size_the_oldest_go_and_those_that_wait_for_the_trainer_last(recorded: Recorded) -> None:
     for i in range(4):
         await recorded.rollout(f"waits-{i}", ended=0.1, size=2**18, reward=1.0)
@@ -142,6 +144,7 @@ async def test_by_size_the_oldest_go_and_those_that_wait_for_the_trainer_last(re
 
 
 @pytest.mark.parametrize(("failed", "waits"), [("drop", False), ("zero", True), (-1.0, True)])
+@pytest.mark.sqlite
 async def test_failed_rollouts_that_count_wait_for_the_trainer_too(
     recorded: Recorded, failed: Any, waits: bool
 ) -> None:
@@ -154,6 +157,7 @@ async def test_failed_rollouts_that_count_wait_for_the_trainer_too(
 
 
 @pytest.mark.parametrize(("lone", "waits"), [("drop", False), ("running", True)])
+@pytest.mark.sqlite
 async def test_rollouts_without_a_task_wait_where_they_are_trained_on(
     recorded: Recorded, lone: Any, waits: bool
 ) -> None:
@@ -163,6 +167,7 @@ async def test_rollouts_without_a_task_wait_where_they_are_trained_on(
     assert await recorded.tidy(max_gib=0.9 / 1024) == {"lone" if waits else "failed"}
 
 
+@pytest.mark.sqlite
 async def test_a_bound_that_cannot_be_kept_is_told_of_once_until_it_is_kept_again(
     recorded: Recorded, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +186,7 @@ async def test_a_bound_that_cannot_be_kept_is_told_of_once_until_it_is_kept_agai
     assert [record.getMessage() for record in caplog.records] == [said, "the store is within store.retention again"]
 
 
+@pytest.mark.sqlite
 async def test_a_freed_file_shrinks_on_disk_while_it_is_written(recorded: Recorded) -> None:
     for i in range(20):
         await recorded.rollout(f"r{i}", ended=8, size=2**18)
@@ -211,6 +217,7 @@ async def test_one_process_at_a_time_keeps_a_store(tmp_path: Path) -> None:
         assert third
 
 
+@pytest.mark.sqlite
 async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: Recorded, tmp_path: Path) -> None:
     for i in range(20):
         await recorded.rollout(f"r{i}", ended=0, size=2**18)
@@ -223,6 +230,7 @@ async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: 
     await recorded.rollout("afterwards", ended=None)
 
 
+@pytest.mark.sqlite
 async def test_a_log_that_a_reader_made_long_is_written_anew_once_it_is_gone(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +249,7 @@ async def test_a_log_that_a_reader_made_long_is_written_anew_once_it_is_gone(
     assert log.stat().st_size == long
 
 
+@pytest.mark.sqlite
 async def test_looking_for_what_is_over_uses_indexes(recorded: Recorded) -> None:
     for statement in (ROLLOUTS_OVER, ROLLOUT_FORGET):
         params: dict[str, Any] = dict.fromkeys(("after", "limit", "before", "quiet", "n", "failed", "lone"))
