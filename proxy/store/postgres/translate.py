@@ -14,6 +14,7 @@ _WORDS = (
     (re.compile(r"\bIS NOT (?=:)"), "IS DISTINCT FROM "),
     (re.compile(r"\bIS (?=:)"), "IS NOT DISTINCT FROM "),
     (re.compile(r"(:\w+) IS NULL\b"), r"\1::TEXT IS NULL"),  # only texts are asked so
+    (re.compile(r"\bCAST\((:\w+) AS TEXT\)"), r"convert_from(\1::BYTEA, 'UTF8')"),  # only bytes are read so
     (re.compile(r"\bLIKE (:\w+)\b(?! ESCAPE)"), r"""LIKE \1 ESCAPE ''"""),
     (re.compile(r"\bLIKE (:\w+)"), r"""ILIKE \1 COLLATE "C" """),
 )
