@@ -10,7 +10,7 @@ from ..aside import aside
 from ..errors import NotFound
 from ..json_text import dumps, loads
 from ..types import PolicyVersion, PublishMode
-from .database import Database, Row
+from .database import Database, Row, Transaction
 from .rows import read
 
 VERSION_LIVE_NOW = """
@@ -102,7 +102,12 @@ class Versions:
         statements = [POLICY_LOG, VERSION_LIVE, VERSION_RETIRE]
         statements += [VERSION_VERIFIED] if verified else []
         statements += ["UPDATE steps SET version = :version WHERE step = :step"] if step is not None else []
-        await self._db.commit([(statement, [row]) for statement in statements])
+
+        async def alone(db: Transaction) -> None:  # or two at once could both be left live
+            for statement in statements:
+                await db.many(statement, [row])
+
+        await self._db.write(alone)
 
     async def verified(self, version: int) -> None:
         """Note that vLLM was seen to serve these weights."""

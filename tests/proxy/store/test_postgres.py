@@ -131,6 +131,18 @@ async def test_transactions_that_wait_for_each_other_are_both_done(database: Dat
     assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [2.0, 2.0]
 
 
+async def test_versions_that_are_promoted_at_once_leave_one_live(config: StoreConfig) -> None:
+    async with opened(config) as one, opened(config) as two:
+        made = [await Store(one).versions.new("merged", step, {}) for step in range(1, 9)]
+        for version in made:
+            await Store(one).versions.saved(version, f"v{version}", None)
+        for _ in range(5):
+            await asyncio.gather(*(Store((one, two)[v % 2]).versions.set_live(v) for v in made))
+            log = await one.all("SELECT version FROM policy_log ORDER BY n DESC LIMIT 1")
+            live = [v.version for v in await Store(one).versions.all() if v.status == "live"]
+            assert live == [row["version"] for row in log]
+
+
 async def test_one_process_at_a_time_does_a_work(config: StoreConfig) -> None:
     async with opened(config) as one, opened(config) as two:
         async with one.alone("keeper") as first, two.alone("keeper") as second, two.alone("ender") as other:
