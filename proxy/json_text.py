@@ -84,6 +84,7 @@ def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) 
     of, objects and numbers, because it is given functions for them. `constant`: for NaN and the infinities.
     """
     try:
+        text = text if isinstance(text, str) else text.decode()
         return json.loads(text, object_hook=_itself, parse_int=_int, parse_float=_float, parse_constant=constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -103,8 +103,7 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
         return request.with_body(_with_form_model(request.body, sent["model"]))
     own: tuple[Piece, ...] | None = (request.body,)
     if "model" in changed and "model" in body:
-        model = changed.pop("model")
-        own = with_model(request.body.rstrip() if changed else request.body, model)
+        own = with_model(request.body.rstrip(), changed.pop("model"))
     if own is None or not body or any(name in body for name in changed):
         return request.with_body(encode(sent))
     request = request.with_body(*own)

@@ -16,6 +16,8 @@ from lightning_proxy.proxy.apis.sse import encode
 from lightning_proxy.proxy.apis.stream import Transcript
 from lightning_proxy.proxy.apis.tools import conversation, tool_calls, tool_results
 from lightning_proxy.proxy.conversation.unnamed import Conversation, answered, asked
+from lightning_proxy.proxy.errors import InvalidRequest
+from lightning_proxy.proxy.gateway.body import parse_object
 from lightning_proxy.proxy.json_text import dumps, with_model
 from lightning_proxy.proxy.store.delta import grow_request, shrink_request
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
@@ -149,3 +151,9 @@ def test_a_text_whose_model_is_renamed_says_what_its_object_would(
         assert json.loads(b"".join(renamed)) == body | {"model": new}
     else:
         assert b"\\u00" in text or text.count(b'"model"') > 1
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_a_body_that_is_not_utf8_is_refused_whatever_its_size(size: int) -> None:
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parse_object(b'{"x":"\xed\xa0\x80' + b"a" * size + b'"}')
