@@ -76,7 +76,10 @@ class Swap:
         async with self._locked():
             live = await self._live_before(version, expected)
             path, label = await self._weights(version), _labels(version)[0]
-            servers = await self.vllm.reachable()
+            reachable = await self.vllm.reachable()
+            in_line = [(await self._is_in_line(server, live), server) for server in reachable]
+            # Those that answer nobody come first, so that there is always one that answers.
+            servers = [server for _, server in sorted(in_line, key=lambda pair: pair[0])]
             half = (len(servers) + 1) // 2
             try:
                 given = [await self._give(server, path, label, check) for server in servers[:half]]
@@ -152,6 +155,12 @@ class Swap:
     async def has_label(self, server: VllmServer, version: PolicyVersion) -> bool:
         """Return whether merged weights in one server carry the label of this version, verified or not."""
         return (await server.weight_version()).removeprefix(LOADED) in _labels(version)
+
+    async def _is_in_line(self, server: VllmServer, live: PolicyVersion) -> bool:
+        try:
+            return await server.weight_version() in _labels(live) and not await server.is_paused()
+        except LightningError:
+            return False
 
     async def out_of_line(self) -> dict[str, LightningError | None]:
         """Return, by URL, why a server lacks the live merged weights. Nothing is mended. Raise if none has them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 
 from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
@@ -17,6 +16,7 @@ from .vllm import VllmError, VllmFault
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
+MENDED_S = 3.0  # that a look waits for servers that are being mended
 
 
 class Watch:
@@ -110,18 +110,22 @@ class Watch:
 
         Where one of several has the live merged weights, calls do not wait for the others, which may take minutes.
         """
-        if self.swap.mode == "merged" and len(self.swap.vllm.servers) > 1:
-            with suppress(LightningError):  # none has them
-                problems = await self.swap.out_of_line()
-                if any(isinstance(problem, NotServed) for problem in problems.values()):
-                    self._mend()
-                return problems
-        return await self.swap.restore(await self._pins.in_use())
+        if self.swap.mode != "merged" or len(self.swap.vllm.servers) < 2:
+            return await self.swap.restore(await self._pins.in_use())
+        try:
+            problems = await self.swap.out_of_line()
+        except LightningError:  # none has them; mending waits for a trainer that publishes, which may take minutes
+            await asyncio.wait((self._mend(),), timeout=MENDED_S)
+            return await self.swap.out_of_line()
+        if any(isinstance(problem, NotServed) for problem in problems.values()):
+            self._mend()
+        return problems
 
-    def _mend(self) -> None:
+    def _mend(self) -> asyncio.Task[None]:
         """Give the live weights to servers that do not have them, beside the calls."""
         if self._mending is None or self._mending.done():
             self._mending = asyncio.create_task(self._restore())
+        return self._mending
 
     async def _restore(self) -> None:
         try:
