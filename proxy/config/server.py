@@ -117,7 +117,8 @@ class StoreConfig(Section):
                     "retention.max_gib is for a store that is a file; PostgreSQL has retention.max_age_days"
                 )
         elif not self.url.startswith("sqlite:///") or self.url == "sqlite:///":
-            raise ValueError(f"sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed, got {self.url!r}")
+            shown = re.sub("//[^/]*@", "//…@", self.url)  # without a password
+            raise ValueError(f"sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed, got {shown!r}")
         return self
 
 
