@@ -146,6 +146,7 @@ class Cluster:
         with suppress(aiohttp.ClientError, TimeoutError):
             with closing(await watching) as answer:
                 if answer.status >= 400:
+                    await asyncio.sleep(RETRY_S)  # refused for as long as it is not allowed, perhaps
                     yield "ERROR", {}
                     return
                 async for line in answer.content:
