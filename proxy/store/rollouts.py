@@ -266,7 +266,7 @@ class Rollouts:
         rollout = await self.get(rollout_id)
         if rollout.status == "running":
             raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
-        await self._db.commit([(ROLLOUT_DELETE, [{"rollout_id": rollout_id}])])
+        await self._db.write(lambda db: db.run(ROLLOUT_DELETE, {"rollout_id": rollout_id}))
         with suppress(NotFound):
             await self.get(rollout_id)
             raise Conflict(f"rollout {rollout_id!r} is being trained on: try again after the step", param="status")
