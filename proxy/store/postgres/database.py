@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import TypeVar
 
@@ -20,6 +20,14 @@ from .transaction import PostgresTransaction
 T = TypeVar("T")
 
 CONNECTIONS = 10  # of one process, at most
+READING = 4  # of them, for long queries
+ALONE = 3  # of them, for those that wait for the store's write lock
+COMMAND_S = 120.0  # that a statement may take; a server that is gone does not say so
+# A session whose process is gone must not keep its locks for hours.
+SESSION = {
+    "idle_in_transaction_session_timeout": "30s", "tcp_keepalives_idle": "10", "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+}  # fmt: skip
 AGAIN_S = 0.05  # until the next attempt
 REFUSED_S = 5.0  # that a record which could not be written counts
 
@@ -42,6 +50,7 @@ class PostgresDatabase(Database):
         self._pool = pool
         self._refused: tuple[float, str] | None = None  # when and why the newest record could not be committed
         self._under_way: set[asyncio.Task[object]] = set()
+        self._reading, self._alone = asyncio.Semaphore(READING), asyncio.Semaphore(ALONE)
 
     @classmethod
     async def open_to_write(cls, config: StoreConfig) -> PostgresDatabase:
@@ -55,12 +64,13 @@ class PostgresDatabase(Database):
 
     @classmethod
     async def _open(cls, config: StoreConfig, *, to_write: bool) -> PostgresDatabase:
-        settings = {"jit": "off", "application_name": "lightning-proxy"}
+        settings = SESSION | {"jit": "off", "application_name": "lightning-proxy"}
+        settings["lock_timeout"] = f"{config.busy_timeout_s:g}s"
         settings |= {} if to_write else {"default_transaction_read_only": "on"}
         try:
             pool = await asyncpg.create_pool(
                 config.url, min_size=1, max_size=CONNECTIONS, reset=_end_transaction,
-                timeout=config.busy_timeout_s, server_settings=settings,
+                timeout=config.busy_timeout_s, command_timeout=COMMAND_S, server_settings=settings,
             )  # fmt: skip
         except (OSError, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             raise _not_opened(config, error) from error
@@ -94,7 +104,8 @@ class PostgresDatabase(Database):
         self._refused = None
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
-        return await self._to_the_end(work, BEGIN_ALONE)
+        async with self._alone:
+            return await self._to_the_end(work, BEGIN_ALONE)
 
     async def require_writable(self) -> None:
         await self.write(lambda db: db.all("SELECT pg_current_xact_id()::TEXT AS id"))
@@ -129,6 +140,14 @@ class PostgresDatabase(Database):
     # Reads ---------------------------------------------------------------------------------------------------------
 
     async def all(self, sql: str, params: Params | None = None) -> Sequence[asyncpg.Record]:
+        async with self._reading:
+            return await self._fetch(sql, params)
+
+    async def quick(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
+        rows = await self._fetch(sql, params)
+        return rows[0] if rows else None
+
+    async def _fetch(self, sql: str, params: Params | None) -> Sequence[asyncpg.Record]:
         until = monotonic() + self._config.busy_timeout_s
         while True:
             try:
@@ -138,10 +157,6 @@ class PostgresDatabase(Database):
                 if not is_away(error) or monotonic() > until:
                     raise_ours(error, "read")
             await asyncio.sleep(AGAIN_S)
-
-    async def quick(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
-        rows = await self.all(sql, params)
-        return rows[0] if rows else None
 
     # The rest ------------------------------------------------------------------------------------------------------
 
@@ -159,13 +174,17 @@ class PostgresDatabase(Database):
     async def alone(self, work: str) -> AsyncIterator[bool]:
         """The lock is that of a connection of its own: it goes with the process, or with the way to it."""
         try:
-            connection = await asyncpg.connect(self._config.url, timeout=self._config.busy_timeout_s)
+            connection = await asyncpg.connect(
+                self._config.url, timeout=self._config.busy_timeout_s, server_settings=SESSION
+            )
+            taken = bool(await connection.fetchval(TAKE, work))
         except Exception as error:
             raise_ours(error, "reached")
         try:
-            yield bool(await connection.fetchval(TAKE, work))
+            yield taken
         finally:
-            await asyncio.shield(connection.close())
+            with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+                await asyncio.shield(connection.close())
 
 
 async def _end_transaction(connection: asyncpg.Connection) -> None:

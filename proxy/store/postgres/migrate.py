@@ -9,7 +9,7 @@ import asyncpg
 
 from ...errors import StoreUnavailable
 
-LOCK = "SELECT pg_advisory_xact_lock(hashtextextended(current_schema() || ':migration', 0))"
+LOCK = "SET LOCAL lock_timeout = 0; SELECT pg_advisory_xact_lock(hashtextextended(current_schema() || ':migration', 0))"
 
 
 async def migrate(connection: asyncpg.Connection, where: str) -> None:
@@ -46,13 +46,15 @@ async def require_up_to_date(connection: asyncpg.Connection, where: str) -> None
 
 async def _version(connection: asyncpg.Connection, where: str) -> int:
     """The newest script that was run; 0 in an empty schema."""
-    if await connection.fetchval("SELECT to_regclass(current_schema() || '.lightning_store') IS NULL"):
+    missing = "SELECT to_regclass(current_schema() || '.lightning_store') IS NULL"
+    if await connection.fetchval(missing):
         tables = "SELECT COUNT(*) FROM pg_class WHERE relkind = 'r' AND relnamespace = current_schema()::regnamespace"
-        if await connection.fetchval(tables):
+        if not await connection.fetchval(tables):
+            return 0
+        if await connection.fetchval(missing):  # else another process has made them meanwhile, all at once
             raise StoreUnavailable(
                 f"store {where} cannot be opened: it belongs to another program; set store.url to another database"
             )
-        return 0
     version = int(await connection.fetchval("SELECT version FROM lightning_store"))
     if version > max(_scripts()):
         raise StoreUnavailable(
