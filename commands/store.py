@@ -1,4 +1,4 @@
-"""`store info|compact|backup|restore`: shows the store's size, shrinks it, backs it up, and restores it."""
+"""`store info|compact|backup|restore|migrate`: shows the store's size, shrinks, copies, restores and moves it."""
 
 from __future__ import annotations
 
@@ -61,6 +61,24 @@ def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="w
     path = load_config(context.obj).store.path.expanduser().absolute()
     run(file, path)
     typer.echo(f"{path} is as {file} was")
+
+
+@app.command("migrate")
+def migrate_store(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="sqlite:///FILE or postgresql://…; it is only read")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="the other one of the two, where there is no store yet")],
+) -> None:
+    """Move a store from SQLite to PostgreSQL, or back, and compare each row.
+
+    Stop the proxies and the trainer first: what they record after the beginning is not moved. TO is there as a whole at
+    the end, or not at all.
+    """
+    from .formats import count
+    from .moving import moved
+    from .signals import run_until_signal
+
+    rows = run_until_signal(moved(source, target))
+    typer.echo(f"{count(rows)} rows moved, each compared. The weights are not in the store (policy.directory)")
 
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:

@@ -32,6 +32,13 @@ async def migrate(connection: asyncpg.Connection, where: str) -> None:
         await connection.execute("UPDATE lightning_store SET version = $1", max(scripts))
 
 
+async def require_empty(connection: asyncpg.Connection, where: str) -> None:
+    """Raise StoreUnavailable unless the schema is empty. It stays so until this transaction ends."""
+    await connection.execute(LOCK)
+    if await _version(connection, where):
+        raise StoreUnavailable(f"there is a store at {where} already: a store is moved to an empty database")
+
+
 async def require_up_to_date(connection: asyncpg.Connection, where: str) -> None:
     """Raise StoreUnavailable for a store that is missing, or has to be migrated first."""
     version = await _version(connection, where)

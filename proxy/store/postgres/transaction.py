@@ -46,10 +46,10 @@ def _statement(sql: str) -> Statement:
 
 
 def _values(statement: Statement, params: Params) -> list[Any]:
-    return [_storable(params[name]) for name in statement.names]
+    return [storable(params[name]) for name in statement.names]
 
 
-def _storable(value: Any) -> Any:
+def storable(value: Any) -> Any:
     """A value as PostgreSQL can keep it: it has no character 0. Raise UnicodeEncodeError for what UTF-8 cannot hold."""
     if not isinstance(value, str):
         return value

@@ -1,0 +1,123 @@
+"""A store in an SQLite file, read as of one moment, or made anew beside the place that it gets when it is whole."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+
+from ...config.server import StoreConfig
+from ...errors import LightningError
+from ..copies import FILES, connect_to_read, make_private, remove_store, rename_store
+from ..migrate import migrate
+from ..sqlite.locks import keeping
+from .tables import BATCH, ORDERS, Record, Table, quoted
+
+
+class FileStore:
+    """A connection to the file. `unchanged`: its time and length, where nobody may write to it meanwhile."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, unchanged: tuple[int, int] | None = None) -> None:
+        self._connection = connection
+        self._path = path
+        self._unchanged = unchanged
+
+    async def count(self, table: Table) -> int:
+        return int(self._connection.execute(f"SELECT COUNT(*) FROM {table.name}").fetchone()[0])
+
+    async def read(self, table: Table) -> AsyncIterator[Record]:
+        sql = f"SELECT {quoted(table.columns)} FROM {table.name} ORDER BY {quoted(table.order)}"
+        with closing(self._connection.execute(sql)) as cursor:
+            while rows := cursor.fetchmany(BATCH):
+                for row in rows:
+                    yield tuple(row)
+
+    def require_unchanged(self) -> None:
+        if self._unchanged is not None and _state(self._path) != self._unchanged:
+            raise LightningError(
+                f"{self._path} was written to meanwhile: stop the proxy and the trainer, and try again"
+            )
+
+    async def fill(self, table: Table, records: AsyncIterable[Record]) -> None:
+        places = ", ".join("?" * len(table.columns))
+        sql = f"INSERT INTO {table.name} ({quoted(table.columns)}) VALUES ({places})"
+        batch: list[Record] = []
+        async for record in records:
+            batch.append(record)
+            if len(batch) == BATCH:
+                self._connection.executemany(sql, batch)
+                batch = []
+        self._connection.executemany(sql, batch)
+
+    def kept(self, record: Record) -> Record:
+        return record
+
+    async def finish(self) -> None:
+        if wrong := self._connection.execute("PRAGMA foreign_key_check").fetchone():
+            raise LightningError(f"a row of {wrong[0]} refers to one of {wrong[2]} that is not there")
+
+
+@asynccontextmanager
+async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
+    """Yield the store as it is at one moment; others may go on writing to it."""
+    path = config.path.expanduser().absolute()
+    if not path.is_file():
+        raise LightningError(f"there is no store at {path}")
+    # Nobody has it open: then SQLite reads it as a file that nobody changes.
+    unchanged = None if any(path.with_name(path.name + suffix).exists() for suffix in FILES[1:]) else _state(path)
+    with closing(connect_to_read(path, config.busy_timeout_s)) as connection:
+        connection.execute("BEGIN")
+        connection.execute("SELECT 1 FROM policy_log").fetchone()  # that moment
+        yield FileStore(connection, path, unchanged)
+
+
+@asynccontextmanager
+async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
+    """Yield an empty store, which gets its name after the block. Raise LightningError where there is one."""
+    path = config.path.expanduser().absolute()
+    _require_none(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    with keeping(part, "lock") as alone:
+        if not alone:
+            raise LightningError(f"another process moves a store to {path} now")
+        remove_store(part)
+        try:
+            make_private(part)
+            with closing(sqlite3.connect(part, isolation_level=None)) as connection, _without_triggers(connection):
+                connection.execute("BEGIN")
+                yield FileStore(connection, path)
+                connection.execute("COMMIT")
+            _require_none(path)
+            rename_store(part, path)
+        finally:
+            remove_store(part)
+            Path(f"{part}-lock").unlink(missing_ok=True)
+
+
+@contextmanager
+def _without_triggers(connection: sqlite3.Connection) -> Iterator[None]:
+    """Make an empty store, whose triggers come when the block ends: they note what happens, not what is moved."""
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA synchronous = OFF")  # it is synced as a whole before it gets its name
+    connection.execute("PRAGMA journal_mode = OFF")
+    migrate(connection)
+    triggers = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
+    for name, _ in triggers:
+        connection.execute(f"DROP TRIGGER {name}")
+    for table in reversed(ORDERS):
+        connection.execute(f"DELETE FROM {table}")
+    yield
+    for _, sql in triggers:
+        connection.execute(sql)
+
+
+def _require_none(path: Path) -> None:
+    if any(path.with_name(path.name + suffix).exists() for suffix in FILES):
+        raise LightningError(f"there is something at {path} already: a store is moved to a new file")
+
+
+def _state(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size

@@ -1,0 +1,125 @@
+"""Moves a store from an SQLite file to a PostgreSQL server, or back, and compares each row of it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, closing
+from importlib.util import find_spec
+from itertools import count
+from typing import Protocol
+
+from ...config.server import StoreConfig
+from ...errors import ConfigError, LightningError, StoreUnavailable
+from ..migrate import migrate
+from .file import file_to_read, new_file
+from .tables import Record, Source, Table, Target, read_tables
+
+
+class Watcher(Protocol):
+    """Is told how far the move is."""
+
+    def begins(self, table: str, rows: int) -> None: ...
+
+    def copied(self, rows: int) -> None: ...
+
+    def compared(self, rows: int) -> None: ...
+
+    def ends(self, table: str, rows: int) -> None: ...
+
+
+async def move(source: StoreConfig, target: StoreConfig, watcher: Watcher) -> int:
+    """Move the store to a place where there is none; return how many rows it has. The source stays as it is.
+
+    Raise LightningError where that cannot be done. Then there is nothing at the target.
+    """
+    if source.is_postgres == target.is_postgres:
+        how = "pg_dump and pg_restore copy" if source.is_postgres else "`store backup` copies"
+        raise ConfigError(f"one of the two has to be sqlite:///FILE, the other postgresql://…; {how} one to its like")
+    try:
+        async with _to_read(source) as old, _new(target) as new:
+            moved = 0
+            for table in _tables():
+                moved += await _move_table(table, old, new, watcher)
+            await new.finish()
+            old.require_unchanged()
+    except (OSError, sqlite3.Error, ValueError) as error:
+        raise _failed(source, target, error) from error
+    except Exception as error:
+        if isinstance(error, LightningError) or not _is_of_server(error):
+            raise
+        raise _failed(source, target, error) from error
+    return moved
+
+
+def _tables() -> list[Table]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as schema:
+        migrate(schema)
+        return read_tables(schema)
+
+
+async def _move_table(table: Table, source: Source, target: Target, watcher: Watcher) -> int:
+    watcher.begins(table.name, await source.count(table))
+    await target.fill(table, _counted(source.read(table), watcher.copied))
+    rows = await _compare(table, source, target, watcher)
+    watcher.ends(table.name, rows)
+    return rows
+
+
+async def _compare(table: Table, source: Source, target: Target, watcher: Watcher) -> int:
+    """Compare the rows of both, in their order; return how many they are."""
+    there = target.read(table)
+    rows = 0
+    async for record in _counted(source.read(table), watcher.compared):
+        rows += 1
+        if target.kept(record) != await anext(there, None):
+            what = dict(zip(table.columns, record, strict=True))
+            where = ", ".join(f"{column} {what[column]!r}" for column in table.order)
+            raise LightningError(f"a row of {table.name} was read back differently: {where}. Nothing was moved")
+    if await anext(there, None) is not None:
+        raise LightningError(f"{table.name} was read back with more rows than it has. Nothing was moved")
+    return rows
+
+
+async def _counted(records: AsyncIterator[Record], tell: Callable[[int], None]) -> AsyncIterator[Record]:
+    for n in count(1):
+        record = await anext(records, None)
+        if record is None:
+            return
+        if n % 100 == 0:
+            tell(n)
+        yield record
+
+
+def _to_read(config: StoreConfig) -> AbstractAsyncContextManager[Source]:
+    if not config.is_postgres:
+        return file_to_read(config)
+    _require_asyncpg()
+    from .server import server_to_read
+
+    return server_to_read(config)
+
+
+def _new(config: StoreConfig) -> AbstractAsyncContextManager[Target]:
+    if not config.is_postgres:
+        return new_file(config)
+    _require_asyncpg()
+    from .server import new_on_server
+
+    return new_on_server(config)
+
+
+def _require_asyncpg() -> None:
+    if find_spec("asyncpg") is None:
+        raise StoreUnavailable("postgresql://… needs asyncpg: pip install 'lightning-proxy[postgres]'")
+
+
+def _is_of_server(error: Exception) -> bool:
+    import asyncpg
+
+    return isinstance(error, asyncpg.PostgresError | asyncpg.InterfaceError)
+
+
+def _failed(source: StoreConfig, target: StoreConfig, error: Exception) -> LightningError:
+    said = str(error).partition("\n")[0] or type(error).__name__
+    return LightningError(f"{source.where} was not moved to {target.where}: {said}")

@@ -1,0 +1,117 @@
+"""A store on a PostgreSQL server, read as of one moment, or made anew in one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator
+from contextlib import asynccontextmanager
+
+import asyncpg
+
+from ...config.server import StoreConfig
+from ..postgres.migrate import migrate, require_empty, require_up_to_date
+from ..postgres.transaction import storable
+from .tables import BATCH, ORDERS, Record, Table, quoted
+
+# What is not numbered yet gets the numbers after the highest. Nobody has seen those.
+FEED = """
+SELECT n, kind, ref FROM (
+    SELECT n, kind, ref FROM feed UNION ALL
+    SELECT (SELECT COALESCE(MAX(n), 0) FROM feed) + ROW_NUMBER() OVER (ORDER BY n), kind, ref FROM feed_in
+) AS numbered ORDER BY n
+"""
+IDENTITIES = """
+SELECT relname AS table, attname AS column FROM pg_attribute JOIN pg_class ON pg_class.oid = attrelid
+WHERE attidentity <> '' AND relkind = 'r' AND relnamespace = current_schema()::regnamespace
+"""
+SETTINGS = {
+    "jit": "off",
+    "application_name": "lightning-proxy store migrate",
+    "statement_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+}
+
+
+class ServerStore:
+    """A transaction on a connection to the server."""
+
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
+
+    async def count(self, table: Table) -> int:
+        also = " + (SELECT COUNT(*) FROM feed_in)" if table.name == "feed" else ""
+        return int(await self._connection.fetchval(f"SELECT (SELECT COUNT(*) FROM {table.name}){also}"))
+
+    async def read(self, table: Table) -> AsyncIterator[Record]:
+        # In the order of SQLite, which compares texts by their bytes.
+        order = [quoted((name,)) + (' COLLATE "C"' if name in table.texts else "") for name in table.order]
+        sql = f"SELECT {quoted(table.columns)} FROM {table.name} ORDER BY {', '.join(order)}"
+        is_feed = table.name == "feed"
+        async for row in self._connection.cursor(FEED if is_feed else sql, prefetch=BATCH):
+            yield _numbered(*row) if is_feed else tuple(row)
+
+    def require_unchanged(self) -> None:
+        """Do nothing: the transaction sees one moment."""
+
+    async def fill(self, table: Table, records: AsyncIterable[Record]) -> None:
+        # Counts of rollouts are kept as changes, of which these are the first.
+        name = "rollout_count_changes" if table.name == "rollout_counts" else table.name
+        kept = (_as_text(*self.kept(record)) if name == "feed" else self.kept(record) async for record in records)
+        await self._connection.copy_records_to_table(name, records=kept, columns=table.columns)
+
+    def kept(self, record: Record) -> Record:
+        return tuple(storable(value) for value in record)
+
+    async def finish(self) -> None:
+        """Let numbers go on above the highest that was moved, and triggers note what happens from now on."""
+        for table, column in await self._connection.fetch(IDENTITIES):
+            sequence = f"pg_get_serial_sequence('{table}', '{column}')"
+            await self._connection.execute(f"SELECT setval({sequence}, MAX({column})) FROM {table}")
+        await _switch_triggers(self._connection, "ENABLE")
+        await self._connection.execute("ANALYZE")
+
+
+@asynccontextmanager
+async def server_to_read(config: StoreConfig) -> AsyncIterator[ServerStore]:
+    """Yield the store as it is at one moment; others may go on writing to it."""
+    async with _connected(config) as connection, connection.transaction(isolation="repeatable_read", readonly=True):
+        await require_up_to_date(connection, config.where)
+        yield ServerStore(connection)
+
+
+@asynccontextmanager
+async def new_on_server(config: StoreConfig) -> AsyncIterator[ServerStore]:
+    """Yield an empty store, which others see after the block. Raise LightningError where there is one."""
+    async with _connected(config) as connection, connection.transaction():
+        await require_empty(connection, config.where)
+        await migrate(connection, config.where)
+        await _switch_triggers(connection, "DISABLE")
+        await connection.execute("DELETE FROM policy_log")
+        await connection.execute("DELETE FROM policy_versions")
+        yield ServerStore(connection)
+
+
+@asynccontextmanager
+async def _connected(config: StoreConfig) -> AsyncIterator[asyncpg.Connection]:
+    connection = await asyncpg.connect(config.url, timeout=config.busy_timeout_s, server_settings=SETTINGS)
+    try:
+        yield connection
+    finally:
+        if connection.is_in_transaction():
+            connection.terminate()
+        else:
+            await connection.close()
+
+
+async def _switch_triggers(connection: asyncpg.Connection, to: str) -> None:
+    """Those of the store, which note what happens. The server goes on checking what rows refer to."""
+    for table in ORDERS:
+        if table != "rollout_counts":  # a view here
+            await connection.execute(f"ALTER TABLE {table} {to} TRIGGER USER")
+
+
+def _numbered(n: int, kind: str, ref: str) -> Record:
+    return n, kind, ref if kind == "call" else int(ref)
+
+
+def _as_text(n: int, kind: str, ref: object) -> Record:
+    return n, kind, str(ref)

@@ -1,0 +1,267 @@
+"""`store migrate`: the whole store in the other database, or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
+from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.moving.file import file_to_read, new_file
+from lightning_proxy.proxy.store.moving.tables import ORDERS
+from lightning_proxy.proxy.store.reports.feed import Feed
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import Reward, RolloutName
+from support.command_line import Done, lightning
+from support.full_stores import fill, read_all
+from support.postgres import Server, postgres_server
+
+COUNTED = "SELECT COUNT(*) AS n FROM calls"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def on_server(server: Server) -> StoreConfig:
+    return StoreConfig(url=server.new_database())
+
+
+def in_file(path: Path) -> StoreConfig:
+    return StoreConfig(url=f"sqlite:///{path}")
+
+
+async def migrate(source: StoreConfig, target: StoreConfig) -> Done:
+    return await asyncio.to_thread(lightning, "store", "migrate", source.url, target.url)
+
+
+async def rows_of(config: StoreConfig) -> dict[str, list[dict[str, Any]]]:
+    async with opened(config, to_write=False) as database:
+        return await read_all(database, ORDERS)
+
+
+async def filled(config: StoreConfig, **more: int) -> None:
+    async with opened(config) as database:
+        await fill(database, **more)
+
+
+async def test_every_table_of_both_schemas_is_moved(on_server: StoreConfig, tmp_path: Path) -> None:
+    columns: dict[str, set[tuple[str, str]]] = {}
+    async with opened(on_server) as database:
+        rows = await database.all(
+            "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
+        )
+        columns["server"] = {(row[0], row[1]) for row in rows if row[1] != "rowid"}
+    async with opened(in_file(tmp_path / "s.db")) as database:
+        rows = await database.all(
+            "SELECT m.name, c.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE m.type = 'table'"
+        )
+        columns["file"] = {(row[0], row[1]) for row in rows}
+    inner = ("rollout_count_changes", "feed_in", "lightning_store")
+    assert {column for column in columns["server"] if column[0] not in inner} == columns["file"]
+    assert {table for table, _ in columns["file"]} == set(ORDERS)
+
+
+async def test_a_store_is_the_same_after_it_was_moved_to_a_server_and_back(
+    on_server: StoreConfig, tmp_path: Path
+) -> None:
+    first, last = in_file(tmp_path / "first.db"), in_file(tmp_path / "last.db")
+    await filled(first)
+    before = await rows_of(first)
+    assert all(before.values()), [table for table, rows in before.items() if not rows]
+    content = (tmp_path / "first.db").read_bytes()
+    done = await migrate(first, on_server)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "calls: 12 rows\n" in done.stdout and "rows moved, each compared" in done.stdout
+    assert (tmp_path / "first.db").read_bytes() == content and not (tmp_path / "first.db-wal").exists()
+    there = await rows_of(on_server)
+    for row in there["feed"]:
+        row["ref"] = row["ref"] if row["kind"] == "call" else int(row["ref"])
+    assert there == before
+    assert (await migrate(on_server, last)).returncode == 0
+    assert await rows_of(last) == before
+    with closing(sqlite3.connect(tmp_path / "first.db")) as old, closing(sqlite3.connect(tmp_path / "last.db")) as new:
+        for asked in ("SELECT type, name, sql FROM sqlite_master ORDER BY name", "PRAGMA auto_vacuum"):
+            assert new.execute(asked).fetchall() == old.execute(asked).fetchall()
+    assert (tmp_path / "last.db").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("back", [False, True])
+async def test_a_moved_store_goes_on_above_its_highest_numbers(
+    on_server: StoreConfig, tmp_path: Path, back: bool
+) -> None:
+    source, target = in_file(tmp_path / "s.db"), on_server
+    if back:
+        source, target = target, source
+    await filled(source)
+    async with opened(source, to_write=False) as database:
+        counts = await Store(database).rollouts.counts()
+    assert (await migrate(source, target)).returncode == 0
+    highest = {
+        table: max(row["n"] for row in rows) for table, rows in (await rows_of(target)).items() if "n" in rows[0]
+    }
+    async with opened(target) as database:
+        store, feed = Store(database), Feed(database)
+        assert await store.rollouts.counts() == counts
+        assert await feed.newest() == highest["feed"]
+        await store.rollouts.open([(RolloutName("new"), "hash")], {})
+        await store.rewards.post([Reward("new", 1.0, final=False)])
+        await database.commit([("INSERT INTO prompt_log (name, version, at) VALUES ('p', 1, 2)", [{}])])
+        await database.tidy()
+        (row,) = await database.all("SELECT n FROM rollouts WHERE rollout_id = 'new'")
+        assert row["n"] == highest["rollouts"] + 1
+        assert await feed.newest() > highest["feed"]
+        happened, _ = await feed.after(highest["feed"], 10)
+        assert [one.kind for one in happened] == ["rollout", "reward"]
+        counts[("train", "running")] += 1
+        assert await store.rollouts.counts() == counts
+
+
+async def test_what_a_server_has_not_numbered_yet_gets_its_numbers(on_server: StoreConfig, tmp_path: Path) -> None:
+    async with opened(on_server) as database:
+        await Store(database).rollouts.open([(RolloutName("r"), "hash")], {})
+        await database.tidy()
+        await Store(database).rollouts.end("r", "failed", None)
+        await Store(database).rewards.post([Reward("r", 1.0)])
+        waiting = [row["kind"] for row in await database.all("SELECT kind FROM feed_in ORDER BY n")]
+        assert waiting == ["rollout", "reward"]
+        assert (await migrate(on_server, in_file(tmp_path / "s.db"))).returncode == 0
+        assert [row["kind"] for row in await database.all("SELECT kind FROM feed_in ORDER BY n")] == waiting
+    feed = (await rows_of(in_file(tmp_path / "s.db")))["feed"]
+    assert [(row["n"], row["kind"], row["ref"]) for row in feed] == [
+        (1, "rollout", 1),
+        (2, "rollout", 1),
+        (3, "reward", 1),
+    ]
+
+
+async def test_a_store_is_moved_only_to_where_there_is_none(on_server: StoreConfig, tmp_path: Path) -> None:
+    file, other = in_file(tmp_path / "s.db"), in_file(tmp_path / "other.db")
+    missing = await migrate(file, on_server)
+    assert (missing.returncode, "there is no store at" in missing.stderr) == (1, True)
+    await filled(file)
+    assert (await migrate(file, on_server)).returncode == 0
+    before = await rows_of(on_server)
+    for source, target in ((file, on_server), (on_server, file)):
+        refused = await migrate(source, target)
+        assert refused.returncode == 1 and "already" in refused.stderr and refused.stderr.count("\n") == 1, refused
+    assert await rows_of(on_server) == before
+    (tmp_path / "other.db-wal").write_bytes(b"of another")
+    assert (await migrate(on_server, other)).returncode == 1 and not (tmp_path / "other.db").exists()
+    for source, target in ((file, other), (on_server, on_server)):
+        refused = await migrate(source, target)
+        assert refused.returncode == 2 and "one of the two has to be" in refused.stderr
+    wrong = await asyncio.to_thread(lightning, "store", "migrate", "store.db", on_server.url)
+    assert wrong.returncode == 2 and "FROM has to be" in wrong.stderr
+
+
+async def test_what_another_process_records_meanwhile_is_not_moved(on_server: StoreConfig, tmp_path: Path) -> None:
+    file = in_file(tmp_path / "s.db")
+    async with opened(file) as database:
+        await fill(database)
+        moving = asyncio.create_task(migrate(file, on_server))
+        number = 0
+        while not moving.done():
+            number += 1
+            await Store(database).rollouts.open([(RolloutName(f"later {number}"), f"hash {number}")], {})
+            await asyncio.sleep(0.001)
+        assert (await moving).returncode == 0, (await moving).stderr
+        here = await read_all(database, {"rollouts": "n", "rollout_counts": "mode status"})
+    there = await rows_of(on_server)
+    assert there["rollouts"] == here["rollouts"][: len(there["rollouts"])]
+    assert len(there["rollouts"]) < len(here["rollouts"])
+    assert sum(row["rollouts"] for row in there["rollout_counts"]) == len(there["rollouts"])
+
+
+async def test_a_file_that_nobody_had_open_and_that_is_written_to_meanwhile_is_not_moved(tmp_path: Path) -> None:
+    await filled(in_file(tmp_path / "s.db"))
+    async with file_to_read(in_file(tmp_path / "s.db")) as source:
+        source.require_unchanged()
+        async with opened(in_file(tmp_path / "s.db")) as database:
+            await Store(database).rollouts.open([(RolloutName("later"), "hash")], {})
+            await database.checkpoint()
+        with pytest.raises(LightningError, match="was written to meanwhile"):
+            source.require_unchanged()
+
+
+async def test_one_move_at_a_time_makes_a_file(tmp_path: Path) -> None:
+    async with new_file(in_file(tmp_path / "s.db")):
+        with pytest.raises(LightningError, match="another process moves a store"):
+            async with new_file(in_file(tmp_path / "s.db")):
+                pass
+    assert [path.name for path in tmp_path.iterdir()] == ["s.db"]
+
+
+async def test_a_text_that_the_server_cannot_hold_is_moved_as_the_server_would_record_it(
+    on_server: StoreConfig, tmp_path: Path
+) -> None:
+    file = in_file(tmp_path / "s.db")
+    async with opened(file) as database:
+        await fill(database)
+        await database.commit([("UPDATE calls SET error = :error WHERE call_id = 'a-0'", [{"error": "a\0b"}])])
+    assert (await migrate(file, on_server)).returncode == 0
+    assert [row["error"] for row in (await rows_of(on_server))["calls"] if row["call_id"] == "a-0"] == ["a?b"]
+
+
+@pytest.mark.parametrize("back", [False, True])
+async def test_a_move_that_is_killed_leaves_nothing_and_is_done_again(
+    on_server: StoreConfig, tmp_path: Path, back: bool
+) -> None:
+    source, target = in_file(tmp_path / "s.db"), on_server
+    if back:
+        source, target = target, source
+    await filled(source, calls=300, bytes_each=20_000)
+    command = [sys.executable, "-m", "lightning_proxy.cli", "store", "migrate", source.url, target.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("calls:"):  # what comes next is large
+                break
+        await asyncio.sleep(0.05)
+        process.kill()
+        assert "large_requests:" not in process.stdout.read()
+    assert process.returncode == -9
+    if back:
+        assert not (tmp_path / "s.db").exists()
+    else:
+        with pytest.raises(StoreUnavailable, match="there is no store"):
+            await Database.open_to_read(target)
+    done = await migrate(source, target)
+    assert done.returncode == 0, done.stderr
+    assert not [file.name for file in tmp_path.iterdir() if ".part" in file.name]
+    async with opened(target, to_write=False) as database:
+        assert (await database.all(COUNTED))[0]["n"] == 1200
+
+
+async def test_a_row_that_is_read_back_differently_undoes_the_move(
+    on_server: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = in_file(tmp_path / "s.db")
+    await filled(file)
+    ServerStore = pytest.importorskip("lightning_proxy.proxy.store.moving.server").ServerStore
+    fill_table = ServerStore.fill
+
+    async def wrongly(self: Any, table: Any, records: Any) -> None:
+        await fill_table(self, table, records)
+        if table.name == "rewards":
+            await self._connection.execute("UPDATE rewards SET value = 3 WHERE reward_id = 1")
+
+    monkeypatch.setattr(ServerStore, "fill", wrongly)
+    refused = await migrate(file, on_server)
+    assert refused.returncode == 1
+    assert "a row of rewards was read back differently: reward_id 1. Nothing was moved" in refused.stderr
+    with pytest.raises(StoreUnavailable, match="there is no store"):
+        await Database.open_to_read(on_server)
