@@ -28,10 +28,10 @@ class FileStore:
 
     async def read(self, table: Table) -> AsyncIterator[Record]:
         sql = f"SELECT {quoted(table.columns)} FROM {table.name} ORDER BY {quoted(table.order)}"
-        with closing(self._connection.execute(sql)) as cursor:
-            while rows := cursor.fetchmany(BATCH):
-                for row in rows:
-                    yield tuple(row)
+        cursor = self._connection.execute(sql)
+        while rows := cursor.fetchmany(BATCH):
+            for row in rows:
+                yield tuple(row)
 
     def require_unchanged(self) -> None:
         if self._unchanged is not None and _state(self._path) != self._unchanged:
