@@ -246,6 +246,23 @@ async def test_a_move_that_is_killed_leaves_nothing_and_is_done_again(
         assert (await database.all(COUNTED))[0]["n"] == 1200
 
 
+async def test_a_server_that_ends_meanwhile_undoes_the_move(tmp_path: Path) -> None:
+    file = in_file(tmp_path / "s.db")
+    await filled(file, calls=300, bytes_each=20_000)
+    with postgres_server() as server:
+        url = server.new_database()
+        command = [sys.executable, "-m", "lightning_proxy.cli", "store", "migrate", file.url, url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith("calls:"):
+                pass
+            server.kill()
+            _, said = process.communicate(timeout=20)
+        assert process.returncode == 1 and "was not moved" in said and said.count("\n") == 1, said
+        server.start()
+        assert (await migrate(file, StoreConfig(url=url))).returncode == 0
+
+
 async def test_a_row_that_is_read_back_differently_undoes_the_move(
     on_server: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import asyncpg
 
@@ -56,7 +58,8 @@ class ServerStore:
         # Counts of rollouts are kept as changes, of which these are the first.
         name = "rollout_count_changes" if table.name == "rollout_counts" else table.name
         kept = (_as_text(*self.kept(record)) if name == "feed" else self.kept(record) async for record in records)
-        await self._connection.copy_records_to_table(name, records=kept, columns=table.columns)
+        copying = self._connection.copy_records_to_table(name, records=kept, columns=table.columns)
+        await _unless_lost(self._connection, copying)
 
     def kept(self, record: Record) -> Record:
         return tuple(storable(value) for value in record)
@@ -95,11 +98,35 @@ async def _connected(config: StoreConfig) -> AsyncIterator[asyncpg.Connection]:
     connection = await asyncpg.connect(config.url, timeout=config.busy_timeout_s, server_settings=SETTINGS)
     try:
         yield connection
+    except asyncpg.InterfaceError as error:
+        if connection.is_closed():
+            raise ConnectionError("the server closed the connection") from error
+        raise
     finally:
         if connection.is_in_transaction():
             connection.terminate()
         else:
             await connection.close()
+
+
+async def _unless_lost(connection: asyncpg.Connection, copying: Coroutine[Any, Any, object]) -> None:
+    """Wait for what would wait for ever once the server is gone: asyncpg does not tell a COPY."""
+    task = asyncio.ensure_future(copying)
+    lost = asyncio.Event()
+
+    def ended(_: object) -> None:
+        lost.set()
+        task.cancel()
+
+    connection.add_termination_listener(ended)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not lost.is_set():
+            raise
+        raise ConnectionError("the server closed the connection") from None
+    finally:
+        connection.remove_termination_listener(ended)
 
 
 async def _switch_triggers(connection: asyncpg.Connection, to: str) -> None:
