@@ -81,7 +81,7 @@ def test_a_port_in_use_ends_with_one_line_before_anything_starts(tmp_path: Path,
     assert not (tmp_path / "lightning-logs" / "vllm.log").exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_store_that_cannot_be_read_is_one_line_without_a_traceback(tmp_path: Path, workers: int) -> None:
     settings = {"proxy": {"port": 0, "workers": workers}, "store": {"url": "sqlite:///records.db"}}
     (tmp_path / "config.yaml").write_text(json.dumps(settings))

@@ -152,6 +152,7 @@ async def test_after_the_supervisor_was_killed_under_load_the_next_serve_gets_it
             await settled(proxy, 2, without=before)
 
 
+@pytest.mark.long  # uvicorn waits half a minute for a worker that has gone
 def test_workers_that_cannot_start_end_the_proxy_with_an_error(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     settings = {"proxy": {"workers": 2, "port": 0}, "store": {"url": f"sqlite:///{tmp_path}/store.db"}}

@@ -88,7 +88,8 @@ def test_two_processes_make_the_update_of_one(directory: Path, tmp_path: Path, k
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.long), "fsdp"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_two_processes_train_all_weights_as_one_does(directory: Path, tmp_path: Path, kind: str) -> None:
     """The same steps, with a KL to the base model. A checkpoint of two processes is gone on with by one."""
     (directory / f"full-{kind}-one").mkdir()
