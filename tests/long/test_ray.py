@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
 
 from lightning_proxy.commands.run.run import RunOptions
 from lightning_proxy.proxy.errors import ConfigError, LightningError
-from support.control_api import ControlApi
+from support.control_api import ControlApi, served
 from support.ray_cluster import RayCluster, ray_cluster
 from support.running import Program, run_all, task
 
@@ -36,14 +35,8 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 async def proxy() -> AsyncIterator[ControlApi]:
-    api = ControlApi()
-    runner = web.AppRunner(api.app())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield api
-    await runner.cleanup()
+    async with served() as api:
+        yield api
 
 
 def by_ray(cluster: RayCluster, proxy: ControlApi | None, **ray: Any) -> Program:

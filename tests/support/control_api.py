@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
@@ -53,3 +55,15 @@ class ControlApi:
         body = json.loads(await request.read())
         self.rollouts[body["rollout_id"]].update(status="completed", reward=body["reward"])
         return web.json_response({})
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[ControlApi]:
+    """Serve the played control API on a free port of the loopback interface."""
+    api = ControlApi()
+    runner = web.AppRunner(api.app())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield api
+    await runner.cleanup()

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from aiohttp import web
 
-from support.control_api import ControlApi
+from support.control_api import ControlApi, served
 from support.paths import ROOT
 from support.played_kubernetes import PlayedCluster, played_cluster
 from support.ray_cluster import RayCluster, ray_cluster
@@ -18,14 +17,8 @@ from support.running import Program
 
 @pytest.fixture
 async def proxy() -> AsyncIterator[ControlApi]:
-    api = ControlApi()
-    runner = web.AppRunner(api.app())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield api
-    await runner.cleanup()
+    async with served() as api:
+        yield api
 
 
 @pytest.fixture

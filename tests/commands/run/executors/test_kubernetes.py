@@ -67,6 +67,7 @@ async def test_what_is_created_is_valid(
     proxy: ControlApi, kubernetes: PlayedCluster, program: Program, tmp_path: Path, version: str
 ) -> None:
     await run_all(proxy, program(tmp_path, "pass"), [task(1)], RunOptions())
+    assert {made["kind"] for made in kubernetes.created} == {"Job", "Secret"}
     for made in kubernetes.created:
         kubernetes_validate.validate(made, version, strict=True)
     for role in yaml.safe_load_all((ROOT / "deploy" / "agents-role.yaml").read_text()):
