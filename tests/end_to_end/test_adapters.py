@@ -1,9 +1,10 @@
-"""Requests for different adapters that vLLM answers in one batch: each is answered by its own weights."""
+"""Adapters on a real vLLM: several in one batch, and a conversation with one."""
 
 from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 
 from lightning_proxy.proxy.policy.operator import operator_headers
 from support.adapters import logprobs_with, save_adapter
+from support.token_continuity import Served, converse, two_proxies
 from support.whole_system import System
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(900), pytest.mark.long]
 
 
 def test_different_adapters_in_one_batch_answer_with_their_own_weights(
@@ -52,3 +54,25 @@ def post(system: System, path: str, body: dict[str, Any]) -> bytes:
     with urllib.request.urlopen(request, timeout=120) as answer:
         found: bytes = answer.read()
         return found
+
+
+@pytest.fixture(scope="module")
+def served_with_adapters(lora: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with two_proxies(lora, tmp_path_factory.mktemp("adapted")) as found:
+        yield found
+
+
+def test_a_conversation_with_an_adapter_is_one_row_too(
+    served_with_adapters: Served, speller: Path, tmp_path: Path
+) -> None:
+    served = served_with_adapters
+    served.serve_adapter("exact", save_adapter(speller, tmp_path / "v1"))
+    before = served.outcomes("exact")
+    try:
+        converse(served.client("exact", "adapted"), stream=True)
+    finally:
+        served.promote("exact", 0)
+    assert served.rows("exact", "adapted") == 1
+    assert {call.policy_version for call in served.calls("exact", "adapted")} == {1}
+    after = served.outcomes("exact")
+    assert {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k)} == {"first": 1, "exact": 3}

@@ -8,15 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,26 +20,16 @@ import anthropic
 import openai
 import pytest
 import yaml
-from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.policy.operator import key_file
 from lightning_proxy.proxy.power.server import power_server
-from lightning_proxy.proxy.store.database import opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import ModelCall
-from lightning_proxy.trainer.rows.samples import rollout_samples
-from lightning_proxy.trainer.types import Sampling
-from support.adapters import save_adapter
 from support.paths import EXAMPLES
-from support.whole_system import CLI, System, free_port
+from support.token_continuity import SENTENCE, Json, Served, converse, say, two_proxies
+from support.whole_system import System
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 
-Json = dict[str, Any]
 ADDITION = EXAMPLES / "addition" / "agent.py"
-SENTENCE = "The astonishingly quick fox jumps over 1234 lazy dogs, doesn't it?"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Reykjavik"}}\n</tool_call>'
 WEATHER: Any = {
     "type": "function",
@@ -56,110 +41,10 @@ WEATHER: Any = {
 }
 
 
-@dataclass
-class Served:
-    """One vLLM behind both proxies, by `policy.token_continuity`."""
-
-    config: Path
-    url: dict[str, str]
-    store: dict[str, Path]
-
-    def client(self, way: str, rollout: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url[way]}/rollouts/{rollout}/v1", api_key="unused")
-
-    def calls(self, way: str, rollout: str) -> list[ModelCall]:
-        async def read() -> list[ModelCall]:
-            async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
-                return await Store(database).calls.of(rollout)
-
-        return asyncio.run(read())
-
-    def rows(self, way: str, rollout: str) -> int:
-        calls = self.calls(way, rollout)
-        assert all(call.trainable for call in calls), [call.untrainable_reason for call in calls]
-        plain = {"sampled": lambda _: Sampling()}  # their grammar is of no account here
-        return len(rollout_samples(calls, [1.0] * len(calls), task_id=None, max_tokens=10_000, **plain).samples)
-
-    def outcomes(self, way: str) -> dict[str, int]:
-        text = urllib.request.urlopen(f"{self.url[way]}/metrics").read().decode()
-        lines = (line for line in text.splitlines() if line.startswith("lightning_token_continuity_total{"))
-        return {line.split('"')[1]: int(float(line.split()[1])) for line in lines}
-
-    def serve_adapter(self, way: str, directory: Path) -> None:
-        """Make an adapter live, as the policy version that the trainer would have published it as."""
-
-        async def record() -> int:
-            async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
-                store = Store(database)
-                version = await store.versions.new("lora", 1, {})
-                await store.versions.saved(version, str(directory), f"continuity-v{version}")
-                await store.versions.set_live(version)
-                await store.versions.set_live(0)
-                return version
-
-        self.promote(way, asyncio.run(record()))
-
-    def promote(self, way: str, version: int) -> None:
-        body = json.dumps({"version": version}).encode()
-        headers = {"content-type": "application/json"}
-        urllib.request.urlopen(urllib.request.Request(f"{self.url[way]}/policy/promote", body, headers)).close()
-
-
 @pytest.fixture(scope="module")
-def served(lora: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Two proxies of their own in front of the shared vLLM."""
-    directory = tmp_path_factory.mktemp("continuity")
-    found = Served(lora.config, {}, {})
-    parts: list[subprocess.Popen[bytes]] = []
-    (directory / "policy").mkdir()
-    shutil.copy(key_file(lora.directory / "policy"), key_file(directory / "policy"))
-    try:
-        for way in ("exact", "text"):
-            port, found.store[way] = free_port(), directory / f"{way}.db"
-            found.url[way] = f"http://127.0.0.1:{port}"
-            environment = {
-                "LIGHTNING_PROXY__PORT": str(port),
-                "LIGHTNING_STORE__URL": f"sqlite:///{found.store[way]}",
-                "LIGHTNING_POLICY__TOKEN_CONTINUITY": way,
-                "LIGHTNING_POLICY__DIRECTORY": str(directory / "policy"),
-            }
-            with (directory / "log").open("ab") as log:
-                command = [*CLI, "--config", str(lora.config), "serve"]
-                parts.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment))
-        for url in found.url.values():
-            wait_until_ready(f"{url}/readyz", directory / "log")
+def served(merged: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with two_proxies(merged, tmp_path_factory.mktemp("continuity")) as found:
         yield found
-    finally:
-        for started in parts:
-            started.send_signal(signal.SIGINT)
-        for started in parts:
-            started.wait(60)
-
-
-def say(client: openai.OpenAI, messages: list[Any], text: str, *, stream: bool, **more: Any) -> Any:
-    """The answer's choice; a streamed one as the client assembles it. `text`: what the model is to say."""
-    asked: Json = {"model": "policy", "messages": messages, "temperature": 1.0, "max_tokens": 200} | more
-    asked["extra_body"] = {"structured_outputs": {"choice": [text]}}
-    if not stream:
-        return client.chat.completions.create(**asked).choices[0]
-    state = ChatCompletionStreamState(input_tools=more.get("tools", openai.NOT_GIVEN))
-    for chunk in client.chat.completions.create(**asked, stream=True):
-        state.handle_chunk(chunk)
-    return state.current_completion_snapshot.choices[0]
-
-
-def converse(client: openai.OpenAI, *, stream: bool) -> list[str | None]:
-    """Four turns, one of them cut short and one stopped by a string; what the agent was told."""
-    messages: list[Any] = [{"role": "system", "content": "You are brief."}]
-    told = []
-    for turn, more in enumerate(({}, {"max_tokens": 6}, {"stop": ["lazy"], "logprobs": True}, {"top_p": 0.9})):
-        messages.append({"role": "user", "content": f"Say it again, {turn} times."})
-        choice = say(client, messages, SENTENCE, stream=stream, **more)
-        assert choice.finish_reason == ("length" if turn == 1 else "stop")
-        assert (choice.logprobs is not None) == ("logprobs" in more)
-        messages.append(choice.message.model_dump(exclude_none=True))
-        told.append(choice.message.content)
-    return told
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -246,19 +131,6 @@ def test_a_response_that_nobody_gave_is_not_found(served: Served) -> None:
         )
 
 
-def test_a_conversation_with_an_adapter_is_one_row_too(served: Served, speller: Path, tmp_path: Path) -> None:
-    served.serve_adapter("exact", save_adapter(speller, tmp_path / "v1"))
-    before = served.outcomes("exact")
-    try:
-        converse(served.client("exact", "adapted"), stream=True)
-    finally:
-        served.promote("exact", 0)
-    assert served.rows("exact", "adapted") == 1
-    assert {call.policy_version for call in served.calls("exact", "adapted")} == {1}
-    after = served.outcomes("exact")
-    assert {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k)} == {"first": 1, "exact": 3}
-
-
 def test_the_end_of_a_turn_is_there_once(served: Served) -> None:
     client, messages = served.client("exact", "ends"), []
     for more in ({}, {"max_tokens": 3}, {}):
@@ -308,16 +180,6 @@ def keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: keys(item) for name, item in value.items()}
     return [keys(item) for item in value[:1]] if isinstance(value, list) else type(value).__name__
-
-
-def wait_until_ready(url: str, log: Path) -> None:
-    for _ in range(480):
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"not ready: {log.read_text()[-3000:]}")
 
 
 @pytest.mark.long

@@ -10,7 +10,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
-    "publish", [pytest.param(name, marks=pytest.mark.xdist_group(f"{name} vllm")) for name in ("merged", "lora")]
+    "publish",
+    [
+        pytest.param("merged", marks=pytest.mark.xdist_group("merged vllm")),
+        pytest.param("lora", marks=[pytest.mark.xdist_group("lora vllm"), pytest.mark.long]),
+    ],
 )
 def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequest, publish: str) -> None:
     system: System = request.getfixturevalue(publish)
