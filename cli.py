@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from .commands import init, keys, look, store
 from .commands.export import command as data
 from .commands.optimize import options as search
+from .commands.rescore import command as again
 from .commands.show import policy, prompts, rollouts
 
 if TYPE_CHECKING:
@@ -300,6 +301,7 @@ def demo(
 
 
 app.command()(look.status)
+app.command()(again.rescore)
 app.command()(data.export)
 app.command(name="import")(data.import_)
 

@@ -39,7 +39,8 @@ def main(file: str, name: str) -> None:
     except BaseException as error:
         say({"error": told(error, file)})
         return
-    say({"version": hashlib.sha256(source).hexdigest()[:12]})
+    from_record = getattr(function, "from_record", False) is True
+    say({"version": hashlib.sha256(source).hexdigest()[:12], "from_record": from_record})
     rollouts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(rollouts,), daemon=True).start()
     while True:

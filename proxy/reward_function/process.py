@@ -35,6 +35,13 @@ class Judgement(NamedTuple):
     version: str
 
 
+class Loaded(NamedTuple):
+    """A function that is loaded: the version of its file, and whether it says that it needs the record alone."""
+
+    version: str
+    from_record: bool
+
+
 class FunctionProcess:
     """One process with the function, which answers one rollout at a time. Close it at the end."""
 
@@ -42,9 +49,9 @@ class FunctionProcess:
         self._config = config
         self._process: asyncio.subprocess.Process | None = None
         self._stamp: tuple[int, int] | None = None
-        self._version = ""
+        self._loaded = Loaded("", from_record=False)
 
-    async def start(self) -> None:
+    async def start(self) -> Loaded:
         """Load the function, unless this version of its file is loaded. Raise NotLoaded."""
         try:
             found = self._config.file.stat()
@@ -52,7 +59,7 @@ class FunctionProcess:
             raise NotLoaded(f"cannot read {self._config.file}: {error.strerror}") from None
         stamp = (found.st_mtime_ns, found.st_size)
         if self._process is not None and self._process.returncode is None and self._stamp == stamp:
-            return
+            return self._loaded
         await self.close()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(CHILD), str(self._config.file), self._config.name),
@@ -69,17 +76,18 @@ class FunctionProcess:
         if "version" not in said:
             await self.close()
             raise NotLoaded(said["error"])
-        self._version = said["version"]
+        self._loaded = Loaded(said["version"], said["from_record"])
+        return self._loaded
 
     async def ask(self, rollout: bytes) -> Judgement:
         """Ask about a rollout, a line of JSON. Raise NotLoaded, NoReward."""
-        await self.start()
+        loaded = await self.start()
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(rollout + b"\n")
         said = await self._said(self._config.timeout_s)
         if "error" in said:
             raise NoReward(said["error"])
-        return Judgement(said["values"], self._version)
+        return Judgement(said["values"], loaded.version)
 
     async def close(self) -> None:
         """End the process and whatever the function started."""
@@ -108,6 +116,11 @@ class FunctionProcess:
             if isinstance(error, ValueError):
                 raise NoReward("its answer is too long, or no JSON") from None
             raise
+
+
+def source_of(config: RewardsConfig, version: str) -> str:
+    """Return the `source` of rewards that this version of the function gave."""
+    return f"function:{config.name}@{version}"
 
 
 async def require_function(config: RewardsConfig) -> None:

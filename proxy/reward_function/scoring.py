@@ -16,7 +16,7 @@ from ..errors import LightningError, NotFound
 from ..json_text import encode_in_turns
 from ..store.store import Store
 from ..types import Reward
-from .process import FunctionProcess, Judgement, NoReward, NotLoaded
+from .process import FunctionProcess, Judgement, NoReward, NotLoaded, source_of
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Scorer:
         return await asyncio.to_thread(lambda: encode_in_turns(rollout_detail(rollout, calls, rewards, events)))
 
     async def _record(self, rollout_id: str, judgement: Judgement) -> None:
-        source = f"function:{self._config.name}@{judgement.version}"
+        source = source_of(self._config, judgement.version)
         rewards = [
             Reward(rollout_id, value, name=name, source=source, final=False) for name, value in judgement.values.items()
         ]

@@ -1,0 +1,51 @@
+"""`rescore`: its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...proxy.config.file import load_config
+
+
+def rescore(
+    context: typer.Context,
+    function: Annotated[
+        str | None, typer.Option("--reward", metavar="FILE.py:NAME", help="the reward function (rewards.function)")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
+    agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
+    mode: Annotated[str | None, typer.Option(help="only those of this mode: train or eval")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="only those with at most this reward")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="only those opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
+    ] = None,
+    failed: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="only those for which the function failed in this --out file")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="also those that this version of the file has scored")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="also if the function does not say that it needs the record alone")
+    ] = False,
+    retrain: Annotated[bool, typer.Option("--retrain", help="offer what is scored to the trainer again")] = False,
+    processes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=64, help="so many at once (rewards.processes)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="a file to append a line of JSON to for each rollout")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+) -> None:
+    """Ask a reward function about completed rollouts of the store, and record its rewards beside the old ones.
+
+    The same command goes on where it was stopped. The exit code is 1 if the function failed for a rollout.
+    """
+    from .rescore import Options, rescore_command
+
+    config = load_config(context.obj, {"rewards.function": function, "rewards.processes": processes})
+    filters = {
+        "task_id": task, "agent": agent, "mode": mode, "min_reward": min_reward, "max_reward": max_reward,
+        "since": since,
+    }  # fmt: skip
+    rescore_command(config, Options(filters, failed, out, again, force, retrain), as_json=as_json)
