@@ -126,7 +126,10 @@ class Database(ABC):
 
     @abstractmethod
     def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
-        """Yield whether no other process does this work. If so, none will until the block or this process ends."""
+        """Yield whether no other process does this work. If so, none will until the block or this process ends.
+
+        Where that is a lock on a server, and the way to it breaks, the block is cancelled: StoreUnavailable.
+        """
 
 
 def _postgres() -> type[PostgresDatabase]:

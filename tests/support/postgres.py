@@ -21,6 +21,12 @@ PLACES = [*os.environ.get("PATH", "").split(os.pathsep), *map(str, sorted(Path("
 INITDB = shutil.which("initdb", path=os.pathsep.join(PLACES))
 NO_SERVER = "PostgreSQL's server (initdb) is not installed"
 SETTINGS = {"fsync": "off", "listen_addresses": "", "shared_buffers": "32MB", "max_connections": "60"}
+# Ends the connections by which this database's works are done alone.
+END_LOCKS = """
+SELECT pg_terminate_backend(pid) FROM pg_locks
+WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+AND pid IN (SELECT pid FROM pg_stat_activity WHERE state = 'idle')
+"""
 
 
 class Server:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from time import monotonic
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ import asyncpg
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
 from ..database import SMALL, Database, Params, Runs, Transaction, Work
+from .alone import locked, require_held
 from .errors import AGAIN, is_away, raise_ours
 from .migrate import migrate, require_up_to_date
 from .transaction import PostgresTransaction
@@ -34,7 +35,6 @@ REFUSED_S = 5.0  # that a record which could not be written counts
 BEGIN = "BEGIN"
 # Whoever reads before it writes has the store to itself, but for the recorders: they only add, and end what they added.
 BEGIN_ALONE = "BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema() || ':write', 0))"
-TAKE = "SELECT pg_try_advisory_lock(hashtextextended(current_schema() || ':' || $1, 0))"
 FOLD_COUNTS = """
 WITH changes AS (DELETE FROM rollout_count_changes RETURNING *)
 INSERT INTO rollout_count_changes SELECT mode, status, SUM(rollouts) FROM changes GROUP BY mode, status
@@ -125,9 +125,11 @@ class PostgresDatabase(Database):
         while True:
             committing = False
             try:
+                require_held()
                 async with self._pool.acquire(timeout=self._config.busy_timeout_s) as connection:
                     await connection.execute(begin)
                     done = await work(PostgresTransaction(connection))
+                    require_held()
                     committing = True
                     await connection.execute("COMMIT")
                     return done
@@ -170,21 +172,9 @@ class PostgresDatabase(Database):
         await self.quick("SELECT feed_newest()")
         await self.write(lambda db: db.run(FOLD_COUNTS))
 
-    @asynccontextmanager
-    async def alone(self, work: str) -> AsyncIterator[bool]:
-        """The lock is that of a connection of its own: it goes with the process, or with the way to it."""
-        try:
-            connection = await asyncpg.connect(
-                self._config.url, timeout=self._config.busy_timeout_s, server_settings=SESSION
-            )
-            taken = bool(await connection.fetchval(TAKE, work))
-        except Exception as error:
-            raise_ours(error, "reached")
-        try:
-            yield taken
-        finally:
-            with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
-                await asyncio.shield(connection.close())
+    def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
+        """The lock is that of a connection of its own. When that breaks, the block is cancelled: StoreUnavailable."""
+        return locked(self._config, work, SESSION)
 
 
 async def _end_transaction(connection: asyncpg.Connection) -> None:

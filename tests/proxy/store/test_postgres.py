@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -16,7 +18,7 @@ from lightning_proxy.proxy.store.database import Database, Refused, Transaction,
 from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
-from support.postgres import Server, postgres_server
+from support.postgres import END_LOCKS, Server, postgres_server
 
 AT = "UPDATE policy_log SET at = :at"
 COUNTED = "SELECT COUNT(*) AS n FROM rollout_count_changes"
@@ -149,6 +151,62 @@ async def test_one_process_at_a_time_does_a_work(config: StoreConfig) -> None:
             assert (first, second, other) == (True, False, True)
         async with two.alone("keeper") as third:
             assert third
+
+
+async def test_who_loses_the_lock_of_a_work_stops_before_another_begins(server: Server, config: StoreConfig) -> None:
+    begun, ended = asyncio.Event(), False
+
+    async def holder(database: Database) -> None:
+        nonlocal ended
+        async with database.alone("trainer") as alone:
+            assert alone
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended = True
+
+    async with opened(config) as one, opened(config) as two:
+        holding = asyncio.create_task(holder(one))
+        await begun.wait()
+        async with two.alone("trainer") as second:
+            assert not second
+        await two.all(END_LOCKS)
+        with pytest.raises(StoreUnavailable, match="the lock of the trainer"):
+            await holding
+        assert ended
+        async with two.alone("trainer") as second:
+            assert second
+        async with one.alone("trainer") as first:
+            assert first
+
+
+async def test_what_was_begun_alone_is_not_written_once_the_lock_is_lost(config: StoreConfig) -> None:
+    async with opened(config) as database:
+
+        async def work(db: Transaction) -> None:
+            await db.run(AT, {"at": 1.0})
+            await database.all(END_LOCKS)
+            await asyncio.sleep(0.1)
+
+        with pytest.raises(StoreUnavailable, match="the lock of the trainer"):
+            async with database.alone("trainer"):
+                await database.write(work)
+        await database.write(lambda db: db.all("SELECT 1"))  # after it
+        assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]
+
+
+async def test_a_cut_way_to_the_lock_is_noticed(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["lightning_proxy.proxy.store.postgres.alone"], "BEAT_S", 0.1)
+    async with opened(config) as database:
+        with pytest.raises(StoreUnavailable, match="the lock of the keeper"):
+            async with database.alone("keeper"):
+                (holder,) = await database.all(END_LOCKS.replace("pg_terminate_backend(pid)", "pid"))
+                os.kill(holder["pid"], signal.SIGSTOP)  # it is there, and says nothing
+                try:
+                    await asyncio.sleep(20)
+                finally:
+                    os.kill(holder["pid"], signal.SIGCONT)
 
 
 async def test_several_proxies_number_the_calls_of_one_rollout(config: StoreConfig) -> None:
