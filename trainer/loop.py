@@ -31,7 +31,7 @@ from .publish import Publisher
 from .report.metric_schema import scalars
 from .step.trainer import LightningTrainer
 from .types import Batch, Guide, Sample
-from .waiting import GuideError, JudgeError, Stopped, before_retry, pause
+from .waiting import GuideError, JudgeError, Stopped, before_retry, in_thread, pause
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class TrainingLoop:
 
     async def _step(self, batch: Batch) -> dict[str, Any]:
         """The optimizer step; its metrics, and what the monitor says of them."""
-        metrics: dict[str, Any] = {**await asyncio.to_thread(self._trainer.step, batch), "reward_by_task": batch.tasks}
+        metrics: dict[str, Any] = {**await in_thread(self._trainer.step, batch), "reward_by_task": batch.tasks}
         if metrics["skipped"]:
             metrics["skipped_because"] = self._trainer.skipped_because
         left_out = "; ".join(filter(None, (batch.left_out, self._trainer.left_out_because)))
@@ -189,7 +189,7 @@ class TrainingLoop:
         checkpoint, started = self._checkpoints / str(step), time.perf_counter()
         while True:
             try:
-                await asyncio.to_thread(self._trainer.save, checkpoint)
+                await in_thread(self._trainer.save, checkpoint)
                 metrics["checkpoint_s"] = time.perf_counter() - started
                 await self._store.steps.trained(step, str(checkpoint), metrics)
                 break
@@ -244,11 +244,11 @@ class TrainingLoop:
         if self._publisher is not None:
             await self._publisher.abandon_unfinished()
         if not (self._checkpoints / "0").is_dir():
-            await asyncio.to_thread(self._trainer.save, self._checkpoints / "0")
+            await in_thread(self._trainer.save, self._checkpoints / "0")
         last = await self._store.steps.last()
         if last is None:
             if not self._fresh:
-                await asyncio.to_thread(self._trainer.load, self._checkpoints / "0")
+                await in_thread(self._trainer.load, self._checkpoints / "0")
                 self.version = 0
             self._fresh = False
             return None
@@ -256,7 +256,7 @@ class TrainingLoop:
             raise ConfigError(
                 f"the checkpoint of step {last.step} is gone: {last.checkpoint}; use a new store, or restore it"
             )
-        await asyncio.to_thread(self._trainer.load, Path(last.checkpoint))
+        await in_thread(self._trainer.load, Path(last.checkpoint))
         self.version = last.base if last.version is None else last.version
         log.info("going on after step %d (policy version %d)", last.step, self.version)
         if last.version is None and "collapse" in last.metrics:
@@ -307,7 +307,7 @@ class TrainingLoop:
         if not checkpoint.is_dir():
             raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
         log.warning("policy version %d was made live: training goes on from it", live.version)
-        await asyncio.to_thread(self._trainer.load, checkpoint)
+        await in_thread(self._trainer.load, checkpoint)
         self.version = live.version
         if step is not None and self._publisher and self._publisher.is_of_another_mode(live):
             await self._publish_again(step)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..proxy.config.root import Config
 from ..proxy.config.trainer import TrainerConfig
-from ..proxy.errors import ConfigError
+from ..proxy.errors import ConfigError, StoreUnavailable
 from ..proxy.policy.mode import decide
 from ..proxy.policy.operator import operator_headers
 from ..proxy.policy.swap import Swap
@@ -41,7 +41,7 @@ from .sft.sft import SftRun
 from .step.trainer import LightningTrainer
 from .tuning.run import TuningRun
 from .types import Guide, Method
-from .waiting import GuideError
+from .waiting import GuideError, pause
 from .weights.choice import warn_of_rate
 
 log = logging.getLogger(__name__)
@@ -58,25 +58,43 @@ async def train(
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
     data.check_store(config)
     with only_trainer(config.policy.directory, None if config.store.is_postgres else config.store.path):
-        async with (
-            opened(config.store) as database,
-            _only_on_server(config, database),
-            _trainer(config) as trainer,
-            operator_session() as session,
-        ):
-            store = Store(database)
-            mode = await decide(config, store, "trainer")
-            headers = upstream.credentials | operator_headers(config.policy.directory)
-            vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
-            publisher = Publisher(config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer)
-            if method in TUNING:
-                await TUNING[method](config, store, trainer, publisher, show).run(stop)
-            else:
-                warn_of_rate(config.trainer, config.trainer.learning_rate)
-                judge = _judge(config, store)
-                async with _guide(config.trainer, store, trainer) as guide:
-                    loop = TrainingLoop(config, store, trainer, publisher, show=show, judge=judge, guide=guide)
-                    await loop.run(stop, once=once)
+        async with opened(config.store) as database:
+            if config.store.is_postgres:
+                await _require_free(config, database)
+            async with _trainer(config) as trainer, operator_session() as session:
+
+                async def work() -> None:
+                    store = Store(database)
+                    mode = await decide(config, store, "trainer")
+                    headers = upstream.credentials | operator_headers(config.policy.directory)
+                    vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
+                    publisher = Publisher(
+                        config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer
+                    )
+                    await _train(config, store, trainer, publisher, stop, once=once, show=show, method=method)
+
+                await (_while_alone(config, database, stop, work) if config.store.is_postgres else work())
+
+
+async def _train(
+    config: Config,
+    store: Store,
+    trainer: LightningTrainer,
+    publisher: Publisher,
+    stop: asyncio.Event,
+    *,
+    once: bool,
+    show: Show,
+    method: Method,
+) -> None:
+    if method in TUNING:
+        await TUNING[method](config, store, trainer, publisher, show).run(stop)
+        return
+    warn_of_rate(config.trainer, config.trainer.learning_rate)
+    judge = _judge(config, store)
+    async with _guide(config.trainer, store, trainer) as guide:
+        loop = TrainingLoop(config, store, trainer, publisher, show=show, judge=judge, guide=guide)
+        await loop.run(stop, once=once)
 
 
 async def train_offline(
@@ -146,16 +164,32 @@ def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
         yield
 
 
-@asynccontextmanager
-async def _only_on_server(config: Config, database: Database) -> AsyncIterator[None]:
-    """Lock a store that is no file: one trainer works on it, on whichever machine."""
-    if not config.store.is_postgres:
-        yield
-        return
+async def _require_free(config: Config, database: Database) -> None:
+    """Raise ConfigError while another trainer works on a store that is no file, on whichever machine."""
     async with database.alone("trainer") as alone:
         if not alone:
             raise ConfigError(f"another trainer works on {config.store.where}; stop it first")
-        yield
+
+
+async def _while_alone(
+    config: Config, database: Database, stop: asyncio.Event, work: Callable[[], Awaitable[None]]
+) -> None:
+    """Do `work` while no other trainer works on the store. Where the lock is lost, it ends and waits for the lock."""
+    held = False
+    while not stop.is_set():
+        try:
+            async with database.alone("trainer") as alone:
+                if alone:
+                    held = True
+                    await work()
+                    return
+            if not held:
+                await _require_free(config, database)
+        except StoreUnavailable as error:
+            if not held:
+                raise
+            log.error("the trainer waits: %s", error)
+        await pause(stop)
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from .files.versions import VersionFiles
 from .step.trainer import LightningTrainer
 from .types import Sample
 from .verify import Verifier
-from .waiting import before_retry
+from .waiting import before_retry, in_thread
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Publisher:
         """Reserve the next version and write its weights."""
         number = await self._store.versions.new(self._swap.mode, step, metrics)
         path, lora = self.files.path(number), self._swap.mode == "lora"
-        await asyncio.to_thread(self._trainer.save_weights, path, merged=not lora)
+        await in_thread(self._trainer.save_weights, path, merged=not lora)
         served = f"{self._config.alias}-v{number}" if lora else await self._swap.vllm.base_model()
         await self._store.versions.saved(
             number, str(path), served, {own: f"{served}.{own}" for own in self._config.adapters}

@@ -20,7 +20,7 @@ from ..proxy.types import PolicyVersion
 from .step.shortage import give_back
 from .step.trainer import LightningTrainer
 from .types import Sample
-from .waiting import before_retry
+from .waiting import before_retry, in_thread
 from .weights.choice import compute_dtype
 
 log = logging.getLogger(__name__)
@@ -160,10 +160,10 @@ class Verifier:
                 asked = [prompts[i % len(prompts)] for i in range(MORE_ANSWERS)]
                 answers = await asyncio.gather(*(server.sample(model, prompt, MORE_TOKENS) for prompt in asked))
             rows = [[*prompt, *ids] for prompt, (ids, _) in zip(asked, answers, strict=True)]
-            ours = await asyncio.to_thread(self._trainer.logprobs, rows, adapter)
+            ours = await in_thread(self._trainer.logprobs, rows, adapter)
             if not evidence.rounds:
                 self._require_near(model, ours, answers)
-            before = await asyncio.to_thread(self._trainer.logprobs, rows, adapter, kept=True)
+            before = await in_thread(self._trainer.logprobs, rows, adapter, kept=True)
             evidence.add(ours, before, answers)
         if evidence.is_old:
             raise PublishError(f"vLLM still serves the weights from before as {model}: {evidence}")
@@ -185,7 +185,7 @@ class Verifier:
             roots = [entry.get("root") for entry in await server.models() if entry["id"] == model]
             if roots != [str(path)]:
                 raise PublishError(f"vLLM serves {model} from {roots}, not from {path}")
-            digest = await asyncio.to_thread(self._digest, path, adapter)
+            digest = await in_thread(self._digest, path, adapter)
             by = f"its name and its files (sha256 {digest[:12]})"
         log.info("%s is verified by %s alone: %s", model, by, evidence)
 

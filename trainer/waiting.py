@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
+from typing import ParamSpec, TypeVar
 
 from ..proxy.errors import LightningError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 RETRY_S = 2.0
 
@@ -33,3 +38,13 @@ async def before_retry(stop: asyncio.Event) -> None:
     await pause(stop)
     if stop.is_set():
         raise Stopped
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do `work` in a thread. A cancellation waits for its end: what follows may need the same weights or files."""
+    doing = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await asyncio.gather(doing, return_exceptions=True)
+        raise

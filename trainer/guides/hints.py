@@ -6,7 +6,6 @@ What it learned from the hint is in the difference: a token that the hint makes 
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Rollout
 from ..credit.rewards import reward_weights
 from ..types import Batch, Guidance, Sample
+from ..waiting import in_thread
 from .hinted import Hint, answers_of, hinted_prompt, hinted_row
 from .sources import Recorded, comments, siblings
 
@@ -58,7 +58,7 @@ class Hints:
         for rollout_id, task_id in {sample.rollout_id: sample.task_id for sample in batch.samples}.items():
             if (found := await self._recorded(rollout_id, task_id)) is not None:
                 recorded.append(found)
-        samples, counts = await asyncio.to_thread(self._guided, batch.samples, recorded)
+        samples, counts = await in_thread(self._guided, batch.samples, recorded)
         metrics = {name: float(counts[name]) for name in COUNTS}
         return replace(batch, samples=samples, metrics={**batch.metrics, **metrics})
 

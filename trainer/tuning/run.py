@@ -25,7 +25,7 @@ from ..offline.offline import EPOCHS_DONE
 from ..publish import Publisher
 from ..step.trainer import LightningTrainer
 from ..types import Batch, Method, Sample
-from ..waiting import pause
+from ..waiting import in_thread, pause
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,9 @@ class TuningRun(ABC, Generic[L]):
         }  # fmt: skip
         if last is not None and EPOCHS_DONE in last.metrics:  # of RL offline, which goes on counting
             metrics[EPOCHS_DONE] = last.metrics[EPOCHS_DONE]
-        tuned = await asyncio.to_thread(self._tune, lessons, directory, stop.is_set)
+        me = asyncio.current_task()
+        assert me is not None
+        tuned = await in_thread(self._tune, lessons, directory, lambda: stop.is_set() or me.cancelling() > 0)
         if tuned is None:
             log.warning("stopped: the same command goes on from the checkpoint in %s", directory)
             return last
