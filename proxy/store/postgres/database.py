@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from time import monotonic
 from typing import TypeVar
 
 import asyncpg
+import orjson
 
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
 from ..database import SMALL, Database, Params, Runs, Transaction, Work
 from .alone import locked, require_held
-from .errors import AGAIN, is_away, raise_ours
+from .errors import AGAIN, AWAY, is_away, raise_ours
 from .migrate import migrate, require_up_to_date
+from .order import HOLD_ROLLOUTS, in_order, rollouts_to_hold
 from .transaction import PostgresTransaction
 
 T = TypeVar("T")
@@ -69,7 +71,7 @@ class PostgresDatabase(Database):
         settings |= {} if to_write else {"default_transaction_read_only": "on"}
         try:
             pool = await asyncpg.create_pool(
-                config.url, min_size=1, max_size=CONNECTIONS, reset=_end_transaction,
+                config.url, min_size=1, max_size=CONNECTIONS, reset=_keep_as_it_is,
                 timeout=config.busy_timeout_s, command_timeout=COMMAND_S, server_settings=settings,
             )  # fmt: skip
         except (OSError, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
@@ -93,8 +95,10 @@ class PostgresDatabase(Database):
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
         async def work(db: Transaction) -> None:
+            if hold := rollouts_to_hold(runs):
+                await db.all(HOLD_ROLLOUTS, {"ids": orjson.dumps(hold).decode()})
             for statement, rows in runs:
-                await db.many(statement, rows)
+                await db.many(statement, in_order(statement, rows))
 
         try:
             await self._to_the_end(work, BEGIN)
@@ -126,7 +130,7 @@ class PostgresDatabase(Database):
             committing = False
             try:
                 require_held()
-                async with self._pool.acquire(timeout=self._config.busy_timeout_s) as connection:
+                async with self._connection() as connection:
                     await connection.execute(begin)
                     done = await work(PostgresTransaction(connection))
                     require_held()
@@ -138,6 +142,20 @@ class PostgresDatabase(Database):
                 if not again or monotonic() > until:
                     raise_ours(error, "written", unknown=committing and is_away(error))
             await asyncio.sleep(AGAIN_S)
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[asyncpg.Connection]:
+        """Lend a connection; undo what the block has not committed."""
+        async with self._pool.acquire(timeout=self._config.busy_timeout_s) as connection:
+            try:
+                yield connection
+            except BaseException:
+                if connection.is_in_transaction() and not connection.is_closed():
+                    try:
+                        await connection.execute("ROLLBACK")
+                    except AWAY:
+                        connection.terminate()
+                raise
 
     # Reads ---------------------------------------------------------------------------------------------------------
 
@@ -177,10 +195,8 @@ class PostgresDatabase(Database):
         return locked(self._config, work, SESSION)
 
 
-async def _end_transaction(connection: asyncpg.Connection) -> None:
-    """Undo what a connection that is given back has not committed."""
-    if connection.is_in_transaction():
-        await connection.execute("ROLLBACK")
+async def _keep_as_it_is(connection: asyncpg.Connection) -> None:
+    """Reset nothing of a connection that is given back: no transaction and no setting is left on it."""
 
 
 def _not_opened(config: StoreConfig, error: BaseException) -> StoreUnavailable:

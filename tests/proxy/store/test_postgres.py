@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ import pytest
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import ConfigError, NotFound, StoreUnavailable
 from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT
 from lightning_proxy.proxy.store.database import Database, Refused, Transaction, opened
 from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
@@ -221,6 +223,32 @@ async def test_several_proxies_number_the_calls_of_one_rollout(config: StoreConf
         kept = await Store(database).calls.of("r")
         assert [call.seq for call in kept] == list(range(60))
         assert {call.status for call in kept} == {"ok"} and (await Store(database).rollouts.get("r")).calls == 60
+
+
+async def test_recorders_of_the_same_rollouts_and_prompts_never_wait_for_each_other_in_a_circle(
+    server: Server, config: StoreConfig
+) -> None:
+    before = (server.directory / "log").read_text().count("deadlock detected")
+
+    async def calls(recorder: Recorder, name: str) -> None:
+        picks = random.Random(name)
+        for i in range(12):
+            call_id, rollout_id = f"{name}-{i}", f"r{picks.randrange(12)}"
+            await recorder.start(call_of(rollout_id, call_id, n=i))
+            said = {"call_id": call_id, "rollout_id": rollout_id, "at": float(i)}
+            places = picks.sample([bytes([n]) * 16 for n in range(12)], 6)
+            points = [(CONVERSATION_POINT, said | {"digest": b"p" + digest}) for digest in places]
+            origins = [(CONVERSATION_ORIGIN, said | {"digest": b"o" + digest}) for digest in places[::-1]]
+            await recorder.end(CallEnd(call_id, rollout_id, "ok", {"id": "x"}, 200), [*points, *origins])
+
+    async def proxy(name: str) -> None:
+        async with opened(config) as database, Recorder(Store(database), merged=False) as recorder:
+            await asyncio.gather(*(calls(recorder, f"{name}{i}") for i in range(24)))
+
+    await asyncio.gather(*map(proxy, "abc"))
+    assert (server.directory / "log").read_text().count("deadlock detected") == before
+    async with opened(config) as database:
+        assert sum([(await Store(database).rollouts.get(f"r{i}")).calls for i in range(12)]) == 3 * 24 * 12
 
 
 async def test_several_trainers_never_claim_the_same_step(config: StoreConfig) -> None:
