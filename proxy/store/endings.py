@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -69,9 +68,10 @@ class Endings:
         times = {"quiet": now - idle_s, "abandoned": now - max(ABANDONED_S, idle_s)}
         end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}
         while rows := await self._db.all(ROLLOUTS_RUNNING, {"after": after, "limit": LOOK, **times}):
-            idle = deque({"n": row["n"], **end} for row in rows if row["is_idle"])
+            idle = [{"n": row["n"], **end} for row in rows if row["is_idle"]]
             while idle:
-                ended += await in_passing(self._db, partial(_end_some, idle))
+                done, looked_at = await in_passing(self._db, partial(_end_some, idle))
+                ended, idle = ended + done, idle[looked_at:]
             after = rows[-1]["n"]
         return ended
 
@@ -114,12 +114,17 @@ class Endings:
         return await self._db.write(work)
 
 
-async def _end_some(idle: deque[dict[str, Any]], db: Transaction, until: float) -> int:
-    """End rollouts until about this time (of `perf_counter`), and return how many."""
-    ended = 0
-    while idle and time.perf_counter() < until:
-        ended += await db.run(ROLLOUT_END_IDLE, idle.popleft())
-    return ended
+async def _end_some(idle: Sequence[dict[str, Any]], db: Transaction, until: float) -> tuple[int, int]:
+    """End the first of these rollouts until about this time (of `perf_counter`); how many, of how many looked at.
+
+    A transaction may be done again: nothing but what it returns changes.
+    """
+    ended = looked_at = 0
+    for row in idle:
+        if time.perf_counter() >= until:
+            break
+        ended, looked_at = ended + await db.run(ROLLOUT_END_IDLE, row), looked_at + 1
+    return ended, looked_at
 
 
 async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:

@@ -12,10 +12,9 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..config.root import Config
 from ..config.server import RetentionConfig
@@ -93,6 +92,14 @@ class Pages:
         return self.bytes - self.free
 
 
+class _Deleted(NamedTuple):
+    """What a transaction has deleted of those it has looked at, and whether that is enough."""
+
+    rows: list[Row]
+    looked_at: int
+    enough: bool
+
+
 class Keeper:
     """Runs beside the proxy. Of several processes on one store, one at a time does the work."""
 
@@ -160,20 +167,22 @@ class Keeper:
 
     async def _delete(self, numbers: list[int], cut: Cut, reason: str, limit: float = -1.0) -> bool:
         """Delete rollouts in short transactions; stops, with True, once no more than `limit` bytes are used."""
-        enough, left = False, deque(numbers)
+        done = _Deleted([], 0, False)
 
-        async def work(db: Transaction, until: float) -> list[Row]:
-            nonlocal enough
-            deleted = list[Row]()
-            while left and not enough and time.perf_counter() < until:
-                deleted += await db.all(ROLLOUT_FORGET, {"n": left.popleft(), **asdict(cut)})
+        async def work(db: Transaction, until: float) -> _Deleted:  # of `numbers`; may be done again
+            some = _Deleted([], 0, False)
+            while some.looked_at < len(numbers) and not some.enough and time.perf_counter() < until:
+                gone = await db.all(ROLLOUT_FORGET, {"n": numbers[some.looked_at], **asdict(cut)})
                 enough = limit >= 0 and _read_pages(await db.all(PAGES)).used <= limit
-            return deleted
+                some = _Deleted([*some.rows, *gone], some.looked_at + 1, enough)
+            return some
 
-        while left and not enough:
-            for row in await in_passing(self._db, work):
+        while numbers and not done.enough:
+            done = await in_passing(self._db, work)
+            numbers = numbers[done.looked_at :]
+            for row in done.rows:
                 self._on_delete(row["rollout_id"], reason)
-        return enough
+        return done.enough
 
     async def _forget_conversations(self, before: float) -> None:
         """Delete digests that were not used for long, and of too many, the ones unused the longest."""

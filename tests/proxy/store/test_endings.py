@@ -23,6 +23,7 @@ from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Event, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from support.served import proxy_in_front
+from support.stores import do_again
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -97,6 +98,14 @@ async def test_all_idle_rollouts_end_however_many_there_are(past: Past, monkeypa
         await past.call(f"r{i}", 0, ago=2 * HOUR if i != 2 else 0.0)
     assert sorted(await past.ended_after(HOUR)) == ["r0", "r1", "r3", "r4"]
     assert await past.store.endings.end_idle(HOUR) == 0
+
+
+async def test_none_is_forgotten_when_a_transaction_is_done_again(past: Past) -> None:
+    for i in range(3):
+        await past.call(f"r{i}", 0, ago=2 * HOUR)
+    do_again(past.store.database)
+    assert await past.store.endings.end_idle(HOUR) == 3
+    assert sorted(await past.ended_after(HOUR)) == ["r0", "r1", "r2"]
 
 
 async def test_traffic_with_thumbs_on_single_calls_is_trained_on(running: Running, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from lightning_proxy.proxy.store.retention import (
 from lightning_proxy.proxy.store.sqlite.locks import keeping
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
-from support.stores import store_url
+from support.stores import do_again, store_url
 
 NOW = time.time()
 
@@ -91,6 +91,14 @@ async def test_old_rollouts_go_with_all_that_was_recorded_of_them(recorded: Reco
     assert recorded.deleted == [("old", "age")]
     assert [await rows(recorded.database, table) for table in ("calls", "rewards")] == [1, 1]
     assert await recorded.store.rollouts.counts() == {("train", "running"): 0, ("train", "completed"): 1}
+
+
+async def test_none_is_forgotten_when_a_transaction_is_done_again(recorded: Recorded) -> None:
+    for i in range(3):
+        await recorded.rollout(f"old{i}", ended=8)
+    do_again(recorded.database)
+    assert await recorded.tidy(max_age_days=7) == set()
+    assert sorted(recorded.deleted) == [(f"old{i}", "age") for i in range(3)]
 
 
 async def test_without_limits_nothing_is_deleted(recorded: Recorded) -> None:
