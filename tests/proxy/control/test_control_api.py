@@ -112,6 +112,16 @@ async def test_an_idempotency_key_makes_a_repeated_post_harmless(running: Runnin
         assert len(rollout["rewards"]) == 1
 
 
+async def test_an_idempotency_key_has_at_most_200_characters(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        body = {"rollout_id": "r1", "reward": 1}
+        first = await system.call("POST", "/reward", body, Idempotency_Key="k" * 200)
+        assert first[0] == 200 and await system.call("POST", "/reward", body, Idempotency_Key="k" * 200) == first
+        status, error = await system.call("POST", "/reward", body, Idempotency_Key="k" * 201)
+        assert status == 422 and "at most 200 characters" in error["error"]["message"]
+
+
 async def test_an_idempotency_key_is_its_senders_own(running: Running, tmp_path: Path) -> None:
     """Agents that count their posts all begin with the same key."""
     async with running(tmp_path) as system:
