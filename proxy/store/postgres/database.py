@@ -15,9 +15,10 @@ from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
 from ..database import SMALL, Database, Params, Runs, Transaction, Work
 from .alone import locked, require_held
-from .errors import AGAIN, AWAY, is_away, raise_ours
+from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
 from .migrate import migrate, require_up_to_date
 from .order import HOLD_ROLLOUTS, in_order, rollouts_to_hold
+from .statements import RECORDED
 from .transaction import PostgresTransaction
 
 T = TypeVar("T")
@@ -101,11 +102,22 @@ class PostgresDatabase(Database):
                 await db.many(statement, in_order(statement, rows))
 
         try:
-            await self._to_the_end(work, BEGIN)
+            try:
+                await self._to_the_end(work, BEGIN)
+            except OutcomeUnknown:
+                if not await self._is_recorded(runs):
+                    raise
         except StoreUnavailable as error:
             self._refused = (monotonic(), error.message)
             raise
         self._refused = None
+
+    async def _is_recorded(self, runs: Runs) -> bool:
+        """Whether a call of a commit is in the store, and with it all of the commit. Raise StoreUnavailable."""
+        for statement, rows in runs:
+            if (recorded := RECORDED.get(statement)) is not None:
+                return await self.quick(recorded, rows[0]) is not None
+        return False
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
         async with self._alone:

@@ -34,6 +34,10 @@ UNUSABLE = (
 AGAIN = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
 
 
+class OutcomeUnknown(StoreUnavailable):
+    """The way to the server broke while a transaction was committed: it may be there."""
+
+
 def is_away(error: BaseException) -> bool:
     """Return whether the server is away; what is wrong with a statement's values is another error."""
     return isinstance(error, AWAY) and not isinstance(error, asyncpg.DataError | ValueError)
@@ -46,6 +50,7 @@ def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoRetur
     if not is_away(error) and not isinstance(error, (*UNUSABLE, *AGAIN)):
         raise error
     nothing = "; nothing was recorded, try again" if what == "written" else ""
-    nothing = "; whether it was recorded is not known" if unknown else nothing
     said = str(error).partition("\n")[0] or type(error).__name__
+    if unknown:
+        raise OutcomeUnknown(f"the store cannot be {what}: {said}; whether it was recorded is not known") from error
     raise StoreUnavailable(f"the store cannot be {what}: {said}{nothing}") from error

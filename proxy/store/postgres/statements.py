@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..calls import CALL_END, CALL_START
 from ..reports import feed, traffic
 from ..resources import prompts
 from ..retention import PAGES
@@ -54,6 +55,12 @@ def _tokens(name: str) -> str:
     return f"CASE WHEN {found} ~ '^[0-9]{{1,15}}$' THEN ({found})::BIGINT WHEN {found} IS NOT NULL THEN 0 END"
 
 
+# Whether what a commit does with a call was done. `pg_xact_status` would not do: after a crash the server gives the
+# number of a lost transaction to another one.
+RECORDED = {
+    CALL_START: "SELECT 1 FROM calls WHERE call_id = :call_id",
+    CALL_END: "SELECT 1 FROM calls WHERE call_id = :call_id AND status = :status AND latency_ms IS :latency_ms",
+}
 TEXTS = {
     ROLLOUT_SEEN: _SEEN,
     PAGES: """

@@ -299,6 +299,41 @@ async def test_what_no_text_of_the_server_can_hold_is_recorded_all_the_same(data
     assert call.model is not None and call.model == text.replace("\0", "?").replace("\ud800", "?")
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+async def test_a_commit_whose_answer_is_lost_is_looked_for(
+    database: Database, monkeypatch: pytest.MonkeyPatch, arrives: bool
+) -> None:
+    asyncpg = pytest.importorskip("asyncpg")
+    execute, cut = asyncpg.Connection.execute, False
+
+    async def cutting(connection: Any, sql: str, *args: Any, **kwargs: Any) -> str:
+        nonlocal cut
+        if not cut or sql != "COMMIT":
+            done: str = await execute(connection, sql, *args, **kwargs)
+            return done
+        cut = False
+        if arrives:
+            await execute(connection, sql)
+        connection.terminate()
+        raise asyncpg.ConnectionDoesNotExistError("the connection was closed in the middle of an operation")
+
+    monkeypatch.setattr(asyncpg.Connection, "execute", cutting)
+    async with Recorder(Store(database), merged=False) as recorder:
+        for record in (
+            lambda: recorder.start(call_of("r", "c", n=1)),
+            lambda: recorder.end(CallEnd("c", "r", "ok", {"id": "x"}, 200)),
+        ):
+            cut = True
+            if arrives:
+                await record()
+                continue
+            with pytest.raises(StoreUnavailable, match="whether it was recorded is not known"):
+                await record()
+            await record()
+    (call,) = await Store(database).calls.of("r")
+    assert call.status == "ok" and (await Store(database).rollouts.get("r")).calls == 1
+
+
 async def test_a_server_that_is_killed_under_load_loses_nothing_that_was_acknowledged() -> None:
     with postgres_server(fsync="on") as server:
         config = StoreConfig(url=server.new_database(), busy_timeout_s=20)
