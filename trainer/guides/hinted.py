@@ -17,6 +17,7 @@ from ...proxy.apis.as_chat.translators import chat_request
 from ...proxy.types import ModelCall
 from ..rows.rendered import CANNOT_BE_SHOWN, as_shown, shown, tokens_of
 from ..types import Sample
+from .sources import without_quotes
 
 Json = dict[str, Any]
 Hint = Literal["comments", "siblings"]
@@ -52,6 +53,8 @@ def hinted_prompt(call: ModelCall, hint: str, kind: Hint, tokenizer: PreTrainedT
         messages = [as_shown(message) for message in request["messages"]]
         if _prompt(tokenizer, request, messages) != call.prompt_token_ids:
             return None
+        if kind == "comments":
+            hint = without_quotes(hint, tokenizer.decode(list(call.response_token_ids), skip_special_tokens=True))
         return _prompt(tokenizer, request, _with_hint(messages, hint, kind))
     except CANNOT_BE_SHOWN:
         return None

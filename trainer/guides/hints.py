@@ -6,11 +6,13 @@ What it learned from the hint is in the difference: a token that the hint makes 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,8 +26,11 @@ from ..waiting import in_thread
 from .hinted import Hint, answers_of, hinted_prompt, hinted_row
 from .sources import Recorded, comments, siblings
 
+log = logging.getLogger(__name__)
+
 # Scores the answers of rows: a log-probability for each token.
 Score = Callable[[Sequence[Sample]], list[list[float]]]
+LEAK = 0.2  # nats a token; without a leak it is minus a KL divergence, but for chance
 COUNTS = ("calls_hinted", "calls_without_hint", "hints_not_shown", "hints_too_long")
 
 
@@ -44,6 +49,7 @@ class Hints:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._score = score
+        self._warned = False
 
     async def teaches(self, rollout: Rollout) -> bool:
         """Return whether somebody commented on the rollout. No sibling is better where rewards are equal."""
@@ -87,8 +93,25 @@ class Hints:
                     rows.append(row)
         for (values, start, end), found in zip(places, self._score(rows), strict=True):
             values[start:end] = found[start - end :]
+        self._look_for_leaks(samples, said)
         guidance = [Guidance(tuple(values), self._weight) for values in said]
         return tuple(replace(s, guidance=(*s.guidance, g)) for s, g in zip(samples, guidance, strict=True)), counts
+
+    def _look_for_leaks(self, samples: Sequence[Sample], said: Sequence[Sequence[float]]) -> None:
+        """Warn once if hints make the answers likelier on average: what tells nothing of them makes them less so."""
+        gaps = [
+            hinted - own
+            for sample, values in zip(samples, said, strict=True)
+            for hinted, own in zip(values, sample.logprobs, strict=True)
+            if not math.isnan(hinted)
+        ]
+        if self._warned or self._kind != "comments" or not gaps or (gap := fmean(gaps)) < LEAK:
+            return
+        self._warned = True
+        log.warning(
+            "hints: they make the policy's own answers likelier, by %.1f nats a token. It learns to repeat itself if "
+            "comments tell what it answered: let them say what was wrong, and what is right", gap,
+        )  # fmt: skip
 
     def _hints(self, recorded: Sequence[Recorded]) -> Mapping[str, str]:
         if self._kind == "comments":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from ...proxy.types import ModelCall, Reward
 from ..credit.rewards import JUDGE, weighted_rewards
 
+QUOTED = 16  # characters in a row that a comment has from the answer: no chance
+LEFT_OUT = "…"
 BEGUN, THOUGHT = "<think>", "</think>"  # what comes between them is no answer
 
 
@@ -44,6 +47,27 @@ def comments(rollouts: Sequence[Recorded]) -> dict[str, str]:
 def comment(reward: Reward) -> str:
     """Return what was said with a reward; "" if nothing was."""
     return "" if reward.name == JUDGE else (reward.comment or "").strip()
+
+
+def without_quotes(said: str, answer: str) -> str:
+    """Return a comment without what it quotes of the answer: 16 characters in a row, or all of it in quotation marks.
+
+    A policy that reads its own answer in the hint finds every token of it likelier, right or wrong.
+    """
+    answer = answer.strip()
+    runs = {answer[i : i + QUOTED] for i in range(len(answer) - QUOTED + 1)}
+    kept, place = "", 0
+    while place < len(said):
+        end = place
+        while said[end : end + QUOTED] in runs:
+            end += 1
+        if end == place:
+            kept, place = kept + said[place], place + 1
+        else:
+            kept, place = kept + LEFT_OUT, end + QUOTED - 1
+    if answer:
+        kept = re.sub(rf"""(["'`“«„‘]+){re.escape(answer)}(["'`”»“’]+)""", rf"\1{LEFT_OUT}\2", kept)
+    return kept
 
 
 def siblings(

@@ -25,7 +25,7 @@ from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, R
 from lightning_proxy.trainer.guides.guides import Guides
 from lightning_proxy.trainer.guides.hinted import WORDING, hinted_prompt
 from lightning_proxy.trainer.guides.hints import Hints
-from lightning_proxy.trainer.guides.sources import Recorded, comments, siblings
+from lightning_proxy.trainer.guides.sources import Recorded, comments, siblings, without_quotes
 from lightning_proxy.trainer.guides.teacher import COUNTS as OF_TEACHERS
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.report.metric_schema import GUIDE_METRICS
@@ -264,3 +264,31 @@ def test_a_long_hint_is_cut(base: Path) -> None:
     made = call("c", endpoint="chat/completions", prompt=ids, request={"messages": messages})
     lengths = [len(hinted_prompt(made, "red " * n, "comments", tokenizer) or ()) for n in (100, 10_000)]
     assert lengths[0] < lengths[1] < 1100
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "hint"),
+    [
+        ("3+4 is 7: not 'The sum of these two is 9.'", "The sum of these two is 9.", "3+4 is 7: not '…'"),
+        ("3+4 is 7: not '9'", " 9\n", "3+4 is 7: not '…'"),
+        ("3+4 is 7, not 9", "9", "3+4 is 7, not 9"),
+        ("not `add up all of them` or “subtract the rest”", "add up all of them; subtract the rest", "not `…` or “…”"),
+        ("call search_flights once", "search_flights(a); search_flights(b)", "call search_flights once"),
+        ("wrong", "", "wrong"),
+    ],
+)  # fmt: skip
+def test_what_a_comment_quotes_of_the_answer_is_no_hint(said: str, answer: str, hint: str) -> None:
+    assert without_quotes(said, answer) == hint
+
+
+async def test_a_comment_that_tells_what_was_answered_is_warned_of_once(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with lesson(base, tmp_path, hints="comments") as learner:
+        for question in QUESTIONS:
+            for colour in COLOURS:
+                await learner.rollout(question, colour, comment=colour, task=question)
+        assert learner.guide is not None
+        batch = await learner.guided()
+        await learner.guide.guided(batch)
+        assert caplog.text.count("they make the policy's own answers likelier") == 1
