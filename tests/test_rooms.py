@@ -41,7 +41,7 @@ LEVELS = {
 }
 # Rooms that are plugged in where the program is put together, by the files that may do so.
 SIDE_ROOMS = {
-    "proxy": ({"upstreams/litellm", "otel", "power", "reward_function", "page", "prompts"}, {"app"}),
+    "proxy": ({"upstreams/litellm", "otel", "power", "reward_function", "page", "prompts", "promotion"}, {"app"}),
     "trainer": ({"judge", "guides", "tuning", "sft", "preferences", "offline", "distributed"}, {"main"}),
 }
 # What each top-level package may import besides itself.
