@@ -13,7 +13,7 @@ MEMORY = 1_000_000  # numbers held at once
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A 95 % interval by the percentile bootstrap over tasks. With only one task it has no width."""
+    """Says between which two values a mean is likely to be."""
 
     low: float
     high: float
@@ -26,7 +26,10 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap_mean(values: Sequence[float], seed: int) -> Interval:
-    """Return the interval of the mean of `values`, one per task."""
+    """Return the 95 % interval of the mean of `values`, one per task, by the percentile bootstrap over tasks.
+
+    With only one task it has no width.
+    """
     tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     at_once = max(1, MEMORY // len(tasks))
     sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]

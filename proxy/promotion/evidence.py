@@ -30,10 +30,10 @@ from ..bootstrap import Interval
 Verdict = Literal["worse", "safe", "undecided"]
 Floats = NDArray[np.float64]
 
-LEAST_SHARE, MOST_SHARE, BETTORS = 0.02, 0.9, 12
+LEAST_SHARE, MOST_SHARE, BETTORS = 0.05, 0.9, 8
 SHARES: Floats = np.geomspace(LEAST_SHARE, MOST_SHARE, BETTORS)
 MOST_LOG = 700.0  # above it a float has no power of e
-HALVINGS = 50  # of the width 2: less than the rounding of a float
+HALVINGS = 40  # of the width 2: finer than anybody reads
 
 
 class Evidence:
