@@ -21,6 +21,7 @@ from ...proxy.errors import ConfigError, LightningError
 from ..run.run import RolloutResult
 from ..run.summary import by_task
 from .eval import LIVE, Row
+from .evidence import said, same_version, weigh
 from .stats import compare, ks, pass_at_k
 
 Json = dict[str, Any]
@@ -40,7 +41,8 @@ def report(rows: Sequence[Row], scoring: Scoring, about: Json) -> Json:
     tasks = [by_task(row.results) for row in begun]
     summaries = [_summary(row, results, scoring) for row, results in zip(begun, tasks, strict=True)]
     for summary, results in zip(summaries[1:], tasks[1:], strict=True):
-        summary["versus"] = _versus(results, tasks[0], begun[0].model.name, scoring)
+        versus = _versus(results, tasks[0], begun[0].model.name, scoring)
+        summary["versus"] = versus and versus | {"same_version": same_version(summary, summaries[0])}
     complete = all(row.complete for row in rows)
     return about | {"pass_at": scoring.pass_at, "seed": scoring.seed, "complete": complete, "rows": summaries}
 
@@ -71,7 +73,7 @@ def comparison_table(found: Json) -> Table:
 
 
 def print_tables(found: Json) -> None:
-    """Print both tables to standard output, without colours if that is not a terminal."""
+    """Print both tables and what they say to standard output, without colours if that is not a terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=240, no_color=True)
@@ -79,6 +81,10 @@ def print_tables(found: Json) -> None:
     if len(found["rows"]) > 1:
         console.print()
         console.print(comparison_table(found))
+        first, *others = found["rows"]
+        for row in others:
+            if row["versus"] is not None:
+                print(said(row, first["model"]))
 
 
 def _table(*heads: str) -> Table:
@@ -141,7 +147,8 @@ def _versus(
     if not both:
         return None
     means, others = [_mean(tasks[task]) for task in both], [_mean(first[task]) for task in both]
-    return {"model": name, **asdict(compare(means, others, scoring.seed))}
+    evidence = weigh({task: _rewards(tasks[task]) for task in both}, {task: _rewards(first[task]) for task in both})
+    return {"model": name, **asdict(compare(means, others, scoring.seed)), "evidence": evidence}
 
 
 def _task(results: Sequence[RolloutResult], scoring: Scoring) -> Json:
@@ -155,7 +162,11 @@ def _task(results: Sequence[RolloutResult], scoring: Scoring) -> Json:
 
 
 def _mean(results: Sequence[RolloutResult]) -> float:
-    return sum(result.reward or 0.0 for result in results) / len(results)
+    return sum(_rewards(results)) / len(results)
+
+
+def _rewards(results: Sequence[RolloutResult]) -> list[float]:
+    return [result.reward or 0.0 for result in results]
 
 
 def _passed(results: Sequence[RolloutResult], scoring: Scoring) -> int:

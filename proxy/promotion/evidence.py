@@ -123,10 +123,14 @@ def difference(candidate: Sequence[float], live: Sequence[float], low: float, hi
     The mean of one side minus the mean of the other, by the range `low` to `high`. Values outside of it count as its
     ends. ValueError if a side has no value or the range none.
     """
-    if not candidate or not live or not low < high:
+    half = high / 2 - low / 2  # halves, so that no range is too large for a float
+    if not candidate or not live or not half > 0:
         raise ValueError(f"{len(candidate)} and {len(live)} values to compare, from {low} to {high}")
-    means = [sum(min(max(value, low), high) for value in side) / len(side) for side in (candidate, live)]
-    return min(max((means[0] - means[1]) / (high - low), -1.0), 1.0)
+    ours, theirs = (
+        sum((min(max(value, low), high) / 2 - low / 2) / half for value in side) / len(side)
+        for side in (candidate, live)
+    )
+    return min(max(ours - theirs, -1.0), 1.0)
 
 
 def compare_signs(candidate: float, live: float) -> int:

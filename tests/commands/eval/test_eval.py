@@ -130,9 +130,12 @@ async def test_versions_other_models_and_power_sampling_are_compared_with_the_fi
     }  # fmt: skip
     assert [row["policy_versions"] for row in rows.values()] == [[0], [1], [0], [None], [None]]
     assert rows["live"]["by_task"]["t1"]["rewards"] == [1.0, 1.0]
-    assert rows["1"]["versus"] == {
-        "model": "live", "difference": 0.5, "tasks": 4, "p": 0.5, "interval": rows["1"]["versus"]["interval"],
+    versus = rows["1"]["versus"]
+    assert versus == {
+        "model": "live", "difference": 0.5, "tasks": 4, "p": 0.5, "interval": versus["interval"],
+        "evidence": versus["evidence"], "same_version": None,
     }  # fmt: skip
+    assert (versus["evidence"]["shown"], rows["0"]["versus"]["same_version"]) == (False, 0)
     assert rows["live"]["pass_at_k"]["2"]["value"] == 0.5
     assert (found["complete"], found["samples"], len(rollouts)) == (True, 2, 5 * 4 * 2)
     assert {r["mode"] for r in rollouts} == {"eval"}
@@ -147,6 +150,7 @@ async def test_a_person_gets_a_table_that_is_plain_when_piped(running: Running, 
     assert lines[2] == "1 1.000 1.000 to 1.000 100.0 % 100.0 % 0 0"
     assert lines[4] == "model above live 95 % p tasks"
     assert lines[5] == "1 +0.500 0.000 to 1.000 0.5000 4"
+    assert lines[6].startswith("1 beside live: a drop of more than 0.1 is not excluded yet (evidence ")
     assert "reward >= 1" in out.splitlines()[-1]
     assert "\x1b" not in out
 
