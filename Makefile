@@ -13,7 +13,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-page bench-credit bench-train bench-sampling bench-methods soak
+.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-page bench-credit bench-promotion bench-train bench-sampling bench-methods soak
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -107,6 +107,9 @@ bench-page: setup  ## how long the routes that the page reads take with a long r
 
 bench-credit: setup  ## what each credit strategy, choice of agents and baseline learns: small problems, a minute
 	$(BIN)/python benchmarks/credit.py
+
+bench-promotion: setup  ## how often the gate before a new version is wrong, and how many pairs it takes: minutes
+	$(BIN)/python benchmarks/promotion.py $(ARGS)
 
 bench-train: setup  ## a training step beside TRL's own padded rows, on the same rollouts: 15 minutes
 	$(BIN)/python -W ignore benchmarks/train.py $(ARGS)

@@ -191,6 +191,17 @@ async def test_the_benchmark_of_the_page_asks_each_route_once_its_store_is_full(
     assert {"GET /healthz", "GET /rollouts/rollout-32/rows", "GET /policy/compare?a=0&b=8"} <= set(rows)
 
 
+async def test_the_benchmark_of_the_gate_finds_what_the_evidence_promises() -> None:
+    code, out = await run("promotion.py", "--comparisons", "100")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.endswith(" % |")]
+    wrong = {row[0]: [float(cell.split()[0]) for cell in row[1:3] if cell != "-"] for row in rows if len(row) == 6}
+    assert code == 0
+    assert min(wrong.pop("the same siblings, counted singly (wrong)")) > 8
+    assert (
+        len(wrong) == 8 and max(share for shares in wrong.values() for share in shares) <= 8
+    )  # 5 % is expected at most
+
+
 async def test_the_benchmark_of_methods_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
