@@ -9,6 +9,7 @@ that are not exact: a z test, and the asymptotic confidence sequence of Waudby-S
 from __future__ import annotations
 
 import argparse
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ from rich.progress import track
 from lightning_proxy.proxy.promotion.evidence import Evidence
 
 MARGIN, SIGN_MARGIN, LEVEL = 0.1, 0.2, 0.05
+DIFFERENCES = (-0.2, -0.1, -0.05, 0.0, 0.1)
 LOOKS = 2000
 BURN_IN = 30
 BOUNDS = (250, 500, 1000)  # of the candidate's rollouts
 SIBLINGS = 4
 TASKS = 50
+AT_A_TIME = 64  # pairs that run
 
 Floats = NDArray[np.float64]
 Pairs = Callable[[np.random.Generator, int, float], Floats]  # so many pairs, of a candidate that is better by so much
@@ -127,7 +130,6 @@ KINDS = (
         SIBLINGS,
     ),
 )
-DIFFERENCES = (-0.2, -0.1, -0.05, 0.0, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def z_alarm(differences: Floats) -> bool:
 def asymptotic_alarm(differences: Floats, burn_in: int) -> bool:
     """Whether the asymptotic confidence sequence ever lies below 0: theorem 2.2, with 5 % on each side.
 
-    Its rho makes it narrowest at 100 pairs (their equation for the tuning of rho).
+    Its rho makes it narrowest at 100 pairs.
     """
     pairs, means, spreads = running(differences)
     alpha = 2 * LEVEL
@@ -219,7 +221,7 @@ def decisions(comparisons: int, bound: int) -> Iterator[Sequence[str]]:
                 rng = np.random.default_rng(0)
                 draws = metrics(kind, better, several)
                 found = [outcome(draws, bound // kind.rollouts, rng) for _ in range(comparisons)]
-                row += [percent(found, "worse"), percent(found, "safe"), spread([each.pairs for each in found])]
+                row += summary(found)
             yield row
 
 
@@ -251,18 +253,52 @@ def lengths(comparisons: int) -> Iterator[Sequence[str]]:
                 evidence = Evidence(SIGN_MARGIN, LEVEL, metrics=3)
                 evidence.extend(draw(rng, pairs, better))
                 found.append(Outcome(evidence.verdict, min(evidence.worse_at or pairs, evidence.safe_at or pairs), ()))
-            row += [percent(found, "worse"), percent(found, "safe"), spread([each.pairs for each in found])]
+            row += summary(found)
         yield row
+
+
+def orders(comparisons: int) -> Iterator[Sequence[str]]:
+    """A row for each order in which pairs count and for who is slow: how often what is said of a candidate is wrong.
+
+    64 pairs run at a time, and a rollout that fails takes ten times as long as others: the candidate's, or the live
+    version's. A pair ends with the later of its two.
+    """
+    for order in ("ended", "began"):
+        for slow in ("candidate", "live version", "both"):
+            rng, wrong = np.random.default_rng(0), np.zeros(2)
+            for _ in range(comparisons):
+                equal, dropped = Evidence(MARGIN, LEVEL), Evidence(MARGIN, LEVEL)
+                equal.extend(in_flight(rng, 1000, 0.0, slow, order))
+                dropped.extend(in_flight(rng, 1000, -MARGIN, slow, order))
+                wrong += (equal.verdict == "worse", dropped.verdict == "safe")
+            yield [
+                f"as they {order}" + " (wrong)" * (order == "ended"),
+                slow,
+                *(f"{100 * share:.1f} %" for share in wrong / comparisons),
+            ]
+
+
+def in_flight(rng: np.random.Generator, pairs: int, better: float, slow: str, order: str) -> Floats:
+    """The differences of single rollouts, in the order in which their pairs began or ended."""
+    ours, theirs = rng.random(pairs) < 0.5 + better, rng.random(pairs) < 0.5
+    differences = ours * 1.0 - theirs
+    waits = (~ours & (slow != "live version")) | (~theirs & (slow != "candidate"))
+    takes = np.where(waits, 10.0, 1.0) * rng.uniform(0.8, 1.2, pairs)
+    free, ends = [0.0] * AT_A_TIME, np.zeros(pairs)
+    for i, time in enumerate(takes.tolist()):
+        ends[i] = heapq.heappop(free) + time
+        heapq.heappush(free, float(ends[i]))
+    return differences[np.argsort(ends)] if order == "ended" else differences
 
 
 def percent(found: Sequence[Outcome], verdict: str) -> str:
     return f"{100 * sum(each.verdict == verdict for each in found) / len(found):.1f} %"
 
 
-def spread(pairs: Sequence[int]) -> str:
-    """The median and the ninth of ten."""
-    tenths = quantiles(pairs, n=10, method="inclusive")
-    return f"{tenths[4]:.0f} ({tenths[8]:.0f})"
+def summary(found: Sequence[Outcome]) -> list[str]:
+    """How many are worse and how many safe, and after how many pairs: the median, and the ninth of ten."""
+    tenths = quantiles([each.pairs for each in found], n=10, method="inclusive")
+    return [percent(found, "worse"), percent(found, "safe"), f"{tenths[4]:.0f} ({tenths[8]:.0f})"]
 
 
 def table(title: str, heads: Sequence[str], rows: Iterator[Sequence[str]]) -> None:
@@ -279,6 +315,11 @@ def main() -> None:
         f"Wrong in how many of {n:,} comparisons, looked at after each of {LOOKS:,} pairs:",
         ("pairs", "equal, called worse", "drop of 0.1, called safe", "z test", "asymptotic", f"from {BURN_IN} pairs"),
         false_alarms(n),
+    )
+    table(
+        f"Wrong in how many of {n:,} comparisons of single rollouts, by the order in which pairs count, 1,000 pairs:",
+        ("pairs count", "failures are slow of", "equal, called worse", "drop of 0.1, called safe"),
+        orders(n),
     )
     of = ("worse", "safe", "pairs")
     table(

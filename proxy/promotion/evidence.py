@@ -13,7 +13,8 @@ variables by betting", JRSS B 86 (2024), doi 10.1093/jrsssb/qkad009, with a fixe
 learns what to bet. Written with lambda = c / (1 + m), the factor is 1 + lambda * (d - m).
 
 It is exact if each difference, given the earlier ones, has a mean on the hypothesis' side. So siblings of one task are
-one pair: `difference` compares their means.
+one pair: `difference` compares their means. And pairs are taken in the order in which they began: taken as they end,
+a candidate that is slow to fail looks better than it is.
 """
 
 from __future__ import annotations

@@ -111,6 +111,20 @@ def test_siblings_of_one_task_that_count_singly_alarm_far_more_often() -> None:
     assert share([evidence.worse_at for evidence in singly]) > 2 * LEVEL
 
 
+def test_pairs_that_count_as_they_end_hide_a_candidate_that_is_slow_to_fail() -> None:
+    """Of 64 pairs at a time, in waves; a failure of the candidate's ends after all others of its wave and the next."""
+    rng, safe = np.random.default_rng(1), {"ended": 0, "began": 0}
+    for _ in range(60):
+        live, candidate = rng.random(640) < 0.5, rng.random(640) < 0.4
+        differences, waves = candidate * 1.0 - live, np.arange(640) // 64
+        as_they_ended = np.argsort(waves + np.where(candidate, 0, 2), kind="stable")
+        for order, pairs in (("ended", differences[as_they_ended]), ("began", differences)):
+            evidence = Evidence(MARGIN, LEVEL)
+            evidence.extend(pairs)
+            safe[order] += evidence.verdict == "safe"
+    assert safe["ended"] > 50 and safe["began"] <= 3
+
+
 def test_drops_and_equal_candidates_are_found_in_a_few_hundred_pairs() -> None:
     large, small = (looked_at(solved(0.5), drop, 100) for drop in (0.2, 0.1))
     equal, better = (looked_at(solved(0.5), drop, 100) for drop in (0.0, -0.1))
