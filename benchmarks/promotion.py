@@ -258,11 +258,7 @@ def lengths(comparisons: int) -> Iterator[Sequence[str]]:
 
 
 def orders(comparisons: int) -> Iterator[Sequence[str]]:
-    """A row for each order in which pairs count and for who is slow: how often what is said of a candidate is wrong.
-
-    64 pairs run at a time, and a rollout that fails takes ten times as long as others: the candidate's, or the live
-    version's. A pair ends with the later of its two.
-    """
+    """A row for each order in which pairs count and for who is slow: how often what is said of a candidate is wrong."""
     for order in ("ended", "began"):
         for slow in ("candidate", "live version", "both"):
             rng, wrong = np.random.default_rng(0), np.zeros(2)
@@ -279,7 +275,7 @@ def orders(comparisons: int) -> Iterator[Sequence[str]]:
 
 
 def in_flight(rng: np.random.Generator, pairs: int, better: float, slow: str, order: str) -> Floats:
-    """The differences of single rollouts, in the order in which their pairs began or ended."""
+    """The differences of single rollouts in the order in which pairs began or ended; slow failures take ten times."""
     ours, theirs = rng.random(pairs) < 0.5 + better, rng.random(pairs) < 0.5
     differences = ours * 1.0 - theirs
     waits = (~ours & (slow != "live version")) | (~theirs & (slow != "candidate"))
