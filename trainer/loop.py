@@ -31,7 +31,7 @@ from .publish import Publisher
 from .report.metric_schema import scalars
 from .step.trainer import LightningTrainer
 from .types import Batch, Guide, Sample
-from .waiting import GuideError, JudgeError, Stopped, before_retry, in_thread, pause
+from .waiting import GuideError, JudgeError, Stopped, before_retry, in_thread, pause, pause_until_changed
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class TrainingLoop:
             await pause(stop)
 
     async def _train(self, stop: asyncio.Event, once: bool) -> None:
+        changes = self._store.database.changes("rewards", "live")
         while not stop.is_set() and not await self.is_done():
             trained = False
             if not await self.is_stopped():
@@ -107,7 +108,7 @@ class TrainingLoop:
             if not trained and once:
                 break
             if not trained:
-                await pause(stop, self._config.poll_s)
+                await pause_until_changed(stop, changes, self._config.poll_s)
 
     async def _train_when_due(self, once: bool) -> bool:
         """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from ..proxy.errors import LightningError
+from ..proxy.store.changes import Changes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,6 +32,17 @@ async def pause(stop: asyncio.Event, seconds: float | None = None) -> None:
     """Wait for so many seconds (by default RETRY_S), or until `stop` is set."""
     with suppress(TimeoutError):
         await asyncio.wait_for(stop.wait(), RETRY_S if seconds is None else seconds)
+
+
+async def pause_until_changed(stop: asyncio.Event, changes: Changes, seconds: float) -> None:
+    """Wait until it is worth looking at the store again (`Changes.wait`), or until `stop` is set."""
+    waiting = [asyncio.create_task(stop.wait()), asyncio.create_task(changes.wait(seconds))]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def before_retry(stop: asyncio.Event) -> None:

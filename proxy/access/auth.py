@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import secrets
@@ -73,8 +72,9 @@ class Caller:
 class Keys:
     """Checks the keys of requests. It lets everybody on this machine in until the first key is made.
 
-    Stored keys are read twice a second, all at once: a request asks no database. A revoked key still counts as made:
-    revoking the last one, or the last admin's, lets nobody in who was kept out before.
+    Stored keys are read twice a second, or when the store tells of a change, all at once: a request asks no database.
+    A revoked key still counts as made: revoking the last one, or the last admin's, lets nobody in who was kept out
+    before.
     """
 
     def __init__(self, config: ProxyConfig, store: Store) -> None:
@@ -107,9 +107,9 @@ class Keys:
 
     async def watch(self) -> None:
         """Read the stored keys again and again until cancelled. Keep the last ones while the store cannot be read."""
-        failing = False
+        failing, changes = False, self._store.database.changes("keys")
         while True:
-            await asyncio.sleep(REFRESH_S)
+            await changes.wait(REFRESH_S)
             try:
                 await self.refresh()
                 failing = False

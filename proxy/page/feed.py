@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Annotated
@@ -24,6 +23,7 @@ from ..store.reports.feed import Feed, Happened
 router = APIRouter(tags=["page"], responses=ERRORS, route_class=AgentRoute)
 
 LOOK_S = 0.25  # from one look at the store to the next
+LONGEST_S = 1.0  # where the store tells of changes, and there is none
 QUIET_S = 15.0  # after which a comment says that the feed is still there
 AT_ONCE = 500  # events that are read and sent at a time
 LET_IN_S = 5.0  # after which the key is looked at again: it may have been revoked
@@ -62,6 +62,7 @@ def _number(cursor: str) -> int:
 async def _frames(request: Request, events: Feed, cursor: int, caller: Caller, whole: bool) -> AsyncIterator[bytes]:
     yield b"id: %d\n\n" % cursor if whole else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
     told = let_in = monotonic()
+    changes = parts(request).store.database.changes("calls", "rewards", "live", "steps")
     try:
         while not is_stopping(request.scope):
             before, happened = cursor, list[Happened]()
@@ -74,7 +75,7 @@ async def _frames(request: Request, events: Feed, cursor: int, caller: Caller, w
                 let_in = monotonic()
                 await parts(request).keys.authenticate(read_headers(request.scope))
             if cursor - before < AT_ONCE:
-                await asyncio.sleep(LOOK_S)
+                await changes.wait(LOOK_S, LONGEST_S)
     except LightningError as error:
         yield b": %s\n\n" % error.message.replace("\n", " ").encode()
 

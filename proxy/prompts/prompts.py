@@ -87,8 +87,9 @@ class Prompts:
             self._prompts, self._stamp = await self._table.all(), stamp
 
     async def _look_for_the_first(self) -> None:
+        changes = self._table.changes()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await changes.wait(LOOK_S)
             with suppress(StoreUnavailable):
                 await self._refresh()
 

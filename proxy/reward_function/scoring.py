@@ -52,11 +52,12 @@ class Scorer:
                 await process.close()
 
     async def _score_until_a_fault(self) -> None:
+        changes = self._store.database.changes("rewards")
         try:
             async with self._store.database.alone("scorer") as alone:
                 while alone:
                     await self._score_all()
-                    await asyncio.sleep(POLL_S)
+                    await changes.wait(POLL_S)
         except* NotLoaded as errors:
             self._say_once(f"rewards.function: {errors.exceptions[0]}; rollouts wait for it")
         except* (LightningError, OSError) as errors:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..config.server import StoreConfig
 from ..errors import StoreUnavailable
+from .changes import Changes, Topic
 
 if TYPE_CHECKING:
     from .postgres.database import PostgresDatabase
@@ -130,6 +131,10 @@ class Database(ABC):
 
         Where that is a lock on a server, and the way to it breaks, the block is cancelled: StoreUnavailable.
         """
+
+    def changes(self, *topics: Topic) -> Changes:
+        """Return what waits for changes of these topics, by whichever process."""
+        return Changes()
 
 
 def _postgres() -> type[PostgresDatabase]:

@@ -43,7 +43,7 @@ class Two:
     """Two proxies, the policy's server behind both, and what that was shown."""
 
     def __init__(self, system: Any, urls: list[str], session: aiohttp.ClientSession) -> None:
-        self.system, self.urls, self._session = system, urls, session
+        self.system, self.urls, self.session = system, urls, session
         self.seen: list[Any] = []
         system.vllm.answer = self._answer
 
@@ -55,13 +55,13 @@ class Two:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         body = {"model": "policy", "messages": messages}
         url = f"{self.urls[proxy]}{path}/v1/chat/completions"
-        async with self._session.post(url, json=body, headers=names) as answer:
+        async with self.session.post(url, json=body, headers=names) as answer:
             said = (await answer.json())["choices"][0]["message"]["content"] if answer.status == 200 else ""
             get = answer.headers.get
             return Answer(get("X-Rollout-Id", ""), get("X-Policy-Version", ""), said, answer.status)
 
     async def call(self, proxy: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        async with self._session.request(method, self.urls[proxy] + path, json=body, headers=headers) as answer:
+        async with self.session.request(method, self.urls[proxy] + path, json=body, headers=headers) as answer:
             return answer.status, await answer.json()
 
 
@@ -80,7 +80,7 @@ def user(text: str) -> dict[str, str]:
 
 
 async def soon(is_so: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until it is so. The proxies look twice a second; the machine may be busy."""
+    """Wait until it is so. The proxies are told at once; the machine may be busy."""
     async with asyncio.timeout(20):
         while not await is_so():
             await asyncio.sleep(0.05)
@@ -144,6 +144,17 @@ async def test_a_prompt_and_its_promotion_count_everywhere(two: Two) -> None:
     await soon(placed)
     assert (await two.call(0, "POST", "/prompts/writer/promote", {"version": 2}))[0] == 200
     assert await shown(1) == BETTER
+
+
+async def test_a_feed_shows_what_happens_through_another_proxy(two: Two) -> None:
+    happened: list[str] = []
+    async with two.session.get(f"{two.urls[1]}/feed") as feed, asyncio.timeout(20):
+        await feed.content.readline()  # it has begun
+        await two.ask(0, [user("a")], X_Rollout_Id="seen")
+        await two.call(0, "POST", "/reward", {"rollout_id": "seen", "reward": 1})
+        while not {"call", "reward", "rollout"} <= {*happened}:
+            line = (await feed.content.readline()).decode()
+            happened += [line.removeprefix("event:").strip()] if line.startswith("event:") else []
 
 
 async def test_keys_are_known_everywhere_and_forgotten_everywhere(two: Two) -> None:

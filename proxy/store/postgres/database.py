@@ -13,9 +13,11 @@ import orjson
 
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
+from ..changes import Changes, Topic
 from ..database import SMALL, Database, Params, Runs, Transaction, Work
 from .alone import locked, require_held
 from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
+from .listening import Listener
 from .migrate import migrate, require_up_to_date
 from .order import HOLD_ROLLOUTS, in_order, rollouts_to_hold
 from .statements import RECORDED
@@ -52,6 +54,7 @@ class PostgresDatabase(Database):
         self._config = config
         self._pool = pool
         self._refused: tuple[float, str] | None = None  # when and why the newest record could not be committed
+        self._listener = Listener(config, SESSION)
         self._under_way: set[asyncio.Task[object]] = set()
         self._reading, self._alone = asyncio.Semaphore(READING), asyncio.Semaphore(ALONE)
 
@@ -90,6 +93,7 @@ class PostgresDatabase(Database):
     async def close(self) -> None:
         while self._under_way:
             await asyncio.wait(self._under_way)
+        await self._listener.close()
         await self._pool.close()
 
     # Writes --------------------------------------------------------------------------------------------------------
@@ -148,6 +152,7 @@ class PostgresDatabase(Database):
                     require_held()
                     committing = True
                     await connection.execute("COMMIT")
+                    self._listener.recorded()
                     return done
             except Exception as error:
                 again = isinstance(error, AGAIN) or (is_away(error) and not committing)
@@ -205,6 +210,10 @@ class PostgresDatabase(Database):
     def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
         """The lock is that of a connection of its own. When that breaks, the block is cancelled: StoreUnavailable."""
         return locked(self._config, work, SESSION)
+
+    def changes(self, *topics: Topic) -> Changes:
+        """Its waiters are told by NOTIFY. While the way to the server is broken, they look again and again."""
+        return self._listener.changes(topics)
 
 
 async def _keep_as_it_is(connection: asyncpg.Connection) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ...errors import Conflict, NotFound
 from ...json_text import dumps, loads
+from ..changes import Changes
 from ..database import Database, Row, Transaction
 from ..rows import read
 
@@ -164,6 +165,10 @@ class Prompts:
         """Return what changes with every new version and promotion."""
         row = await self._db.quick(PROMPTS_CHANGED)
         return (None, None) if row is None else (row["live"], row["made"])
+
+    def changes(self) -> Changes:
+        """Return what waits for a new version or promotion."""
+        return self._db.changes("prompts")
 
     async def add(
         self,

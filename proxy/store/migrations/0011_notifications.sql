@@ -1,0 +1,1 @@
+-- Nothing: SQLite tells nobody of changes. PostgreSQL's script of this number makes the triggers that do.

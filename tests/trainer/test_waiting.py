@@ -1,0 +1,22 @@
+"""The trainer waits for the store or for its end, whichever comes first."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lightning_proxy.proxy.store.changes import Changes
+from lightning_proxy.trainer.waiting import pause_until_changed
+
+
+async def test_a_stop_ends_the_wait_for_changes() -> None:
+    stop = asyncio.Event()
+    waiting = asyncio.create_task(pause_until_changed(stop, Changes(), 3600))
+    await asyncio.sleep(0)
+    stop.set()
+    async with asyncio.timeout(20):
+        await waiting
+
+
+async def test_changes_end_the_wait_before_a_stop() -> None:
+    async with asyncio.timeout(20):
+        await pause_until_changed(asyncio.Event(), Changes(), 0)
