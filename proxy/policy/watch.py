@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from ..config.upstreams import UpstreamConfig
-from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
+from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from ..upstreams.health import Health
 from .mode import ModeInUse
 from .pins import Pins
@@ -85,7 +85,10 @@ class Watch:
             raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
 
     async def _look_at_vllm(self) -> None:
-        live = (await self.swap.store.versions.live_now()).version
+        try:
+            live = (await self.swap.store.versions.live_now()).version
+        except StoreUnavailable:  # calls read it themselves, and say so
+            return
         problems: dict[str, LightningError | None] = {}
         try:
             self.swap.mode = await self._mode.look()
