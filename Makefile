@@ -13,7 +13,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-page bench-credit bench-promotion bench-train bench-sampling bench-methods soak
+.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-train bench-sampling bench-methods soak
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -101,6 +101,9 @@ bench-instructions: setup  ## how many instructions a call costs beside a bare f
 
 bench-stalls: setup  ## how long one large request keeps all others waiting: two minutes; ARGS="--only rewards"
 	$(BIN)/python benchmarks/stalls.py $(ARGS)
+
+bench-several: setup  ## 1, 2 and 4 proxies over one PostgreSQL beside SQLite, and what limits them: three minutes
+	$(BIN)/python benchmarks/several.py $(ARGS)
 
 bench-page: setup  ## how long the routes that the page reads take with a long run in the store: half a minute
 	$(BIN)/python benchmarks/page.py $(ARGS)

@@ -65,13 +65,14 @@ def start_proxy(
     workers: int = 1,
     script: Path | None = None,
     env: Mapping[str, str] | None = None,
+    store: str | None = None,
 ) -> Server:
     """The proxy in front of `url`, with a store of its own in `directory`; `script`: serves it in place of `serve`."""
     directory.mkdir(exist_ok=True)
     port, config = free_port(), directory / "config.yaml"
     settings = {
         "proxy": {"port": port, "workers": workers},
-        "store": {"url": f"sqlite:///{directory}/store.db"},
+        "store": {"url": store or f"sqlite:///{directory}/store.db"},
         "upstreams": [{"name": "policy", "base_url": f"{url}/v1"}],
         "policy": {"publish": "merged", "directory": f"{directory}/policy"},
     }

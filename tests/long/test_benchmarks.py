@@ -184,6 +184,13 @@ async def test_the_benchmark_of_stalls_prints_a_row_for_each_request() -> None:
     assert (code, rows) == (0, ["10,000 rewards", "200,000 rewards (413)", "10,000 wrong rewards (422)"])
 
 
+async def test_the_benchmark_of_several_proxies_prints_a_row_for_each_way() -> None:
+    code, out = await run("several.py", "--rounds", "1", "--seconds", "0.2", "--prompts", "1000", "--connections", "8")
+    rows = [[cell.strip() for cell in line.split("|")[2:4]] for line in out.splitlines()[4:]]
+    ways = [["SQLite", "1"], ["SQLite", "2"], ["PostgreSQL", "1"], ["PostgreSQL", "2"], ["PostgreSQL", "4"]]
+    assert (code, rows) == (0, ways)
+
+
 async def test_the_benchmark_of_the_page_asks_each_route_once_its_store_is_full() -> None:
     code, out = await run("page.py", "--rollouts", "80", "--steps", "8", "--tasks", "4")
     rows = [line.split("|")[1].strip(" `") for line in out.splitlines()[4:]]

@@ -59,6 +59,13 @@ class Server:
             assert self._process.poll() is None and time.monotonic() < until, (self.directory / "log").read_text()
             time.sleep(0.02)
 
+    def pids(self) -> Iterator[int]:
+        """The server's processes."""
+        assert self._process is not None
+        yield self._process.pid
+        for children in Path(f"/proc/{self._process.pid}/task").glob("*/children"):
+            yield from map(int, children.read_text().split())
+
     def stop(self) -> None:
         """End it in its own good order, without waiting for its clients."""
         assert self._process is not None

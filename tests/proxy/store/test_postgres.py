@@ -64,6 +64,18 @@ async def test_a_database_of_another_program_is_refused_and_left_as_it_is(config
     await other.close()
 
 
+async def test_bodies_are_compressed_by_lz4_where_the_server_can(database: Database) -> None:
+    (known,) = await database.all("SELECT 'lz4' = ANY (enumvals) AS lz4 FROM pg_settings WHERE name = :name", {
+        "name": "default_toast_compression"
+    })  # fmt: skip
+    columns = (
+        "SELECT attcompression::TEXT AS by FROM pg_attribute WHERE attrelid = 'calls'::regclass AND attname = :name"
+    )
+    for name in ("request", "response", "token_ids"):
+        (row,) = await database.all(columns, {"name": name})
+        assert row["by"] == ("l" if known["lz4"] else "")
+
+
 async def test_to_look_at_a_store_writes_nothing(config: StoreConfig) -> None:
     with pytest.raises(StoreUnavailable, match="there is no store at postgresql:///t"):
         await Database.open_to_read(config)

@@ -1,0 +1,1 @@
+-- Nothing: PostgreSQL's script of this number chooses how the server compresses.
