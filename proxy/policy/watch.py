@@ -85,16 +85,15 @@ class Watch:
             raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
 
     async def _look_at_vllm(self) -> None:
-        try:
-            live = (await self.swap.store.versions.live_now()).version
-        except StoreUnavailable:  # calls read it themselves, and say so
-            return
         problems: dict[str, LightningError | None] = {}
         try:
+            live = (await self.swap.store.versions.live_now()).version
             self.swap.mode = await self._mode.look()
             self.base = await self.swap.vllm.base_model()
             problems = await self._problems()
             self._in_line, self._in_line_for, self._problem = True, live, None
+        except StoreUnavailable:  # it says nothing of vLLM; calls read the store, too, and get this error
+            return
         except (UpstreamUnreachable, UpstreamTimeout) as error:
             self._fall_out_of_line(error, f"the policy is not served yet: {error}")
         except NotServed as error:

@@ -9,8 +9,22 @@ from pathlib import Path
 from pkgutil import walk_packages
 
 from lightning_proxy.proxy import store
+from lightning_proxy.proxy.store.reports.tasks import TASK_ROLLOUTS
+from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
 
 ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE")
+
+
+def pages() -> dict[str, str]:
+    """The statements that are put together when they are run, by what they filter."""
+    found = {
+        f"page by {name or 'nothing'}": ROLLOUTS_PAGE.format(filters=ROLLOUT_FILTERS.get(name, ""))
+        for name in ("", "status", "task_id", "mode", "key_id")
+    } | {"page by agent": ROLLOUTS_PAGE_OF_AGENT.format(filters="")}
+    return found | {
+        f"tasks by {name or 'nothing'}": TASK_ROLLOUTS.format(filters=ROLLOUT_FILTERS.get(name, ""))
+        for name in ("", "mode", "task_id", "key_id")
+    }
 
 
 def statements() -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 _PARTS = re.compile(r"""'(?:[^']|'')*'|"[^"]*"|::|:(\w+)""")
 # LIKE has no escape character in SQLite unless one is named, and takes ASCII letters of both cases for equal.
 _WORDS = (
-    (re.compile(r"\bCROSS JOIN\b"), "JOIN"),
+    (re.compile(r"\bCROSS JOIN\b(?! LATERAL)"), "JOIN"),
     (re.compile(r"\s+INDEXED BY \w+"), ""),
     (re.compile(r"\bIS NOT (?=:)"), "IS DISTINCT FROM "),
     (re.compile(r"\bIS (?=:)"), "IS NOT DISTINCT FROM "),

@@ -14,27 +14,15 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store import waiting
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.reports.tasks import TASK_ROLLOUTS
 from lightning_proxy.proxy.store.rollouts import (
     ROLLOUT_FILTERS,
     ROLLOUTS_PAGE,
-    ROLLOUTS_PAGE_OF_AGENT,
     ROLLOUTS_PAGE_OF_PREFIX,
 )
 from lightning_proxy.proxy.store.versions import PINNED_VERSIONS
-from support.statements import statements
+from support.statements import pages, statements
 
-PAGES = {
-    f"page by {name or 'nothing'}": ROLLOUTS_PAGE.format(filters=ROLLOUT_FILTERS.get(name, ""))
-    for name in ("", "status", "task_id", "mode", "key_id")
-} | {"page by agent": ROLLOUTS_PAGE_OF_AGENT.format(filters="")}
-
-PAGES |= {
-    f"tasks by {name or 'nothing'}": TASK_ROLLOUTS.format(filters=ROLLOUT_FILTERS.get(name, ""))
-    for name in ("", "mode", "task_id", "key_id")
-}
-
-STATEMENTS = PAGES | dict(statements())
+STATEMENTS = pages() | dict(statements())
 
 # Grow with steps, versions and keys, not with calls; or are no tables.
 SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sqlite_master", "CONSTANT", "recent"} | {

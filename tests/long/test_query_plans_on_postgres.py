@@ -1,0 +1,120 @@
+"""On a filled PostgreSQL store, statements that run for every call, page or step read no large table as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import asyncpg
+import pytest
+
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.postgres.statements import TEXTS
+from lightning_proxy.proxy.store.postgres.translate import translated
+from support.postgres import postgres_server
+from support.statements import pages, statements
+
+STATEMENTS = pages() | {name: sql for name, sql in statements() if "sqlite_master" not in sql}
+# Run by `store info`, `policy export` and `train` with a new policy, when a rollout is deleted, or on a file alone; or
+# the first row answers it.
+WHOLE = {
+    "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS",
+    "SELECT COALESCE(MAX(ended_at), 0) FROM rollouts", "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at",
+    "UPDATE rollouts SET step = NULL, group_id = NULL WHERE step ",
+    "SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1",
+}  # fmt: skip
+VALUES: dict[str, object] = {"limit": 20, "newest": 500, "before": 100, "step": 2990, "version": 9, "task_id": "task9"}
+
+# 30,000 rollouts of 4 calls; one in a hundred is still running, one in fifty waits for the trainer.
+FILL = """
+SET session_replication_role = replica;
+INSERT INTO rollouts
+    (rollout_id, task_id, agent, mode, status, policy_version, reward, rewarded_at, calls, created_at, ended_at, step,
+     key_id, group_id)
+SELECT 'r' || i, CASE WHEN i % 10 > 0 THEN 'task' || i / 8 END, 'agent' || i % 5,
+    CASE WHEN i % 25 = 0 THEN 'eval' ELSE 'train' END, CASE WHEN i % 100 = 0 THEN 'running' ELSE 'completed' END,
+    i / 3000, i % 2, i, 4, i, i + 1, CASE WHEN i % 50 > 0 THEN i / 10 END, 'key' || i % 40, i / 8
+FROM generate_series(1, 30000) AS i;
+INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, started_at, request, response, token_ids)
+SELECT 'c' || i, 'r' || i / 4 + 1, i % 4, 'chat/completions', CASE WHEN i % 1000 = 0 THEN 'incomplete' ELSE 'ok' END,
+    i, repeat('x', 200), repeat('y', 200), '\\x0000'
+FROM generate_series(0, 119999) AS i;
+INSERT INTO rewards (rollout_id, call_id, name, value, final, created_at)
+SELECT 'r' || i, NULL, 'reward', 1, 1, i FROM generate_series(1, 30000) AS i;
+INSERT INTO tool_calls SELECT 'r' || i / 4 + 1, 'c' || i, 0, 'tool' || i, 'search', '{}'
+FROM generate_series(0, 59999) AS i;
+INSERT INTO events (rollout_id, seq, kind, created_at)
+SELECT 'r' || i, 0, 'note', i FROM generate_series(1, 30000) AS i;
+INSERT INTO rollout_keys SELECT 'hash' || i, 'r' || i FROM generate_series(1, 30000) AS i;
+INSERT INTO rollout_agents SELECT 'agent' || n % 5, n FROM rollouts;
+INSERT INTO rollout_models SELECT 'r' || i, 'm' FROM generate_series(1, 30000, 3) AS i;
+INSERT INTO rollout_prompts SELECT 'r' || i, 'writer', i % 3 FROM generate_series(1, 30000) AS i;
+INSERT INTO call_prompts SELECT 'c' || i, 'writer', i % 3, '[]' FROM generate_series(0, 59999) AS i;
+INSERT INTO call_credit SELECT i, 0, i / 100, 1, 1, 1, 'kept' FROM generate_series(1, 30000) AS i;
+INSERT INTO conversation_points SELECT sha256(i::TEXT::BYTEA), 'r' || i, i FROM generate_series(1, 30000) AS i;
+INSERT INTO conversation_tips
+SELECT sha256(i::TEXT::BYTEA), i, 'c' || i, 'r' || i / 4 + 1 FROM generate_series(0, 59999) AS i;
+INSERT INTO idempotency SELECT 'key' || i, 'hash', '{}', i FROM generate_series(1, 30000) AS i;
+INSERT INTO feed (kind, ref) SELECT 'call', 'c' || i FROM generate_series(1, 10000) AS i;
+INSERT INTO large_requests SELECT 'c' || i, 'x' FROM generate_series(0, 119999, 10) AS i;
+INSERT INTO steps (step, status, version, base, created_at)
+SELECT i, 'done', i / 30, 0, i FROM generate_series(0, 3000) AS i;
+RESET session_replication_role;
+"""
+LARGE = {
+    "rollouts", "calls", "rewards", "tool_calls", "events", "rollout_keys", "rollout_agents", "rollout_models",
+    "rollout_prompts", "call_prompts", "call_credit", "conversation_points", "conversation_tips", "idempotency", "feed",
+    "large_requests",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plans() -> Iterator[dict[str, Any]]:
+    """The plan of every statement for values that a running store may ask for."""
+    with postgres_server() as server:
+        yield asyncio.run(_plans(server.new_database()))
+
+
+async def _plans(url: str) -> dict[str, Any]:
+    async with opened(StoreConfig(url=url)):
+        pass
+    found: dict[str, Any] = {}
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(FILL)
+        await connection.execute("VACUUM ANALYZE")
+        await connection.execute("SET plan_cache_mode = force_custom_plan; SET jit = off")
+        for name, sql in STATEMENTS.items():
+            statement = translated(TEXTS.get(sql, sql))
+            types = [kind.name for kind in (await connection.prepare(statement.text)).get_parameters()]
+            values = [f"'{_value(*one)}'::{one[1]}" for one in zip(statement.names, types, strict=True)]
+            await connection.execute(f"PREPARE tried AS {statement.text}")
+            given = f"({', '.join(values)})" if values else ""
+            (row,) = await connection.fetch(f"EXPLAIN (FORMAT JSON) EXECUTE tried{given}")
+            found[name] = json.loads(row[0])[0]["Plan"]
+            await connection.execute("DEALLOCATE tried")
+    finally:
+        await connection.close()
+    return found
+
+
+def _value(name: str, kind: str) -> object:
+    """A value that a running store may ask for."""
+    if name in VALUES:
+        return VALUES[name]
+    return {"int8": 29_000, "float8": 29_990.0, "bool": True, "bytea": "\\x00", "json": '["7"]'}.get(kind, "r7")
+
+
+def read_whole(plan: dict[str, Any]) -> Iterator[str]:
+    if plan["Node Type"] == "Seq Scan" and plan["Relation Name"] in LARGE:
+        yield plan["Relation Name"]
+    for part in plan.get("Plans", ()):
+        yield from read_whole(part)
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_no_large_table_is_read_as_a_whole(plans: dict[str, Any], name: str) -> None:
+    assert name in WHOLE or not [*read_whole(plans[name])], json.dumps(plans[name], indent=1)
