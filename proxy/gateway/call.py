@@ -24,7 +24,7 @@ from ..recording.metrics import Metrics
 from ..recording.recorder import Recorder
 from ..types import CallEnd, CallStart, CallStatus, Header, RolloutName
 from ..upstreams.attempts import Attempts, Target, Upstreams
-from ..upstreams.base import Answer, OnePiece, Route
+from ..upstreams.base import Answer, OnePiece, Request, Route
 from .asgi import Reply
 from .body import chat_target, model_of, target_of
 from .question import Question, Rewrite, as_asked
@@ -143,7 +143,8 @@ class Call:
         self._way = way
         self._reply = reply
         self._request = question.request._replace(rollout_id=rollout.rollout_id)
-        self.attempts = Attempts(gateway.upstreams, route, self._target)
+        # No method of this object: it would keep the call, with its request, until Python looks for cycles.
+        self.attempts = Attempts(gateway.upstreams, route, partial(_target, self._request, question, way, route))
         self._start = CallStart(
             call_id=new_call_id(),
             rollout=rollout,
@@ -166,11 +167,6 @@ class Call:
         self._http_status: int | None = None
         self._transcript: Transcript | WholeTranscript | None = None
         self._ending: asyncio.Future[None] | None = None
-
-    def _target(self, route: Route, plain: bool) -> Target:
-        if (chat := self._way.chat) and (chat.goes_on or (route is self._route and not plain)):
-            return chat_target(self._request, chat, route, plain)
-        return target_of(self._request, self._question.body, self._question.dialect, route, plain)
 
     @property
     def upstream(self) -> str:
@@ -330,6 +326,12 @@ class Call:
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000
+
+
+def _target(request: Request, question: Question, way: Way, first: Route, route: Route, plain: bool) -> Target:
+    if (chat := way.chat) and (chat.goes_on or (route is first and not plain)):
+        return chat_target(request, chat, route, plain)
+    return target_of(request, question.body, question.dialect, route, plain)
 
 
 def new_call_id() -> str:

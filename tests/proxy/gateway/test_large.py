@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -12,6 +14,8 @@ import pytest
 
 from lightning_proxy.proxy.aside import LARGE
 from lightning_proxy.proxy.control.requests import large_response
+from lightning_proxy.proxy.gateway.call import Call
+from lightning_proxy.proxy.gateway.question import Question
 from lightning_proxy.proxy.json_text import encode_in_turns, loads, loads_in_turns
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -115,3 +119,20 @@ async def test_large_bodies_of_the_control_api_are_recorded_as_they_are(running:
         _, seen = await system.call("GET", f"/rollouts/{rollout}")
         assert [event["value"] for event in seen["events"]] == [note["value"] for note in notes]
         assert [reward["reward"] for reward in seen["rewards"]] == [*range(10_000)]
+
+
+@pytest.mark.parametrize("continuity", ["text", "exact"])
+async def test_nothing_of_a_call_waits_until_python_looks_for_cycles(
+    running: Running, tmp_path: Path, continuity: str
+) -> None:
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    async with running(tmp_path, publish="lora", continuity=continuity) as system:
+        gc.disable()
+        try:
+            for path in ("/v1/chat/completions", "/rollouts/r/v1/chat/completions"):
+                assert (await system.call("POST", path, body))[0] == 200
+            async with asyncio.timeout(10):  # the server's side may end a moment later
+                while any(isinstance(found, Question | Call) for found in gc.get_objects()):
+                    await asyncio.sleep(0.05)
+        finally:
+            gc.enable()
