@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..apis.tools import conversation
-from ..store.delta import common_prefix
+from ..store.delta import same_prefix
 from ..types import CallEnd
 
 
@@ -75,17 +75,19 @@ class RecentCalls:
             self._kept -= self._rollouts.popitem(last=False)[1].size
 
 
-def parent_of(request: dict[str, Any], recent: Sequence[RecentCall]) -> RecentCall | None:
-    """Return the recent call that the request has most in common with."""
-    messages = conversation(request)
-    shared = [(common_prefix(messages, conversation(call.request)), call) for call in recent]
-    return max(shared, key=lambda pair: pair[0])[1] if shared else None
+def parent_of(request: dict[str, Any], recent: Sequence[RecentCall]) -> tuple[RecentCall | None, int]:
+    """Return the recent call that the request has most in common with, and how many messages that is."""
+    messages, parent, known = conversation(request), None, 0
+    for call in reversed(recent):
+        before = conversation(call.request)
+        if len(before) >= known and (shared := same_prefix(messages, before)) >= known:
+            parent, known = call, shared
+    return parent, known
 
 
-def sharing(request: dict[str, Any], parent: RecentCall | None) -> dict[str, Any]:
-    """Return the request with the messages that it repeats taken from its parent: they are kept in memory once."""
-    if parent is None or not (messages := conversation(request)):
+def sharing(request: dict[str, Any], parent: RecentCall | None, known: int) -> dict[str, Any]:
+    """Return the request with its first `known` messages taken from its parent: they are kept in memory once."""
+    if parent is None or not known:
         return request
-    before = conversation(parent.request)
-    known = common_prefix(messages, before)
-    return request | {"messages" if "messages" in request else "input": before[:known] + messages[known:]}
+    messages = conversation(parent.request)[:known] + conversation(request)[known:]
+    return request | {"messages" if "messages" in request else "input": messages}

@@ -164,20 +164,16 @@ class _Made(NamedTuple):
 
 
 def _made(start: CallStart, recent: Sequence[RecentCall]) -> _Made:
-    parent = parent_of(start.request, recent)
-    stored = _stored_request(start, parent)
-    call = RecentCall(start.call_id, sharing(start.request, parent))
-    return _Made(_start_statements(start, parent, stored), len(stored), call, parent)
-
-
-def _stored_request(start: CallStart, parent: RecentCall | None) -> bytes:
-    """The request as what it adds to its parent; without a parent it is the agent's own text."""
+    parent, known = parent_of(start.request, recent)
+    call = RecentCall(start.call_id, sharing(start.request, parent, known))
     if parent is not None:
-        return encode(shrink_request(start.request, parent.request))
-    return encode(start.request) if start.request_text is None else start.request_text
+        stored = encode(shrink_request(call.request, parent.request))
+    else:
+        stored = encode(start.request) if start.request_text is None else start.request_text
+    return _Made(_start_statements(start, parent, known, stored), len(stored), call, parent)
 
 
-def _start_statements(start: CallStart, parent: RecentCall | None, stored: bytes) -> list[Statement]:
+def _start_statements(start: CallStart, parent: RecentCall | None, known: int, stored: bytes) -> list[Statement]:
     rollout_id = start.rollout.rollout_id
     large = len(stored) > LARGE_REQUEST
     row = {
@@ -200,10 +196,8 @@ def _start_statements(start: CallStart, parent: RecentCall | None, stored: bytes
     statements: list[Statement] = [(ROLLOUT_SEEN, row), (CALL_START, row)]
     if large:
         statements.append((CALL_LARGE_REQUEST, row))
-    messages = conversation(start.request)
-    known = common_prefix(messages, conversation(parent.request)) if parent else 0
     # Of results with the same id, which some agents count anew in every turn, only the newest can be new.
-    for result in {r.tool_call_id: r for r in tool_results(messages[known:])}.values():
+    for result in {r.tool_call_id: r for r in tool_results(conversation(start.request)[known:])}.values():
         told = {"rollout_id": rollout_id, "tool_call_id": result.tool_call_id, "is_error": result.is_error}
         statements.append((TOOL_RESULT, told | {"result": dumps(result.content)}))
     return statements

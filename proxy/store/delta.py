@@ -9,8 +9,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from ..json_text import dumps
-
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Count the leading elements that `a` and `b` share."""
@@ -20,6 +18,25 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next(i for i in range(length) if a[i] != b[i])
 
 
+def is_same(a: Any, b: Any) -> bool:
+    """Compare values as JSON texts: Python takes True, 1 and 1.0 for equal, and an object's names in any order."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(is_same, a.values(), b.values()))
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    return bool(a == b) and (a != 0 or str(a) == str(b))  # 0.0 and -0.0
+
+
+def same_prefix(a: list[Any], b: list[Any]) -> int:
+    """Count the leading elements that are the same JSON in `a` and `b`."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (one, other) in pairs if not is_same(one, other)), min(len(a), len(b)))
+
+
 def shrink_request(request: dict[str, Any], parent: dict[str, Any] | None) -> dict[str, Any]:
     """Return the stored form of `request`; `grow_request` with the same parent gives it back."""
     if parent is None:
@@ -27,10 +44,10 @@ def shrink_request(request: dict[str, Any], parent: dict[str, Any] | None) -> di
     same, grown, new = [], {}, {}
     for key, value in request.items():
         before = parent.get(key)
-        kept = common_prefix(value, before) if isinstance(value, list) and isinstance(before, list) else 0
-        if key in parent and _same(value, before):
+        kept = same_prefix(value, before) if isinstance(value, list) and isinstance(before, list) else 0
+        if key in parent and is_same(value, before):
             same.append(key)
-        elif kept and isinstance(before, list) and _same(value[:kept], before[:kept]):
+        elif kept:
             grown[key] = [kept, value[kept:]]
         else:
             new[key] = value
@@ -45,11 +62,6 @@ def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[
     for key, (kept, suffix) in stored.get("grown", {}).items():
         request[key] = (parent or {})[key][:kept] + suffix
     return request
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Compare as JSON: Python takes True, 1 and 1.0 for equal."""
-    return bool(a == b) and dumps(a) == dumps(b)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

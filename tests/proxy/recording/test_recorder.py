@@ -14,7 +14,7 @@ import pytest
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.control.views import call_view
 from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
-from lightning_proxy.proxy.json_text import loads
+from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database, opened
 from lightning_proxy.proxy.store.store import Store
@@ -41,6 +41,16 @@ def start(call_id: str, request: dict[str, Any], rollout_id: str = "r", agent: s
 def end(call_id: str, prompt: tuple[int, ...] = (), answer: tuple[int, ...] = (), **more: Any) -> CallEnd:
     choice = Choice(0, answer, tuple(-0.5 for _ in answer), "stop")
     return CallEnd(call_id, more.pop("rollout_id", "r"), "ok", {"id": call_id}, 200, prompt, (choice,), **more)
+
+
+async def test_an_edited_history_is_read_back_as_it_was_sent(database: Database, recorder: Recorder) -> None:
+    """Also where Python takes the values for equal: each turn is stored as what it adds to an earlier one."""
+    histories = [[{"strict": value}, {"turn": turn}] for turn, value in enumerate([True, 1, True, 1.0, 1])]
+    for turn, messages in enumerate(histories):
+        await recorder.start(start(f"c{turn}", {"messages": messages}))
+        await recorder.end(end(f"c{turn}"))
+    calls = await Store(database).calls.of("r")
+    assert dumps([call.request["messages"] for call in calls]) == dumps(histories)
 
 
 async def test_a_conversation_is_stored_once_however_often_it_is_sent_again(

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,16 @@ def test_a_request_survives_being_stored_against_any_parent(request: dict, paren
 def test_booleans_and_numbers_that_compare_equal_are_kept_apart(request: dict) -> None:
     stored = shrink_request({**request, "flag": True}, {**request, "flag": 1})
     assert grow_request(stored, {**request, "flag": 1})["flag"] is True
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [({"n": True}, {"n": 1}), ({"n": 1}, {"n": 1.0}), ({"a": 0, "b": 0}, {"b": 0, "a": 0}), (0.0, -0.0)],
+)
+def test_messages_that_only_python_takes_for_equal_are_kept_apart(one: object, other: object) -> None:
+    first = {"messages": [one]}
+    second = {"messages": [other, "second"]}
+    assert dumps(grow_request(shrink_request(second, first), first)) == dumps(second)
 
 
 def test_a_growing_conversation_stores_only_its_new_messages() -> None:
