@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, cycle
 from statistics import quantiles
 from typing import Any
 
@@ -111,16 +111,24 @@ def conversation(size: int) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text[:n]} for i, n in enumerate(lengths)]
 
 
-def requests_of(path: str, ids: int | None, key: str, prompt: int, options: dict[str, bool]) -> Iterator[Request]:
-    """Heads and bodies; `{}` in the path is a number, counted up, or around the first `ids` of them."""
-    fields = {"model": "base", "messages": conversation(prompt), **options}
-    body = json.dumps(fields, separators=(",", ":")).encode()
+def bodies_of(prompt: int, options: dict[str, bool], turns: int) -> list[bytes]:
+    """The requests of an agent's turns, of `prompt` bytes on average: each repeats the last and adds two messages."""
+    sizes = [prompt + (2 * turn - turns + 1) * MESSAGE_BYTES for turn in range(turns)]
+    return [
+        json.dumps({"model": "base", "messages": conversation(size), **options}, separators=(",", ":")).encode()
+        for size in sizes
+    ]
+
+
+def requests_of(path: str, numbers: Iterator[int], key: str, bodies: list[bytes]) -> Iterator[Request]:
+    """Heads and bodies: for each of the numbers, which stands for `{}` in the path, all bodies in their order."""
     rest = (
         f" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nauthorization: Bearer {key}\r\n"
-        f"content-length: {len(body)}\r\n\r\n"
+        "content-length: "
     )
-    for i in count():
-        yield f"POST {path.replace('{}', str(i % ids if ids else i))}{rest}".encode(), body
+    for number in numbers:
+        for body in bodies:
+            yield f"POST {path.replace('{}', str(number))}{rest}{len(body)}\r\n\r\n".encode(), body
 
 
 async def main(
@@ -132,11 +140,17 @@ async def main(
     path: str = "/v1/chat/completions",
     ids: int | None = None,
     key: str = "sk-bench",
+    turns: int = 1,
 ) -> None:
-    """`prompt`: bytes; `options`: what else the body says, such as `stream`; `path`, `ids`: see `requests_of`."""
-    requests = requests_of(path, ids, key, prompt, options)
+    """`options`: what else a body says, such as `stream`; `prompt`, `turns`: see `bodies_of`.
+
+    `{}` in the path is a number, counted up, or around the first `ids` of them; it stays for all turns of a connection.
+    """
+    numbers, bodies = cycle(range(ids)) if ids else count(), bodies_of(prompt, options, turns)
     loop = asyncio.get_running_loop()
-    make: Callable[[], Client] = lambda: Client(requests, bool(options.get("stream")))  # noqa: E731
+    make: Callable[[], Client] = lambda: Client(  # noqa: E731
+        requests_of(path, numbers, key, bodies), bool(options.get("stream"))
+    )
     clients = [(await loop.create_connection(make, "127.0.0.1", port))[1] for _ in range(connections)]
     began, cpu = time.perf_counter(), time.process_time()
     for client in clients:
