@@ -13,7 +13,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-train bench-sampling bench-methods soak
+.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-train bench-sampling bench-methods soak kill-rounds
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -125,6 +125,10 @@ bench-methods: setup  ## what rl, sft, dpo and kto make of the same number of ro
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+ROUNDS ?= 200
+kill-rounds: setup  ## kill workers, and the whole proxy, under 64 agents, again and again: 15 minutes; ROUNDS=20
+	KILL_ROUNDS=$(ROUNDS) $(PYTEST) -s tests/long/test_kill_rounds.py $(ARGS)
 
 # Frameworks pin what the product needs in other versions: each program of theirs has an environment in .venv-agents/.
 test-frameworks: setup clients  ## run an agent of every framework through the proxy (their packages: a minute, once)

@@ -98,6 +98,31 @@ class Proxy:
             return db.execute(sql).fetchall()
 
 
+def workers(proxy: Proxy) -> set[int]:
+    """The processes that serve; multiprocessing's own helper is not one of them."""
+    assert proxy.process is not None
+    path = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children")
+    children = {int(pid) for pid in path.read_text().split()}
+    return {pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+async def settled(proxy: Proxy, count: int, without: set[int] | None = None) -> set[int]:
+    """Wait until so many workers answer, none of them in `without`."""
+    for _ in range(900):  # on a busy machine a worker takes seconds to start, and they start one after the other
+        found = workers(proxy)
+        if len(found) == count and not found & (without or set()) and all(map(serves, found)):
+            return found
+        await asyncio.sleep(0.1)
+    pytest.fail(f"no {count} workers")
+
+
+def serves(pid: int) -> bool:
+    """Whether a worker has opened the store."""
+    with contextlib.suppress(OSError):
+        return any(fd.readlink().name == "store.db" for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return False
+
+
 @asynccontextmanager
 async def proxy_in_front(directory: Path, program: Sequence[str | Path] = CHECKOUT) -> AsyncIterator[Proxy]:
     app = web.Application()

@@ -25,7 +25,7 @@ from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_COUNTS
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
-from support.served import Client, Proxy, proxy_in_front
+from support.served import Client, Proxy, proxy_in_front, settled, workers
 
 
 @asynccontextmanager
@@ -37,31 +37,6 @@ async def two_workers(directory: Path) -> AsyncIterator[Proxy]:
         await settled(proxy, 2)
         yield proxy
         await proxy.end(signal.SIGTERM)
-
-
-def workers(proxy: Proxy) -> set[int]:
-    """The processes that serve; multiprocessing's own helper is not one of them."""
-    assert proxy.process is not None
-    path = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children")
-    children = {int(pid) for pid in path.read_text().split()}
-    return {pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-
-
-async def settled(proxy: Proxy, count: int, without: set[int] | None = None) -> set[int]:
-    """Wait until so many workers answer, none of them in `without`."""
-    for _ in range(300):
-        found = workers(proxy)
-        if len(found) == count and not found & (without or set()) and all(map(serves, found)):
-            return found
-        await asyncio.sleep(0.1)
-    pytest.fail(f"no {count} workers")
-
-
-def serves(pid: int) -> bool:
-    """Whether a worker has opened the store."""
-    with contextlib.suppress(OSError):
-        return any(fd.readlink().name == "store.db" for fd in Path(f"/proc/{pid}/fd").iterdir())
-    return False
 
 
 class Talker(Client):
