@@ -17,6 +17,7 @@ def app() -> object:
 if __name__ == "__main__":
     os.environ["BENCH_CONFIG"] = sys.argv[1]
     proxy = load_config(Path(sys.argv[1])).proxy
+    os.chdir(Path(__file__).parent)  # where granian begins to look for the app
     Server(
         f"{Path(__file__).stem}:app", proxy.host, proxy.port, interface="asgi", factory=True, workers=1, loop="uvloop",
         backlog=2048, log_level="warning", websockets=False,

@@ -99,16 +99,19 @@ class Proxy:
 
 
 def workers(proxy: Proxy) -> set[int]:
-    """The processes that serve; multiprocessing's own helper is not one of them."""
+    """The processes that serve, or will; multiprocessing's own helper is not one of them."""
     assert proxy.process is not None
-    path = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children")
-    children = {int(pid) for pid in path.read_text().split()}
-    return {pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    found = set()
+    for pid in Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children").read_text().split():
+        with contextlib.suppress(OSError):  # one that has just ended
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(int(pid))
+    return found
 
 
 async def settled(proxy: Proxy, count: int, without: set[int] | None = None) -> set[int]:
     """Wait until so many workers answer, none of them in `without`."""
-    for _ in range(900):  # on a busy machine a worker takes seconds to start, and they start one after the other
+    for _ in range(300):
         found = workers(proxy)
         if len(found) == count and not found & (without or set()) and all(map(serves, found)):
             return found
