@@ -142,6 +142,10 @@ class Attempts:
         for _ in range(JOIN_TRIES):
             if not self._may_have_joined(answer.status):
                 break
+            refusal = await answer.read()
+            if (self.target.route.model or "").encode() not in refusal:
+                answer = ReadAnswer(answer, refusal)  # something else is missing
+                break
             answer.release()
             await asyncio.sleep(JOIN_S)
             answer = await self._send()

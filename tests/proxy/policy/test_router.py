@@ -129,11 +129,34 @@ async def test_a_model_that_nobody_has_is_still_not_found(
             version = await system.earlier_version(store, tmp_path)
         assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
 
-        async def without_adapters(_: web.Request) -> web.Response:
-            return web.json_response({"error": {"message": "no such model"}}, status=404)
+        asked = 0
+
+        async def without_adapters(request: web.Request) -> web.Response:
+            nonlocal asked
+            asked += 1
+            model = (await request.json())["model"]
+            return web.json_response({"error": {"message": f"The model `{model}` does not exist."}}, status=404)
 
         system.vllm.odd = without_adapters
         assert (await system.chat("s"))[0] == 404
+        assert asked == 1 + attempts.JOIN_TRIES
+
+
+async def test_what_else_is_not_found_behind_a_router_is_asked_for_once(running: Any, tmp_path: Path) -> None:
+    async with routed(running, tmp_path) as (system, _, _, _):
+        async with system.store() as store:
+            version = await system.earlier_version(store, tmp_path)
+        assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
+        asked = 0
+
+        async def without_route(_: web.Request) -> web.Response:
+            nonlocal asked
+            asked += 1
+            return web.json_response({"detail": "Not Found"}, status=404)
+
+        system.vllm.odd = without_route
+        status, answer = await system.chat("s")
+        assert (status, answer, asked) == (404, {"detail": "Not Found"}, 1)
 
 
 @pytest.mark.parametrize(
