@@ -36,23 +36,22 @@ def dashboard(store: StoreConfig, port: int) -> None:
 
     from ..proxy.app import create_dashboard
 
-    path = store.path.expanduser().absolute()
-    if not path.is_file():
+    path = None if store.is_postgres else store.path.expanduser().absolute()
+    if path is not None and not path.is_file():
         raise LightningError(f"there is no store at {path}: name one with --store FILE")
     asyncio.run(_require_readable(store))
     require_free_port(HOST, port, "--port")
     key = secrets.token_urlsafe(16)
     config = Config(store=store, proxy=ProxyConfig(port=port, api_keys=[SecretStr(key)]), upstreams=[_NONE])
     server = Server(Settings(create_dashboard(config), host=HOST, port=port, **UVICORN))
-    typer.echo(f"{path}: http://{HOST}:{port}/#/?key={key}")
+    typer.echo(f"{store.where}: http://{HOST}:{port}/#/?key={key}")
     typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
-    was_idle = not _is_in_use(path)
-    watch = threading.Thread(target=_end_when_used, args=(path, server), daemon=True)
-    if was_idle:
-        watch.start()
+    idle = None if path is None or _is_in_use(path) else path  # a server says to all what is new
+    if idle is not None:
+        threading.Thread(target=_end_when_used, args=(idle, server), daemon=True).start()
     with suppress(KeyboardInterrupt):
         server.run()
-    if was_idle and _is_in_use(path):
+    if idle is not None and _is_in_use(idle):
         raise LightningError(f"{path} is in use now, and what was shown grows old: start the dashboard again")
 
 

@@ -36,7 +36,9 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
 
 def dashboard(
     context: typer.Context,
-    store: Annotated[Path | None, typer.Option(metavar="FILE", help="a store's file", show_default="store.url")] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="FILE", help="a store's file, or postgresql://…", show_default="store.url")
+    ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="the page's port")] = 8081,
 ) -> None:
     """Show the page over a store alone, in a browser. The proxy need not run.
@@ -48,5 +50,8 @@ def dashboard(
     from ..proxy.config.server import StoreConfig
     from .dashboard import dashboard as run
 
-    chosen = load_config(context.obj).store if store is None else StoreConfig(url=f"sqlite:///{store.absolute()}")
+    if store is None:
+        chosen = load_config(context.obj).store
+    else:
+        chosen = StoreConfig(url=store if "://" in store else f"sqlite:///{Path(store).absolute()}")
     run(chosen, port)

@@ -356,7 +356,7 @@ async def _running(
         telemetry=TelemetryConfig(**telemetry or {}),
         rollouts=RolloutsConfig(**rollouts or {}),
         rewards=RewardsConfig(**rewards or {}),
-        store=StoreConfig(url=store_url(tmp_path), **store or {}),
+        store=StoreConfig(**{"url": store_url(tmp_path), **(store or {})}),
         upstreams=[
             UpstreamConfig(
                 name="policy",

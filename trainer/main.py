@@ -108,6 +108,11 @@ async def train_offline(
     show: Show = show_nothing,
 ) -> None:
     """Train on `source` (a store or an export; None: the configured store), which is only read."""
+    if source is None and config.store.is_postgres:
+        raise ConfigError(
+            "train --offline works on a file: make one with `lightning-proxy store migrate postgresql://… "
+            "sqlite:///copy.db`, and name it with --data copy.db"
+        )
     directory = (directory or config.policy.directory / "offline").expanduser().absolute()
     with only_trainer(directory, directory / data.STORE_FILE):
         store_config = await data.prepare(source or config.store.path, directory)

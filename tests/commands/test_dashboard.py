@@ -17,21 +17,22 @@ from typing import Any
 import aiohttp
 
 from support.command_line import lightning
+from support.postgres import postgres_server
 from support.whole_system import free_port
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 @asynccontextmanager
-async def dashboard(store: Path) -> AsyncIterator[tuple[str, str]]:
-    """Its address and its key."""
-    argv = (sys.executable, "-m", "lightning_proxy", "dashboard", "--store", store, "--port", str(free_port()))
+async def dashboard(store: Path | str, where: str | None = None) -> AsyncIterator[tuple[str, str]]:
+    """Its address and its key. `where`: the store as it is shown."""
+    argv = (sys.executable, "-m", "lightning_proxy", "dashboard", "--store", str(store), "--port", str(free_port()))
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
         said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
         found = re.search(r"(http://[^/]+)/#/\?key=(\S+)", said)
-        assert found is not None and said.startswith(f"{store}: "), said
+        assert found is not None and said.startswith(f"{where or store}: "), said
         async with aiohttp.ClientSession(headers={"Connection": "close"}) as session:
             while True:
                 try:
@@ -102,6 +103,20 @@ async def test_a_store_in_use_can_be_looked_at(running: Running, tmp_path: Path)
             await system.chat("r2")
             async with session.get(f"{url}/rollouts", headers={"Authorization": f"Bearer {key}"}) as answer:
                 assert len((await answer.json())["data"]) == 2
+
+
+async def test_a_store_on_a_server_can_be_looked_at(running: Running, tmp_path: Path) -> None:
+    with postgres_server() as server:
+        url = server.new_database()
+        where = url.replace("lightning@", "").partition("?")[0]
+        missing = await asyncio.to_thread(lightning, "dashboard", "--store", url, "--port", str(free_port()))
+        assert (missing.returncode, missing.stderr) == (1, f"lightning-proxy: there is no store at {where}\n")
+        async with running(tmp_path, store={"url": url}) as system:
+            await system.chat("r1")
+            async with dashboard(url, where) as (page, key), aiohttp.ClientSession() as session:
+                await system.chat("r2")
+                async with session.get(f"{page}/rollouts", headers={"Authorization": f"Bearer {key}"}) as answer:
+                    assert len((await answer.json())["data"]) == 2
 
 
 def test_what_is_no_store_is_one_line(tmp_path: Path) -> None:

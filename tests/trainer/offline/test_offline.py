@@ -169,6 +169,12 @@ def whole(base: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) 
     yield run
 
 
+async def test_a_store_on_a_server_has_to_be_made_a_file_first() -> None:
+    config = Config.model_validate({"store": {"url": "postgresql://me:secret@h/db"}})
+    with pytest.raises(ConfigError, match="store migrate postgresql://… sqlite:///copy.db`, and name it with --data"):
+        await train_offline(config, asyncio.Event(), None, None)
+
+
 def test_every_group_is_trained_on_once_an_epoch_whatever_was_trained_on_before(whole: Run) -> None:
     steps = whole.steps()
     assert list(steps) == [1, 2, 3, 4, 5, 6]
