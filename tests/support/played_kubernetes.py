@@ -46,7 +46,7 @@ class PlayedCluster:
         self.images_missing = False
         self.pods_forbidden = False
         self.away = 0  # requests to answer with 503
-        self.secrets_late_s = 0.0
+        self.secrets_late_s = self.jobs_late_s = 0.0
         self.cuts_logs = False  # a log that is followed breaks off after its first piece
         self._version = itertools.count(1)
         self._events: list[tuple[int, str, Object]] = []
@@ -135,6 +135,7 @@ class PlayedCluster:
 
     async def _create_job(self, request: web.Request) -> web.Response:
         job = await request.json()
+        await asyncio.sleep(self.jobs_late_s)
         name = job["metadata"]["name"]
         if name in self.jobs:
             return _status(409, "AlreadyExists", f'jobs.batch "{name}" already exists')

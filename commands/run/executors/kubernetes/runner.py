@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .....proxy.config.run import RunConfig
 from .....proxy.errors import ConfigError
@@ -19,6 +20,7 @@ from .output import Output
 from .pods import PodState
 from .watch import PodWatch
 
+CREATED_S = 5.0  # that a cancelled run waits for its Job to be there, so that it can be deleted
 WAITS_S = 30.0  # until somebody is told that a pod does not start
 
 
@@ -46,7 +48,7 @@ class KubernetesRunner:
         pods.expect(name)
         try:
             async with Output(cluster, log) as output:
-                uid = await cluster.create_job(self._manifests.job(name, env))
+                uid = await _to_its_end(cluster.create_job(self._manifests.job(name, env)))
                 await cluster.create_secret(self._manifests.secret(name, env, uid))
                 return await self._until_it_ends(cluster, pods, name, output)
         finally:
@@ -100,3 +102,15 @@ class KubernetesRunner:
         if said not in self._told:
             self._told.add(said)
             self._say(f"waiting for Kubernetes: {said}")
+
+
+async def _to_its_end(creating: Coroutine[Any, Any, str]) -> str:
+    """Wait for a creation. If this is cancelled, wait a little longer: what is deleted before it is made stays."""
+    task = asyncio.create_task(creating)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,), timeout=CREATED_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise

@@ -171,6 +171,19 @@ async def test_a_watch_that_is_too_old_is_begun_anew(
     assert (result.exit_code, result.restarts) == (7, 0)
 
 
+async def test_a_job_whose_creation_is_cancelled_is_not_left_behind(
+    proxy: ControlApi, kubernetes: PlayedCluster, program: Program, tmp_path: Path
+) -> None:
+    kubernetes.jobs_late_s = 0.3
+    running = asyncio.create_task(run_all(proxy, program(tmp_path, SLEEPS), [task(1)], RunOptions()))
+    while ("jobs", "create") not in kubernetes.asked:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await asyncio.sleep(0.5)
+    assert len(kubernetes.created) == 1 and kubernetes.jobs == {}
+
+
 async def test_a_secret_that_comes_after_the_pod_is_no_failure(
     proxy: ControlApi, kubernetes: PlayedCluster, program: Program, tmp_path: Path
 ) -> None:
