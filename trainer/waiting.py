@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from ..proxy.errors import LightningError
-from ..proxy.store.changes import Changes
+from ..proxy.store.database import Changes
 
 P = ParamSpec("P")
 T = TypeVar("T")

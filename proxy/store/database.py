@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ..config.server import StoreConfig
 from ..errors import StoreUnavailable
-from .changes import Changes, Topic
 
 if TYPE_CHECKING:
     from .postgres.database import PostgresDatabase
@@ -19,6 +19,25 @@ Params = Mapping[str, object]
 Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
 
 SMALL = 2**14  # bytes; what one write takes where nobody says otherwise
+
+
+# `prompts`: a version or a promotion; `rewards`: a reward, or a rollout that ended; `live`: the live policy version;
+# `calls`: whatever recorders write.
+Topic = Literal["keys", "prompts", "rewards", "live", "steps", "calls"]
+
+LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended before it told
+
+
+class Changes:
+    """Waits until it is worth looking at the store again. Each that looks has one of its own."""
+
+    async def wait(self, seconds: float, longest: float = LOOK_S) -> None:
+        """Return after so many seconds.
+
+        Where a server tells of changes, return once something was written since the last return, but at most once in
+        `seconds`; without news after `longest` s.
+        """
+        await asyncio.sleep(seconds)
 
 
 class Refused(Exception):

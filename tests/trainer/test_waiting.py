@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lightning_proxy.proxy.store.changes import Changes
+from lightning_proxy.proxy.store.database import Changes
 from lightning_proxy.trainer.waiting import pause_until_changed
 
 

@@ -13,8 +13,7 @@ import orjson
 
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
-from ..changes import Changes, Topic
-from ..database import SMALL, Database, Params, Runs, Transaction, Work
+from ..database import SMALL, Changes, Database, Params, Runs, Topic, Transaction, Work
 from .alone import locked, require_held
 from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
 from .listening import Listener

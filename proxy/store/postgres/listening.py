@@ -11,7 +11,7 @@ from weakref import WeakSet
 import asyncpg
 
 from ...config.server import StoreConfig
-from ..changes import LOOK_S, Changes, Topic
+from ..database import LOOK_S, Changes, Topic
 from .alone import BEAT_S, LOST
 
 CHANNEL = "lightning_store"

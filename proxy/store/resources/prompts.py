@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from ...errors import Conflict, NotFound
 from ...json_text import dumps, loads
-from ..changes import Changes
-from ..database import Database, Row, Transaction
+from ..database import Changes, Database, Row, Transaction
 from ..rows import read
 
 Role = Literal["system", "user"]
