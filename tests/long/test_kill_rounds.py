@@ -25,7 +25,7 @@ from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from support.served import Proxy, proxy_in_front, serves, settled, workers
 
-# `make kill-rounds`: 200 of them, some 15 minutes.
+# `make kill-rounds`: 200 of them.
 ROUNDS, AGENTS = int(os.environ.get("KILL_ROUNDS", "4")), 64
 KILLED = ("worker", "proxy", "worker", "workers")
 WORKERS, TURNS = 2, 4
