@@ -168,7 +168,7 @@ class Books:
 
 
 @pytest.mark.sqlite
-@pytest.mark.timeout(300 + 10 * ROUNDS)
+@pytest.mark.timeout(300 + 40 * ROUNDS)
 async def test_no_kill_loses_or_doubles_what_was_acknowledged(tmp_path: Path) -> None:
     async with proxy_in_front(tmp_path) as proxy:
         proxy.set("proxy", workers=WORKERS)
