@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from .section import Gpu, Port, Seconds, Section
+from .section import Gpu, Number, Port, Seconds, Section
 
 # The adapter of agents that have none of their own. PEFT calls it so.
 DEFAULT_ADAPTER = "default"
@@ -17,6 +17,27 @@ DEFAULT_ADAPTER = "default"
 
 # It becomes part of names of files, served models and PyTorch modules.
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class GateConfig(Section):
+    """How a new version is tested before it goes live (docs/promotion.md)."""
+
+    share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
+    metrics: Annotated[dict[str, Share], Field(min_length=1)] = {"reward": 0.1}
+    reward_range: tuple[Number, Number] = (0.0, 1.0)
+    level: Share = 0.05
+    max_rollouts: Annotated[int, Field(ge=2)] = 2000
+    reward_timeout_s: Seconds = 1800.0
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> GateConfig:
+        low, high = self.reward_range
+        if not low < high:
+            raise ValueError(f"reward_range is the lowest and the highest reward, got [{low:g}, {high:g}]")
+        return self
 
 
 class PolicyConfig(Section):
@@ -29,6 +50,8 @@ class PolicyConfig(Section):
     token_continuity: Literal["text", "exact"] = "text"
     dialects_through_chat: bool = True
     keep_versions: Annotated[int, Field(ge=2)] = 3
+    promotion: Literal["immediate", "gated"] = "immediate"
+    gate: GateConfig = GateConfig()
     directory: Path = Path("lightning-policy")
     verify_samples: Annotated[int, Field(ge=1)] = 4
     verify_tolerance: Annotated[float, Field(gt=0)] | None = None
@@ -53,6 +76,17 @@ class PolicyConfig(Section):
         if self.adapters and self.publish == "merged":
             raise ValueError("policy.adapters needs policy.publish: lora; merged weights are those of one adapter")
         return self
+
+    @model_validator(mode="after")
+    def _keeps_a_rollout_on_its_version(self) -> PolicyConfig:
+        if self.is_gated and not self.pin_rollouts:
+            raise ValueError("policy.promotion gated compares whole rollouts: it needs policy.pin_rollouts true")
+        return self
+
+    @property
+    def is_gated(self) -> bool:
+        """Return whether a new version is tested before it goes live."""
+        return self.promotion == "gated"
 
     @cached_property
     def _adapter_by_agent(self) -> dict[str, str]:

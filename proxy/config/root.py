@@ -14,6 +14,11 @@ from .server import ProxyConfig, RecordingConfig, StoreConfig, TelemetryConfig
 from .trainer import TrainerConfig
 from .upstreams import UpstreamConfig, check_fallbacks
 
+ONE_SERVER = (
+    "policy.promotion gated needs a second server where weights are published merged: one server has one version. "
+    "Give the policy's upstream `replicas`, or set policy.publish to lora"
+)
+
 
 class Config(Section):
     proxy: ProxyConfig = ProxyConfig()
@@ -50,6 +55,22 @@ class Config(Section):
         if policys is not None and policys.servers and self.policy.publish != "lora":
             raise ValueError("upstreams: servers behind a router need policy.publish lora")
         return self
+
+    @model_validator(mode="after")
+    def _can_test_a_version_beside_the_live_one(self) -> Config:
+        """Merged weights are one version for each server, and whose server answers is ours to say."""
+        if self.trainer.promote_every > 1 and not self.policy.is_gated:
+            raise ValueError("trainer.promote_every is how many steps come to one test: set policy.promotion to gated")
+        is_merged = self.policy.publish == "merged" or self.trainer.weights == "full"
+        if is_merged and not self.can_test_merged_weights:
+            raise ValueError(ONE_SERVER)
+        return self
+
+    @cached_property
+    def can_test_merged_weights(self) -> bool:
+        """Return whether a server is left for the live version while another one has the candidate, if need be."""
+        policys = self.policy_upstream
+        return policys is None or not self.policy.is_gated or len(policys.urls) > 1
 
     @cached_property
     def policy_upstream(self) -> UpstreamConfig | None:

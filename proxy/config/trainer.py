@@ -199,6 +199,7 @@ class TrainerConfig(Section):
     group_timeout_s: Seconds = 600.0
     dynamic_sampling: bool = False
     max_steps: Annotated[int, Field(ge=1)] | None = None
+    promote_every: Annotated[int, Field(ge=1)] = 1
     max_staleness: Annotated[int, Field(ge=0)] = 8
     loss_type: LossType = "cispo"
     loss: Own | None = None
