@@ -14,6 +14,7 @@ from .reports.credit import Credit
 from .reports.tasks import Tasks
 from .reports.traffic import Traffic
 from .reports.versions import VersionReport
+from .resources.promotions import Promotions
 from .resources.prompts import Prompts
 from .rewards import Rewards
 from .rollouts import Rollouts
@@ -43,4 +44,5 @@ class Store:
         self.endings = Endings(database)
         self.keys = Keyring(database)
         self.prompts = Prompts(database)
+        self.promotions = Promotions(database)
         self.conversations = ConversationIndex(database)

@@ -33,6 +33,11 @@ VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE 
 VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"
 VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
 VERSION_FORGET = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
+# Whoever makes a version live decides about the one that is tested, and about the one that waits.
+TEST_ENDED = """
+UPDATE promotions SET status = 'ended', decided_at = :at, reason = :reason WHERE status = 'testing'
+"""
+VERSION_UNTESTED = "UPDATE policy_versions SET status = 'ready' WHERE status IN ('candidate', 'waiting')"
 POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
 PINNED_VERSIONS = """
 SELECT DISTINCT policy_version FROM rollouts
@@ -97,9 +102,10 @@ class Versions:
         await self._db.commit([(VERSION_SAVED, [row])])
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
-        """Make the version live: the alias stands for it from now on."""
-        row = {"version": version, "at": time.time(), "step": step}
-        statements = [POLICY_LOG, VERSION_LIVE, VERSION_RETIRE]
+        """Make the version live: the alias stands for it from now on. A test that is under way ends."""
+        row: dict[str, Any] = {"version": version, "at": time.time(), "step": step}
+        row["reason"] = f"version {version} was made live during the test"
+        statements = [TEST_ENDED, VERSION_UNTESTED, POLICY_LOG, VERSION_LIVE, VERSION_RETIRE]
         statements += [VERSION_VERIFIED] if verified else []
         statements += ["UPDATE steps SET version = :version WHERE step = :step"] if step is not None else []
 

@@ -13,6 +13,7 @@ Record = tuple[Any, ...]
 ORDERS = {
     "policy_versions": "version",
     "policy_log": "n",
+    "promotions": "n",
     "publishing": "n",
     "probes": "version",
     "steps": "step",
@@ -23,6 +24,7 @@ ORDERS = {
     "rollouts": "n",
     "rollout_counts": "mode status",
     "rollout_models": "rollout_id",
+    "promotion_rollouts": "rollout_id",
     "rollout_prompts": "rollout_id name",
     "awaiting_rewards": "n",
     "keys": "key_id",

@@ -29,7 +29,7 @@ SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sq
     "json_each",
     "wanted",  # a list that a statement is given
 }
-SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log"}
+SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
 # holds, or over the newest calls or rollouts alone.
 WHOLE = {
@@ -37,11 +37,11 @@ WHOLE = {
     "PAGES", "CLAIMABLE_GROUPS", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
     "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing", "UNLEARNED",
 }  # fmt: skip
-# Sort what belongs to a few steps, one rollout or tool-call id, or the newest calls.
+# Sort what belongs to a few steps, one test, rollout or tool-call id, or the newest calls.
 SORTS = {
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "CLAIMABLE_GROUPS",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT", "COMPARED_WITH",
-    "PROMPT_BEFORE", "PROMPT_REWARDS", "PROMPT_RUN",
+    "PROMPT_BEFORE", "PROMPT_REWARDS", "PROMPT_RUN", "OBSERVED", "OBSERVED_REWARDS",
 }  # fmt: skip
 SORTED = ("SELECT * FROM rollouts WHERE step =", "SELECT * FROM tool_calls WHERE", "SELECT * FROM rewards WHERE")
 

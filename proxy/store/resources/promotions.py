@@ -1,0 +1,274 @@
+"""The tests of policy versions before they go live: their rollouts, and what was decided by which numbers."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ...errors import Conflict
+from ...json_text import dumps, loads
+from ...types import PolicyVersion, Reward, RolloutName, RolloutStatus
+from ..database import Database, Row, Transaction
+from ..rewards import read_reward
+from ..rollouts import ROLLOUT_SEEN
+from ..rows import read
+from ..versions import POLICY_LOG, TEST_ENDED, VERSION_LIVE, VERSION_RETIRE, VERSION_UNTESTED, read_version
+
+Outcome = Literal["promoted", "rejected"]
+PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
+
+NOT_GATED = "policy.promotion was set to immediate"  # why a test ended
+
+TESTING = "SELECT n FROM promotions WHERE status = 'testing'"
+CANDIDATE = "SELECT * FROM policy_versions WHERE version = :version"
+PROMOTION = "SELECT * FROM promotions WHERE n = :n"
+# The last test of each version.
+PROMOTIONS = "SELECT * FROM promotions WHERE n IN (SELECT MAX(n) FROM promotions GROUP BY version)"
+WAITING = "SELECT * FROM policy_versions WHERE status = 'waiting' ORDER BY version DESC LIMIT 1"
+REPLACED = """
+UPDATE policy_versions SET status = 'ready', error = :why WHERE status = 'waiting' AND version <> :version
+"""
+WAITS = "UPDATE policy_versions SET status = 'waiting' WHERE version = :version AND status = 'publishing'"
+STEP_PUBLISHED = "UPDATE steps SET version = :version WHERE step = :step"
+LIVE_NOW = "SELECT version FROM policy_log ORDER BY n DESC LIMIT 1"
+BEGIN = """
+INSERT INTO promotions (version, against, status, began_at) VALUES (:version, :against, 'testing', :at)
+"""
+BEGUN = """
+UPDATE policy_versions SET status = 'candidate', verified = 1 WHERE version = :version AND status = 'waiting'
+"""
+ROLLOUT_OF = "SELECT policy_version, mode, task_id FROM rollouts WHERE rollout_id = :rollout_id"
+PROMOTED_IN = "SELECT version FROM promotion_rollouts WHERE rollout_id = :rollout_id AND promotion = :n"
+NEXT_PLACE = """
+SELECT COALESCE(MAX(place) + 1, 0) AS place FROM promotion_rollouts WHERE promotion = :n AND task_id IS :task_id
+"""
+COMPARED = "SELECT COUNT(*) AS rollouts FROM promotion_rollouts WHERE promotion = :n AND compared = 1"
+ASSIGN = """
+INSERT INTO promotion_rollouts (rollout_id, promotion, task_id, place, version, compared)
+VALUES (:rollout_id, :n, :task_id, :place, :version, :compared)
+"""
+# What of a test's rollouts is known so far. `mixed`: calls that the policy answered by another version.
+OBSERVED = """
+SELECT promotion_rollouts.rollout_id, promotion_rollouts.task_id, place, version, status, created_at, ended_at,
+    foreign_calls, calls, tokens,
+    (SELECT COUNT(*) FROM calls WHERE calls.rollout_id = promotion_rollouts.rollout_id
+        AND calls.policy_version <> promotion_rollouts.version) AS mixed,
+    (SELECT AVG(CASE WHEN finish_reason = 'length' THEN 1.0 ELSE 0.0 END) FROM calls
+        WHERE calls.rollout_id = promotion_rollouts.rollout_id AND calls.status = 'ok') AS truncated,
+    (SELECT AVG(latency_ms) FROM calls
+        WHERE calls.rollout_id = promotion_rollouts.rollout_id AND calls.status = 'ok') AS latency_ms,
+    (SELECT AVG(CASE WHEN is_error = 1 THEN 1.0 ELSE 0.0 END) FROM tool_calls
+        WHERE tool_calls.rollout_id = promotion_rollouts.rollout_id) AS tool_errors
+FROM promotion_rollouts JOIN rollouts USING (rollout_id)
+WHERE promotion = :n AND compared = 1 ORDER BY rollouts.n
+"""
+OBSERVED_REWARDS = """
+SELECT rewards.* FROM promotion_rollouts JOIN rewards ON rewards.rollout_id = promotion_rollouts.rollout_id
+WHERE promotion = :n AND compared = 1 ORDER BY reward_id
+"""
+# What changes with every reward and every end of a rollout.
+STAMP = """
+SELECT (SELECT MAX(reward_id) FROM rewards) AS rewards, (SELECT MAX(n) FROM rollouts) AS opened,
+    (SELECT COUNT(*) FROM promotion_rollouts JOIN rollouts USING (rollout_id)
+        WHERE promotion = :n AND compared = 1 AND status <> 'running') AS ended
+"""
+EVIDENCE = "UPDATE promotions SET evidence = :evidence WHERE n = :n AND status = 'testing' AND evidence <> :evidence"
+DECIDE = """
+UPDATE promotions SET status = :outcome, reason = :reason, evidence = :evidence, decided_at = :at
+WHERE n = :n AND status = 'testing'
+"""
+REJECTED = "UPDATE policy_versions SET status = 'rejected', error = :reason WHERE version = :version"
+WITHDRAWN = "UPDATE policy_versions SET status = 'rejected', error = :withdrawn WHERE status = 'waiting'"
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/promotion.md).
+
+    `ended`: not decided, but broken off, because somebody made a version live, for one. `reason` says why.
+    """
+
+    n: int
+    version: int
+    against: int
+    status: PromotionStatus
+    began_at: float
+    decided_at: float | None = None
+    reason: str | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+class Trial(NamedTuple):
+    """The test that is under way."""
+
+    promotion: Promotion
+    candidate: PolicyVersion
+
+
+class Assigned(NamedTuple):
+    """Where a rollout stands in a test, and the version that answers it. Not `compared`: left to the live version."""
+
+    place: int
+    version: int
+    compared: bool
+
+
+Chooser = Callable[[str | None, int], Assigned]  # by a rollout's task, and its place among those of the task
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A rollout of a test as it is now. `mixed`: so many calls were answered by another version than `version`.
+
+    `truncated`, `tool_errors`: the share of answers that were cut off, and of tool calls that failed.
+    """
+
+    rollout_id: str
+    task_id: str | None
+    place: int
+    version: int
+    status: RolloutStatus
+    created_at: float
+    ended_at: float | None
+    foreign_calls: int
+    calls: int
+    tokens: int
+    mixed: int
+    truncated: float | None
+    latency_ms: float | None
+    tool_errors: float | None
+    rewards: tuple[Reward, ...] = ()
+
+
+class Promotions:
+    """The tables of tests. Each method that writes is one transaction, so a killed process leaves no half of it."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self._now: Trial | None = None
+
+    async def now(self) -> Trial | None:
+        """Return the test that is under way; None without one. Its evidence may be older than that of `last`."""
+        row = await self._db.quick(TESTING)
+        if row is None:
+            self._now = None
+        elif self._now is None or self._now.promotion.n != row["n"]:
+            self._now = await self._read(row["n"])
+        return self._now
+
+    async def candidate(self) -> PolicyVersion | None:
+        """Return the version that is tested; None if none is."""
+        test = await self.now()
+        return None if test is None else test.candidate
+
+    async def last(self) -> dict[int, Promotion]:
+        """Return, by version, the last test of each."""
+        return {row["version"]: _read(row) for row in await self._db.all(PROMOTIONS)}
+
+    async def waiting(self) -> PolicyVersion | None:
+        """Return the version that waits for its test; None if none does."""
+        row = await self._db.one(WAITING)
+        return None if row is None else read_version(row)
+
+    async def wait(self, version: int, step: int) -> None:
+        """Let a version whose files are whole wait for its test. It takes the place of the one that waits already."""
+        row = {"version": version, "step": step, "why": f"version {version} took its place before it was tested"}
+        await self._db.commit([(REPLACED, [row]), (WAITS, [row]), (STEP_PUBLISHED, [row])])
+
+    async def begin(self, version: int, against: int) -> None:
+        """Begin the test of a version that waits, and is served. Conflict if another is tested, or other is live."""
+        row: dict[str, Any] = {"version": version, "against": against, "at": time.time()}
+
+        async def work(db: Transaction) -> None:
+            live = await db.one(LIVE_NOW)
+            if await db.one(TESTING) is not None or live is None or live["version"] != against:
+                raise Conflict(f"policy version {version} cannot be tested now: another version was made live")
+            if not await db.run(BEGUN, row):
+                raise Conflict(f"policy version {version} does not wait for its test any more")
+            await db.run(BEGIN, row)
+
+        await self._db.write(work)
+
+    async def assign(self, test: Promotion, rollout: RolloutName, most: int, choose: Chooser) -> int:
+        """Return the version that answers a rollout, and keep it: chosen now, if the rollout begins now.
+
+        At most `most` rollouts are compared. What began before the test, is of mode `eval` or comes after that goes on
+        with the live version.
+        """
+        row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "n": test.n}
+        row |= {"agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id, "at": time.time()}
+
+        async def work(db: Transaction) -> int:
+            if (kept := await db.one(PROMOTED_IN, row)) is not None:
+                return int(kept["version"])
+            known = await db.one(ROLLOUT_OF, row)
+            if known is not None and (known["policy_version"] is not None or known["mode"] == "eval"):
+                return test.against
+            task_id = rollout.task_id if known is None else known["task_id"] or rollout.task_id
+            of_task = row | {"task_id": task_id}
+            done, place = await db.one(COMPARED, row), await db.one(NEXT_PLACE, of_task)
+            if await db.one(TESTING) is None or done is None or place is None or done["rollouts"] >= most:
+                return test.against
+            chosen = choose(task_id, place["place"])
+            await db.run(ROLLOUT_SEEN, row | {"pin": chosen.version})
+            await db.run(ASSIGN, of_task | chosen._asdict())
+            return chosen.version
+
+        return await self._db.write(work)
+
+    async def stamp(self, test: Promotion) -> tuple[Any, ...]:
+        """Return what changes with every reward, and with every rollout that begins or ends."""
+        row = await self._db.one(STAMP, {"n": test.n})
+        return () if row is None else tuple(row)
+
+    async def observed(self, test: Promotion) -> list[Observed]:
+        """Return the compared rollouts of a test, in the order in which they were opened."""
+        rewards = defaultdict[str, list[Reward]](list)
+        for row in await self._db.all(OBSERVED_REWARDS, {"n": test.n}):
+            rewards[row["rollout_id"]].append(read_reward(row))
+        rows = await self._db.all(OBSERVED, {"n": test.n})
+        return [read(Observed, row, rewards=tuple(rewards[row["rollout_id"]])) for row in rows]
+
+    async def found(self, test: Promotion, evidence: Mapping[str, Any]) -> None:
+        """Keep the numbers of a test that goes on."""
+        await self._db.commit([(EVIDENCE, [{"n": test.n, "evidence": dumps({**evidence})}])])
+
+    async def decide(self, test: Promotion, outcome: Outcome, reason: str, evidence: Mapping[str, Any]) -> bool:
+        """Make the candidate live, or take it back, together with the numbers. False if the test had ended before.
+
+        What waits was trained on from the candidate: it is taken back with it.
+        """
+        row = {"n": test.n, "version": test.version, "outcome": outcome, "reason": reason, "at": time.time()}
+        row |= {"evidence": dumps({**evidence})}
+        row["withdrawn"] = f"it was trained on from version {test.version}, which was taken back"
+
+        async def work(db: Transaction) -> bool:
+            if not await db.run(DECIDE, row):
+                return False
+            promoted = (POLICY_LOG, VERSION_LIVE, VERSION_RETIRE)
+            for statement in promoted if outcome == "promoted" else (REJECTED, WITHDRAWN):
+                await db.run(statement, row)
+            return True
+
+        return await self._db.write(work)
+
+    async def withdraw(self, reason: str) -> None:
+        """Take back the version that waits."""
+        await self._db.commit([(WITHDRAWN, [{"withdrawn": reason}])])
+
+    async def end(self, reason: str) -> None:
+        """Break off the test that is under way, if one is, and let nothing wait for one."""
+        row = {"reason": reason, "at": time.time()}
+        await self._db.commit([(TEST_ENDED, [row]), (VERSION_UNTESTED, [row])])
+
+    async def _read(self, n: int) -> Trial | None:
+        row = await self._db.one(PROMOTION, {"n": n})
+        version = None if row is None else await self._db.one(CANDIDATE, {"version": row["version"]})
+        return None if row is None or version is None else Trial(_read(row), read_version(version))
+
+
+def _read(row: Row) -> Promotion:
+    return read(Promotion, row, evidence=loads(row["evidence"]))
