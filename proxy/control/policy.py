@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from ..errors import Conflict
-from ..policy.swap import Swap, obstacle
+from ..policy.swap import Swap
+from ..policy.weights import obstacle
 from ..types import Mode, PolicyVersion
 from .answers import ERRORS, Compared, Policy, Steps, Versions, answers
 from .bodies import Cursor, PromoteBody
@@ -28,8 +29,13 @@ Number = Annotated[int, Query(ge=0, lt=2**63)]
 
 @router.get("", response_model=None, responses=answers(Policy))
 async def get_policy(request: Request) -> dict[str, Any]:
-    """The live version, how it is served, the last training step, and the collapse that publication is stopped for."""
+    """The live version, how it is served, the last training step, and the collapse that publication is stopped for.
+
+    And the test of the version that may go live next (docs/promotion.md).
+    """
     p = await parts_for_all(request)
+    tests, waiting = await p.store.promotions.last(), await p.store.promotions.waiting()
+    under_way = next((test for test in tests.values() if test.status == "testing"), None)
     live, last, collapse = await p.store.versions.live(), await p.store.steps.last(), await p.store.steps.collapse()
     return {
         "alias": p.config.policy.alias,
@@ -41,6 +47,9 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "steps": last.step if last else 0,
         "last_step": asdict(last) if last else None,
         "collapse": asdict(collapse) if collapse else None,
+        "promotion": p.config.policy.promotion,
+        "test": None if under_way is None else asdict(under_way),
+        "waiting": None if waiting is None else waiting.version,
     }
 
 
@@ -53,14 +62,15 @@ async def get_versions(request: Request) -> Response:
     """
     p = await parts_for_all(request)
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
-    parents = await p.store.version_report.parents()
+    parents, tests = await p.store.version_report.parents(), await p.store.promotions.last()
     earned = await p.store.rollouts.rewards_by_version(v.version for v in versions)
     rewards: dict[int, dict[str, Any]] = {}
     for (mode, version), mean in earned.items():
         rewards.setdefault(version, {})[mode] = asdict(mean)
 
     def view(v: PolicyVersion) -> dict[str, Any]:
-        facts = {"rewards": rewards.get(v.version, {}), "parent": parents.get(v.version)}
+        facts: dict[str, Any] = {"rewards": rewards.get(v.version, {}), "parent": parents.get(v.version)}
+        facts |= {"promotion": tests.get(v.version)}
         why_not = obstacle(v, p.mode.mode) or (NO_SERVER if p.swap is None else None)
         return version_view(v, live, why_not) | facts
 

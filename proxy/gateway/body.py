@@ -76,12 +76,15 @@ def chat_target(request: Request, chat: ThroughChat, route: Route, plain: bool) 
     sent, injection = chat.chat | ({} if route.model is None else {"model": route.model}), Injection()
     if not plain and route.upstream.kind == "vllm":
         sent, injection = chat.inject(sent)
-    return Target(route, request._replace(path=PATH, query=b"", body=encode(sent)), sent, injection, translated=True)
+    asked = request._replace(path=PATH, query=b"", body=encode(sent), servers=route.servers)
+    return Target(route, asked, sent, injection, translated=True)
 
 
 def target_of(request: Request, body: dict[str, Any], dialect: Dialect | None, route: Route, plain: bool) -> Target:
     """Return the request for this upstream. For vLLM it has the dialect's additions, unless `plain`."""
     sent, injection = body, Injection()
+    if route.servers:
+        request = request._replace(servers=route.servers)
     if route.model is not None and isinstance(body.get("model"), str | None):  # the upstream refuses other types
         sent = body | {"model": route.model}
     if dialect is not None and not plain and route.upstream.kind == "vllm":

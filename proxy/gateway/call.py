@@ -73,7 +73,8 @@ class Gateway:
         said = await self._said(question)  # what its conversation says, if no name tells the rollout
         rollout = await self._rollout(question, said)  # the one named, or that of which the conversation goes on
         question = await self.rewrite(question, rollout)  # what the model is asked
-        route = await self.policy.route(rollout, model_of(question.body))  # which weights answer
+        # Which weights answer.
+        route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
         way = await self._way(question, rollout, route)  # the API's own, or the chat route for it
         call = Call(self, question, rollout, route, way, reply, said)  # what is known before the answer
         async with call.under_way():

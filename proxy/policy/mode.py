@@ -9,7 +9,7 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
-from ..config.root import Config
+from ..config.root import ONE_SERVER, Config
 from ..errors import ConfigError
 from ..store.publishing import Decided, kept_mode
 from ..store.store import Store
@@ -52,8 +52,13 @@ def publish_mode(config: Config) -> PublishMode:
 
 
 async def decide(config: Config, store: Store, who: str) -> PublishMode:
-    """Keep in the store how `who` publishes, and return it. Say so where the store had it otherwise until now."""
+    """Keep in the store how `who` publishes, and return it. Say so where the store had it otherwise until now.
+
+    ConfigError where a new version is to be tested, and one merged server is all there is.
+    """
     mode, before = publish_mode(config), await store.publishing.decided()
+    if mode == "merged" and not config.can_test_merged_weights:
+        raise ConfigError(ONE_SERVER)
     await store.publishing.decide(mode, who, asked=config.policy.publish != "auto")
     if before is not None and before.mode != mode:
         log.warning("%s", otherwise(who, mode, before))

@@ -62,6 +62,6 @@ def _require_files(version: PolicyVersion) -> None:
     if version.publish != "lora":
         as_what = f"published as {version.publish}, and policy.publish is now lora"
         raise Conflict(f"policy version {version.version} was {as_what}", param="policy_version")
-    if version.status not in ("ready", "live") or version.path is None or not Path(version.path).is_dir():
+    if version.status in ("publishing", "failed") or version.path is None or not Path(version.path).is_dir():
         gone = "its files are gone (policy.keep_versions)" if version.status == "ready" else f"it is {version.status}"
         raise Conflict(f"policy version {version.version} cannot be served: {gone}", param="policy_version")

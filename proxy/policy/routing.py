@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from ..config.root import Config
@@ -19,12 +19,17 @@ from .watch import Watch
 
 log = logging.getLogger(__name__)
 
+# Says which version answers a rollout, given the live one: another one where two versions are compared.
+Choose = Callable[[RolloutName, PolicyVersion], Awaitable[PolicyVersion]]
+
 
 class PolicyRouter:
     """Routes each call by its rollout and the model that it asks for."""
 
-    def __init__(self, config: Config, store: Store, pins: Pins, watch: Watch | None) -> None:
-        """`watch`: that of the policy's vLLM; None without an upstream of kind vllm."""
+    def __init__(
+        self, config: Config, store: Store, pins: Pins, watch: Watch | None, choose: Choose | None = None
+    ) -> None:
+        """`watch`: that of the policy's vLLM; None without an upstream of kind vllm. Without `choose`, live answers."""
         self.alias = config.policy.alias
         self._policy = config.policy
         self._upstreams = config.upstreams
@@ -32,13 +37,17 @@ class PolicyRouter:
         self._store = store
         self._pins = pins
         self._watch = watch
+        self._choose = choose
 
-    async def route(self, rollout: RolloutName, model: str | None) -> Route:
-        """Return the destination of a call of this rollout for this model. Raises NotServed, UpstreamTimeout."""
+    async def route(self, rollout: RolloutName, model: str | None, *, recorded: bool = False) -> Route:
+        """Return the destination of a call of this rollout for this model. Raises NotServed, UpstreamTimeout.
+
+        Only in a call that is `recorded` a rollout may begin with another version than the live one.
+        """
         opened_for = await self._store.rollouts.model_of(rollout.rollout_id) if model == self.alias else None
         if opened_for is None:
-            return await self._route(rollout, model)
-        return _asking_for(opened_for, await self._route(rollout, opened_for))
+            return await self._route(rollout, model, recorded)
+        return _asking_for(opened_for, await self._route(rollout, opened_for, recorded))
 
     def alias_entry(self) -> dict[str, Any]:
         """Return the alias as an entry of `GET /v1/models`."""
@@ -48,14 +57,14 @@ class PolicyRouter:
         """Return the upstreams that answer for the alias while the policy's own does not."""
         return [route.upstream for route in self._fallbacks(self._upstream_of(self.alias), self.alias)]
 
-    async def _route(self, rollout: RolloutName, model: str | None) -> Route:
+    async def _route(self, rollout: RolloutName, model: str | None, recorded: bool) -> Route:
         upstream = self._upstream_of(model)
         fallbacks = tuple(self._fallbacks(upstream, model)) if upstream.fallbacks else ()
         if self._watch is None or upstream is not self._watch.upstream:
             renamed = self._policy.model if model == self.alias else None
             return Route(upstream, upstream.model_map.get(model or "", renamed), None, fallbacks)
         try:
-            route = await self._route_to_policy(self._watch, rollout, model)
+            route = await self._route_to_policy(self._watch, rollout, model, recorded)
         except (NotServed, UpstreamTimeout) as error:
             if not fallbacks:
                 raise
@@ -64,23 +73,43 @@ class PolicyRouter:
         adds_usage = any(self._watch.adds_usage.values())
         return route._replace(fallbacks=fallbacks, adds_usage=adds_usage) if fallbacks or adds_usage else route
 
-    async def _route_to_policy(self, watch: Watch, rollout: RolloutName, model: str | None) -> Route:
+    async def _route_to_policy(self, watch: Watch, rollout: RolloutName, model: str | None, recorded: bool) -> Route:
         await watch.require()
         upstream, live = watch.upstream, await self._store.versions.live_now()
+        begins = self._choose if recorded and model == self.alias else None
         if watch.swap.mode == "merged":
             ours = model in (None, self.alias, watch.base)
-            return Route(upstream, watch.base if model == self.alias else None, live.version if ours else None)
+            version, servers = await self._merged(watch, rollout, live, begins)
+            served = watch.base if model == self.alias else None
+            return Route(upstream, served, version.version if ours else None, servers=servers)
         if model == self.alias:
-            version = await self._version_of(rollout, live)
+            version = await self._version_of(rollout, live, begins)
             adapter = self._policy.adapter_of(rollout.agent)
             served = watch.base if version.version == 0 else version.adapters.get(adapter, version.served_model)
             return Route(upstream, served, version.version)
         asked = 0 if model in (None, watch.base) else await self._version_named(model)
         return Route(upstream, None, asked, pins=False)
 
-    async def _version_of(self, rollout: RolloutName, live: PolicyVersion) -> PolicyVersion:
-        """The version that the rollout began with; the live one if it begins now, or if that cannot be served."""
+    async def _merged(
+        self, watch: Watch, rollout: RolloutName, live: PolicyVersion, begins: Choose | None
+    ) -> tuple[PolicyVersion, tuple[str, ...]]:
+        """The version that answers, and the servers that have it (empty: any). If none of them is up, the other."""
+        candidate = await watch.swap.candidate()
+        if candidate is None:
+            return live, ()
+        *others, own = watch.upstream.urls
+        if not watch.up([own]):
+            return live, tuple(others)
+        if not watch.up(others):
+            return candidate, (own,)
+        version = await begins(rollout, live) if begins is not None else live
+        return version, (own,) if version.version == candidate.version else tuple(others)
+
+    async def _version_of(self, rollout: RolloutName, live: PolicyVersion, begins: Choose | None) -> PolicyVersion:
+        """The version that the rollout began with; one for it if it begins now; the live one if that is not served."""
         pin = await self._pins.of(rollout.rollout_id) if self._policy.pin_rollouts else None
+        if pin is None and begins is not None:
+            return await begins(rollout, live)
         if pin is None or pin == live.version:
             return live
         version = await self._store.versions.get(pin)

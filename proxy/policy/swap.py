@@ -14,14 +14,18 @@ from ..errors import Conflict, LightningError, NotFound, PublishError, UpstreamT
 from ..store.store import Store
 from ..types import PolicyVersion, PublishMode
 from .vllm import LOADING, VllmError, VllmFault, VllmFleet, VllmServer
+from .weights import LOADED, adapters_of, files_of, labels_of, obstacle
 
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 30.0  # a server without operator routes
-LOADED = "loaded "  # before the label of weights that are served to nobody yet
 LEAVE_S = 3.0  # until every proxy has seen that a server has no version's label, and sends it no call
 DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, and go on with the new weights
 DRAIN_POLL_S = 0.2
+
+
+Candidate = Callable[[], Awaitable[PolicyVersion | None]]
+Check = Callable[[VllmServer], Awaitable[None]]
 
 
 class NotServed(LightningError):
@@ -36,11 +40,20 @@ class Superseded(LightningError):
     status = 409
 
 
+async def nobody() -> PolicyVersion | None:
+    """No version is tested before it goes live."""
+    return None
+
+
 class Swap:
     """Makes versions live. A lock file lets only one process do so at a time: the proxy or the trainer."""
 
-    def __init__(self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path) -> None:
+    def __init__(
+        self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path, candidate: Candidate = nobody
+    ) -> None:
+        """`candidate` is the version that is tested beside the live one. Merged, the last server serves it."""
         self.store = store
+        self.candidate = candidate
         self.vllm = vllm
         self.mode = mode
         self._lock_file = directory / "swap.lock"
@@ -60,14 +73,12 @@ class Swap:
                 await self.load(version)
                 await self.store.versions.set_live(version.version, step, verified=verified)
             else:
-                path, label = await self._weights(version), _labels(version)[0]
+                path, label = await self._weights(version), labels_of(version)[0]
                 await self.vllm.replace_weights(
                     path, label, lambda: self.store.versions.set_live(version.version, step)
                 )
 
-    async def roll(
-        self, version: PolicyVersion, step: int, *, expected: int, check: Callable[[VllmServer], Awaitable[None]]
-    ) -> None:
+    async def roll(self, version: PolicyVersion, step: int, *, expected: int, check: Check) -> None:
         """Give the version's merged weights to the servers one after the other, and make it live when half have it.
 
         A server answers no agent until its weights have passed `check`, which raises PublishError. If they do not pass
@@ -75,19 +86,13 @@ class Swap:
         """
         async with self._locked():
             live = await self._live_before(version, expected)
-            path, label = await self._weights(version), _labels(version)[0]
+            path, label = await self._weights(version), labels_of(version)[0]
             reachable = await self.vllm.reachable()
             in_line = [(await self._is_in_line(server, live), server) for server in reachable]
             # Those that answer nobody come first, so that there is always one that answers.
             servers = [server for _, server in sorted(in_line, key=lambda pair: pair[0])]
             half = (len(servers) + 1) // 2
-            try:
-                given = [await self._give(server, path, label, check) for server in servers[:half]]
-            except BaseException:
-                await asyncio.shield(self._give_back(servers[:half], live))
-                raise
-            if not any(given):
-                raise UpstreamUnreachable("no server could be given the new weights: vLLM went away")
+            await self._give_all(servers[:half], path, label, check, live)
             await self.store.versions.set_live(version.version, step, verified=True)
             for server in servers[half:]:
                 try:
@@ -95,9 +100,31 @@ class Swap:
                 except VllmError as error:  # it is out of line, which the proxy's watch sees and mends
                     log.warning("%s does not have the live weights yet: %s", server.base_url, error)
 
-    async def _give(
-        self, server: VllmServer, path: str, label: str, check: Callable[[VllmServer], Awaitable[None]]
-    ) -> bool:
+    async def stage(self, version: PolicyVersion, *, check: Check, begin: Callable[[], Awaitable[None]]) -> None:
+        """Give a candidate's merged weights to the server of candidates, as `roll` does, then `begin` its test."""
+        async with self._locked():
+            live, server = await self._live_before(version, None), self.vllm.servers[-1]
+            path, label = await self._weights(version), labels_of(version)[0]
+            await self._give_all([server], path, label, check, live)
+            try:
+                await begin()
+            except BaseException:
+                await asyncio.shield(self._give_back([server], live))
+                raise
+
+    async def _give_all(
+        self, servers: Sequence[VllmServer], path: str, label: str, check: Check, live: PolicyVersion
+    ) -> None:
+        """Give new weights to servers, one after the other; all get the live ones back if one fails the check."""
+        try:
+            given = [await self._give(server, path, label, check) for server in servers]
+        except BaseException:
+            await asyncio.shield(self._give_back(servers, live))
+            raise
+        if not any(given):
+            raise UpstreamUnreachable("no server could be given the new weights: vLLM went away")
+
+    async def _give(self, server: VllmServer, path: str, label: str, check: Check) -> bool:
         """Give one server new weights while it answers no agent. False if it went away meanwhile."""
         try:
             await server.name_weights(LOADING)
@@ -124,7 +151,7 @@ class Swap:
             try:
                 if not await self.has_label(server, live):
                     await server.load_weights(await self._weights(live))
-                    await server.go_on(_labels(live)[0])
+                    await server.go_on(labels_of(live)[0])
             except LightningError as error:
                 log.warning("%s does not have the live weights again yet: %s", server.base_url, error)
 
@@ -142,7 +169,7 @@ class Swap:
         live = await self.store.versions.live()
         earlier = [
             v.version for v in await self.store.versions.all()
-            if v.version < live.version and v.status == "ready" and (v.path or v.version == 0)
+            if v.version < live.version and v.status == "ready" and (v.path or v.version == 0) and v.live_at is not None
         ]  # fmt: skip
         if not earlier:
             raise Conflict(f"there is no version before {live.version} to go back to")
@@ -150,32 +177,39 @@ class Swap:
 
     async def serves(self, version: PolicyVersion) -> bool:
         """Return whether merged weights in vLLM carry the label of this version."""
-        return await self.vllm.weight_version() in _labels(version)
+        return await self.vllm.weight_version() in labels_of(version)
 
     async def has_label(self, server: VllmServer, version: PolicyVersion) -> bool:
         """Return whether merged weights in one server carry the label of this version, verified or not."""
-        return (await server.weight_version()).removeprefix(LOADED) in _labels(version)
+        return (await server.weight_version()).removeprefix(LOADED) in labels_of(version)
 
     async def _is_in_line(self, server: VllmServer, live: PolicyVersion) -> bool:
         try:
-            return await server.weight_version() in _labels(live) and not await server.is_paused()
+            return await server.weight_version() in labels_of(live) and not await server.is_paused()
         except LightningError:
             return False
 
+    async def wanted(self, server: VllmServer) -> PolicyVersion:
+        """Return the version whose merged weights a server is to have: the live one, or the candidate."""
+        candidate = await self.candidate()
+        if candidate is not None and server is self.vllm.servers[-1]:
+            return candidate
+        return await self.store.versions.live()
+
     async def out_of_line(self) -> dict[str, LightningError | None]:
-        """Return, by URL, why a server lacks the live merged weights. Nothing is mended. Raise if none has them."""
-        live = await self.store.versions.live()
+        """Return, by URL, why a server lacks the merged weights wanted of it. Nothing is mended. Raise if all do."""
 
         async def look(server: VllmServer) -> None:
-            label = await self._label_or_none(server, live)
-            if label is not None and (label not in _labels(live) or await server.is_paused()):
-                raise NotServed(f"it does not serve policy version {live.version} yet")
+            version = await self.wanted(server)
+            label = await self._label_or_none(server, version)
+            if label is not None and (label not in labels_of(version) or await server.is_paused()):
+                raise NotServed(f"it does not serve policy version {version.version} yet")
 
         return await self.vllm.each(look)
 
     async def load(self, version: PolicyVersion) -> None:
         """Serve the version's adapters beside the others; the base model has none."""
-        for name, path in _adapters(version).items():
+        for name, path in adapters_of(version).items():
             await self.vllm.load_adapter(name, path)
 
     async def unload(self, version: PolicyVersion) -> None:
@@ -195,13 +229,13 @@ class Swap:
             return await self.vllm.each(lambda server: self._restore_adapters(server, pinned))
 
     async def _restore_weights(self, server: VllmServer) -> None:
-        live = await self.store.versions.live()
-        labels, label = _labels(live), await self._label_or_none(server, live)
+        version = await self.wanted(server)
+        labels, label = labels_of(version), await self._label_or_none(server, version)
         if label is None:
             return
         if label not in labels:
-            log.warning("vLLM does not serve policy version %d: loading it again", live.version)
-            await server.load_weights(await self._weights(live))
+            log.warning("vLLM does not serve policy version %d: loading it again", version.version)
+            await server.load_weights(await self._weights(version))
             await server.go_on(labels[0])
         elif await server.is_paused():
             log.warning("vLLM was left paused: resuming it")
@@ -211,7 +245,7 @@ class Swap:
         """Return why new weights cannot reach a server, as far as a look at it told."""
         return next((str(error) for error, _ in self._refused.values()), None)
 
-    async def _label_or_none(self, server: VllmServer, live: PolicyVersion) -> str | None:
+    async def _label_or_none(self, server: VllmServer, version: PolicyVersion) -> str | None:
         """The label of a server's weights. None if it has no such route, and none is needed yet."""
         try:
             return await self._label(server)
@@ -219,7 +253,7 @@ class Swap:
             if not isinstance(error, VllmFault) and await self.store.versions.is_new():
                 return None  # it serves its own weights, which are version 0
             raise NotServed(
-                f"vLLM does not say whether it serves policy version {live.version} ({error}): `lightning-proxy "
+                f"vLLM does not say whether it serves policy version {version.version} ({error}): `lightning-proxy "
                 "doctor` says what it needs to publish"
             ) from None
 
@@ -241,14 +275,14 @@ class Swap:
     async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
         served = {model["id"] for model in await server.models()}
         for version in await self.store.versions.all():
-            wanted = version.path and (version.status == "live" or version.version in pinned)
+            wanted = version.path and (version.status in ("live", "candidate") or version.version in pinned)
             if wanted and version.publish == self.mode and not served.issuperset(version.served_models):
                 log.warning("vLLM does not serve policy version %d: loading it again", version.version)
                 await self._load_again(server, version)
 
     async def _load_again(self, server: VllmServer, version: PolicyVersion) -> None:
         try:
-            for name, path in _adapters(version).items():
+            for name, path in adapters_of(version).items():
                 await server.load_adapter(name, path)
         except NotFound:
             if version.status == "live":
@@ -274,7 +308,7 @@ class Swap:
     async def _weights(self, version: PolicyVersion) -> str:
         """The directory of the version's merged weights; for version 0, of the base model, as vLLM names it."""
         if version.version:
-            return _files(version)
+            return files_of(version)
         root = next((model["root"] for model in await self.vllm.models() if model.get("parent") is None), None)
         if root is None:
             raise NotFound("vLLM does not say where the base model's files are")
@@ -301,39 +335,3 @@ async def _drained(server: VllmServer) -> None:
             log.warning("%s has %d requests under way: they go on with the new weights", server.base_url, left)
             return
         await asyncio.sleep(DRAIN_POLL_S)
-
-
-def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:
-    """Return why a version cannot be made live where versions are served in this `mode`; None if it can."""
-    if version.version == 0:
-        return None
-    if version.status == "failed":
-        return "its publishing failed"
-    if version.status == "publishing":
-        return "it is being published"
-    if version.path is None or not Path(version.path).is_dir():
-        return "its files are gone"
-    return None if version.publish in (None, mode) else f"it was published as {version.publish}"
-
-
-def _files(version: PolicyVersion) -> str:
-    if version.path is None or not Path(version.path).is_dir():
-        raise NotFound(f"the files of policy version {version.version} are gone: {version.path}")
-    return version.path
-
-
-def _adapters(version: PolicyVersion) -> dict[str, str]:
-    """The directory of each adapter, by the name that it is served under; NotFound if one is gone."""
-    if version.version == 0:
-        return {}
-    path = _files(version)
-    paths = {str(version.served_model): path} | {name: f"{path}/{own}" for own, name in version.adapters.items()}
-    if gone := [path for path in paths.values() if not Path(path).is_dir()]:
-        raise NotFound(f"files of policy version {version.version} are gone: {gone[0]}")
-    return paths
-
-
-def _labels(version: PolicyVersion) -> tuple[str, ...]:
-    """vLLM's weight version for ours. The time tells stores apart; `default` is vLLM's after a start."""
-    label = f"{version.version}-{int(version.created_at)}"
-    return (label,) if version.version else (label, "default")

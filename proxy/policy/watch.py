@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
@@ -33,7 +34,8 @@ class Watch:
         self._look: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
         self._in_line = False
-        self._in_line_for = 0  # the version that was live when vLLM was looked at last
+        # The version that was live when vLLM was looked at last, and the candidate.
+        self._in_line_for: tuple[int, int | None] = (0, None)
         self._problem: LightningError | None = None
 
     async def run(self) -> None:
@@ -70,11 +72,19 @@ class Watch:
         if isinstance(self._problem, NotServed):
             raise self._problem
 
+    def up(self, urls: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the upstream's servers that have no problem, as far as was seen."""
+        return tuple(url for url in urls if not self._health.problems.get((self.upstream.name, url)))
+
     async def _see_who_missed_the_live_version(self) -> None:
         """Servers that do not serve it must be out of rotation before a call that is to reach it goes out."""
         for _ in range(2):  # a look that was under way may have begun before
-            if self._in_line_for != (await self.swap.store.versions.live_now()).version:
+            if self._in_line_for != await self._wanted():
                 await self._get_in_line(self.upstream.connect_timeout_s)
+
+    async def _wanted(self) -> tuple[int, int | None]:
+        candidate = await self.swap.candidate()
+        return (await self.swap.store.versions.live_now()).version, None if candidate is None else candidate.version
 
     async def _get_in_line(self, timeout: float | None = None) -> None:
         """Look, or wait for a look that is under way; UpstreamTimeout if it takes longer than `timeout` s."""
@@ -87,11 +97,11 @@ class Watch:
     async def _look_at_vllm(self) -> None:
         problems: dict[str, LightningError | None] = {}
         try:
-            live = (await self.swap.store.versions.live_now()).version
+            wanted = await self._wanted()
             self.swap.mode = await self._mode.look()
             self.base = await self.swap.vllm.base_model()
             problems = await self._problems()
-            self._in_line, self._in_line_for, self._problem = True, live, None
+            self._in_line, self._in_line_for, self._problem = True, wanted, None
         except StoreUnavailable:  # it says nothing of vLLM; calls read the store, too, and get this error
             return
         except (UpstreamUnreachable, UpstreamTimeout) as error:

@@ -21,6 +21,7 @@ class Route(NamedTuple):
     `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
     `pins`: the rollout keeps this version; False where the agent asked for the version by its own name.
     `adds_usage`: the upstream's streams have a usage chunk whether or not one asks for it.
+    `servers`: the URLs of the only servers that may answer; empty if all may.
     """
 
     upstream: UpstreamConfig
@@ -29,6 +30,7 @@ class Route(NamedTuple):
     fallbacks: tuple[Route, ...] = ()
     pins: bool = True
     adds_usage: bool = False
+    servers: tuple[str, ...] = ()
 
 
 class Request(NamedTuple):
@@ -36,7 +38,7 @@ class Request(NamedTuple):
 
     `path`: percent-decoded, from /v1/ on. `headers`: the agent's. `identity`: the answer is to come uncompressed.
     `rollout_id`: requests with the same one go to the same replica. `pieces`: what is sent in place of `body` where
-    that is large and hardly changed, so that it is not copied.
+    that is large and hardly changed, so that it is not copied. `servers`: as those of `Route`.
     """
 
     method: str
@@ -48,6 +50,7 @@ class Request(NamedTuple):
     identity: bool = False
     rollout_id: str = ""
     pieces: tuple[Piece, ...] = ()
+    servers: tuple[str, ...] = ()
 
     def with_body(self, *pieces: Piece) -> Request:
         """Return the request with these pieces for its body, which are joined if they are small."""

@@ -40,16 +40,18 @@ class Health:
         """Return whether none of an upstream's servers is up."""
         return bool(upstream.urls) and all(self._problems.get((upstream.name, url)) for url in upstream.urls)
 
-    def order(self, upstream: UpstreamConfig, rollout_id: str) -> Sequence[str]:
+    def order(self, upstream: UpstreamConfig, rollout_id: str, servers: Sequence[str] = ()) -> Sequence[str]:
         """Return the servers to try for a call of the rollout, at least one; all of them if none is up.
 
+        `servers`: the only ones that may answer it; empty if all may.
         By rendezvous hashing: a rollout keeps to one server, whose prefix cache knows it, and only the rollouts of a
         server that goes down move.
         """
         if len(upstream.urls) == 1:
             return upstream.urls
-        up = [url for url in upstream.urls if not self._problems.get((upstream.name, url))]
-        return sorted(up or upstream.urls, key=lambda url: _weight(url, rollout_id), reverse=True)
+        allowed = servers or upstream.urls
+        up = [url for url in allowed if not self._problems.get((upstream.name, url))]
+        return sorted(up or allowed, key=lambda url: _weight(url, rollout_id), reverse=True)
 
 
 def _weight(url: str, rollout_id: str) -> bytes:

@@ -89,7 +89,7 @@ class HttpUpstream:
 
     async def open(self, request: Request) -> HttpAnswer:
         """Send the request; if there is no connection, send it to the rollout's next replica."""
-        *others, last = self._health.order(self._config, request.rollout_id)
+        *others, last = self._health.order(self._config, request.rollout_id, request.servers)
         for url in others:
             try:
                 return HttpAnswer(self._config, await self._open(url, request))

@@ -51,7 +51,7 @@ class OneUpstream:
     def __init__(self, upstream: UpstreamConfig) -> None:
         self._upstream = upstream
 
-    async def route(self, rollout: Any, model: str | None) -> Route:
+    async def route(self, rollout: Any, model: str | None, *, recorded: bool = False) -> Route:
         return Route(self._upstream, "base" if model == "policy" else None, 3 if model == "policy" else None)
 
     def alias_entry(self) -> dict[str, Any]:

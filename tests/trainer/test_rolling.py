@@ -12,8 +12,8 @@ from aiohttp import web
 
 from lightning_proxy.proxy.errors import PublishError
 from lightning_proxy.proxy.policy import swap
-from lightning_proxy.proxy.policy.swap import LOADED
 from lightning_proxy.proxy.policy.vllm import LOADING
+from lightning_proxy.proxy.policy.weights import LOADED
 from support.training import DeafServer, HonestServer, bench
 
 

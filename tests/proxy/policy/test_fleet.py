@@ -10,22 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from lightning_proxy.proxy.errors import UpstreamUnreachable
 from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.proxy.policy.vllm import VllmError, VllmFleet, VllmServer, operator_session
+from support.serving import serving
 
 ROLLOUTS = [f"r{i}" for i in range(30)]
-
-
-@asynccontextmanager
-async def serving(played: Any, port: int) -> AsyncIterator[Any]:
-    runner = web.AppRunner(played.app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    yield played
-    await runner.cleanup()
 
 
 @asynccontextmanager
