@@ -39,9 +39,10 @@ from .policy.operator import KEY_HEADER, operator_headers
 from .policy.pins import Pins
 from .policy.probe import Prober
 from .policy.routing import PolicyRouter
-from .policy.swap import Swap
+from .policy.swap import Swap, nobody
 from .policy.vllm import VllmFleet, operator_session
 from .policy.watch import Watch
+from .promotion.gate import Gate
 from .prompts import routes as prompt_routes
 from .prompts.prompts import Prompts
 from .recording.metrics import Metrics
@@ -50,6 +51,7 @@ from .recording.redact import Redactor
 from .reward_function.scoring import Scorer
 from .store.database import opened
 from .store.endings import end_idle_rollouts
+from .store.resources.promotions import NOT_GATED
 from .store.retention import Keeper
 from .store.store import Store
 from .upstreams.attempts import Upstreams
@@ -122,10 +124,10 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
         await keys.refresh()
         recorder = Recorder(store, merged=mode.is_merged, redactor=redactor, on_redacted=metrics.redacted.inc)
         await stack.enter_async_context(recorder)
-        pins = Pins(store, config.policy.pin_timeout_s)
+        pins, gate = Pins(store, config.policy.pin_timeout_s), Gate(config, store) if config.policy.is_gated else None
         watch = _watch(config, store, operator, pins, upstreams.health, mode)
         swap = watch.swap if watch is not None else None
-        router = PolicyRouter(config, store, pins, watch)
+        router = PolicyRouter(config, store, pins, watch, None if gate is None else gate.choose)
         # The data path, with the side rooms that hear of its calls.
         chat_route = ChatRoute(config.policy, store, upstreams)
         exact = _exact(config, upstreams, store, chat_route, metrics)
@@ -143,7 +145,7 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
             model_check=ModelCheck(config, store, swap), health=upstreams.health,
         )  # fmt: skip
         if writes:
-            await stack.enter_async_context(_at_work(parts, operator))
+            await stack.enter_async_context(_at_work(parts, operator, gate))
         yield parts
 
 
@@ -170,25 +172,30 @@ def _watch(
         return None
     headers = upstream.credentials | operator_headers(config.policy.directory)
     vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
-    return Watch(Swap(store, vllm, mode.mode, config.policy.directory), upstream, pins, health, mode)
+    candidate = store.promotions.candidate if config.policy.is_gated else nobody
+    return Watch(Swap(store, vllm, mode.mode, config.policy.directory, candidate), upstream, pins, health, mode)
 
 
-def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:
+def _beside(parts: Parts, session: ClientSession, gate: Gate | None) -> list[Coroutine[Any, Any, None]]:
     """What runs beside the calls."""
     work = [parts.keys.watch(), parts.bodies.watch(), check_health(parts.config, session, parts.health)]
     work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
     work.append(end_idle_rollouts(parts.store.database, parts.config.rollouts))
     work.append(Scorer(parts.config, parts.store, parts.metrics.rewards.inc).run())
+    if gate is not None:
+        work.append(gate.run())
     if parts.watch is not None:
         work += [parts.watch.run(), Prober(parts.config.policy, parts.watch, parts.health).run()]
     return work
 
 
 @asynccontextmanager
-async def _at_work(parts: Parts, session: ClientSession) -> AsyncIterator[None]:
+async def _at_work(parts: Parts, session: ClientSession, gate: Gate | None) -> AsyncIterator[None]:
     """Do what runs beside the calls during the block, and cancel it at its end."""
     await parts.store.endings.use_function(parts.config.rewards.function)
-    tasks = [asyncio.create_task(one) for one in _beside(parts, session)]
+    if gate is None:
+        await parts.store.promotions.end(NOT_GATED)
+    tasks = [asyncio.create_task(one) for one in _beside(parts, session, gate)]
     try:
         yield
     finally:

@@ -27,6 +27,7 @@ from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.rollouts import RewardsConfig, RolloutsConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig, StoreConfig, TelemetryConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.policy.operator import KEY_HEADER
@@ -325,6 +326,17 @@ class System:
         await store.versions.set_live(0)
         return version
 
+    async def candidate(self, store: Store, directory: Path) -> int:
+        """A version that is tested against the live one. Merged, no server has its weights yet."""
+        live = (await store.versions.live()).version
+        version = await store.versions.new(self.config.policy.publish, 1, {})  # type: ignore[arg-type]
+        path = directory / f"v{version}"
+        path.mkdir()
+        await store.versions.saved(version, str(path), f"policy-v{version}")
+        await store.promotions.wait(version, 1)
+        await store.promotions.begin(version, live)
+        return version
+
 
 @asynccontextmanager
 async def _running(
@@ -342,6 +354,8 @@ async def _running(
     behind: Sequence[str] = (),
     fallbacks: Sequence[str] = (),
     others: Sequence[UpstreamConfig] = (),
+    policy: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
     **proxy: Any,
 ) -> AsyncIterator[System]:
     vllm = PolicyServer(tmp_path)
@@ -373,7 +387,9 @@ async def _running(
             directory=tmp_path / "policy",
             token_continuity=continuity,  # type: ignore[arg-type]
             adapters=adapters or {},
+            **policy or {},
         ),
+        trainer=TrainerConfig(**trainer or {}),
     )
     server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))
     task = asyncio.create_task(server.serve())
@@ -392,7 +408,7 @@ async def _running(
 def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`.
 
-    `telemetry`, `rollouts`, `rewards`, `store`: these sections; `replicas`, `fallbacks`: of the policy's upstream;
-    `others`: further upstreams; `behind`: servers behind the policy's, which is a router then.
+    `telemetry`, `rollouts`, `rewards`, `store`, `policy`, `trainer`: these sections; `replicas`, `fallbacks`: of the
+    policy's upstream; `others`: further upstreams; `behind`: servers behind the policy's, which is a router then.
     """
     return _running

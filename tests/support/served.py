@@ -73,7 +73,7 @@ class Proxy:
     def set(self, section: str, **keys: Any) -> None:
         """Change the configuration for the next start."""
         settings = yaml.safe_load(self.config.read_text())
-        settings[section] |= keys
+        settings[section] = settings.get(section, {}) | keys
         self.config.write_text(yaml.safe_dump(settings))
 
     async def start(self, limits: Callable[[], None] | None = None) -> None:
