@@ -104,6 +104,8 @@ class TrainingLoop:
             trained = False
             if not await self.is_stopped():
                 await self.follow_live_version()
+                if self._publisher is not None:
+                    await self._publisher.attend(self.collector.samples_of, self._stop)
                 trained = await self._train_when_due(once)
             if not trained and once:
                 break
@@ -112,7 +114,9 @@ class TrainingLoop:
 
     async def _train_when_due(self, once: bool) -> bool:
         """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""
-        waits_for = None if once else await self._schedule.waits_for()
+        waits_for = None if self._publisher is None else await self._publisher.waits_for(self.version)
+        if waits_for is None and not once:
+            waits_for = await self._schedule.waits_for()
         if waits_for is not None and self._waits_for is None:
             log.info("the trainer waits for %s", waits_for)
         self._waits_for = waits_for
@@ -205,7 +209,8 @@ class TrainingLoop:
             log.error("step %d was skipped: %s; its rollouts are not used", step, metrics["skipped_because"])
         elif "collapse" in metrics:
             self.version = UNPUBLISHED
-        return not moved_nothing(metrics) and "collapse" not in metrics
+        due = self._publisher is None or "method" in metrics or self._publisher.is_due(step)
+        return due and not moved_nothing(metrics) and "collapse" not in metrics
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
         """Make the trainer's weights live, unless another version was made live meanwhile. Raises Stopped."""
@@ -275,7 +280,8 @@ class TrainingLoop:
         if stopped and last.version is None:
             self.version = UNPUBLISHED
         done = moved_nothing(last.metrics) or publisher.is_done(live, last)
-        if not stopped and live.version == self.version and (not done or publisher.is_of_another_mode(live)):
+        goes_on = await publisher.goes_on(self.version, live)
+        if not stopped and goes_on and (not done or publisher.is_of_another_mode(live)):
             await self._publish_again(last)
         elif "publish_s" not in last.metrics:  # killed after it was published, or skipped
             published = {} if last.version is None else {"version": last.version}
@@ -300,14 +306,14 @@ class TrainingLoop:
         if self._publisher is not None:
             await self._publisher.look_at_others()
         live = await self._store.versions.live()
-        if live.version == self.version:
+        if live.version == self.version or (self._publisher and await self._publisher.goes_on(self.version, live)):
             await self._warn_of_other_weights()
             return
         step = await self._store.steps.of_version(live.version)
         checkpoint = self._checkpoints / str(step.step if step else 0)
         if not checkpoint.is_dir():
             raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
-        log.warning("policy version %d was made live: training goes on from it", live.version)
+        log.warning("policy version %d is live: training goes on from it", live.version)
         await in_thread(self._trainer.load, checkpoint)
         self.version = live.version
         if step is not None and self._publisher and self._publisher.is_of_another_mode(live):

@@ -1,7 +1,7 @@
 """Builds the trainer: its core loop, and the optional parts that the configuration asks for.
 
-The side rooms are `judge/`, `guides/`, `tuning/`, `sft/`, `preferences/`, `offline/` and `distributed/`. The core
-imports none.
+The side rooms are `judge/`, `guides/`, `tuning/`, `sft/`, `preferences/`, `promotion/`, `offline/` and `distributed/`.
+The core imports none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from ..proxy.policy.operator import operator_headers
 from ..proxy.policy.swap import Swap
 from ..proxy.policy.vllm import VllmFleet, VllmServer, operator_session
 from ..proxy.store.database import Database, opened
+from ..proxy.store.resources.promotions import NOT_GATED
 from ..proxy.store.store import Store
+from ..proxy.types import PublishMode
 from .collect.siblings import AskJudge
 from .credit.strategies import STRATEGIES
 from .distributed import ranks
@@ -36,6 +38,7 @@ from .offline import data
 from .offline.offline import OfflineRun, offline_config, save_weights
 from .preferences.dpo import DpoRun
 from .preferences.kto import KtoRun
+from .promotion.gated import GatedPublisher
 from .publish import Publisher
 from .sft.sft import SftRun
 from .step.trainer import LightningTrainer
@@ -68,12 +71,20 @@ async def train(
                     mode = await decide(config, store, "trainer")
                     headers = upstream.credentials | operator_headers(config.policy.directory)
                     vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
-                    publisher = Publisher(
-                        config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer
-                    )
+                    publisher = await _publisher(config, store, vllm, mode, trainer)
                     await _train(config, store, trainer, publisher, stop, once=once, show=show, method=method)
 
                 await (_while_alone(config, database, stop, work) if config.store.is_postgres else work())
+
+
+async def _publisher(
+    config: Config, store: Store, vllm: VllmFleet, mode: PublishMode, trainer: LightningTrainer
+) -> Publisher:
+    if config.policy.is_gated:
+        swap = Swap(store, vllm, mode, config.policy.directory, store.promotions.candidate)
+        return GatedPublisher(config, store, swap, trainer)
+    await store.promotions.end(NOT_GATED)
+    return Publisher(config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer)
 
 
 async def _train(

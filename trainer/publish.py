@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..proxy.config.policy import PolicyConfig
@@ -15,7 +15,7 @@ from ..proxy.policy.vllm import VllmFault
 from ..proxy.store.publishing import Decided
 from ..proxy.store.store import Store
 from ..proxy.store.training import Step
-from ..proxy.types import PolicyVersion
+from ..proxy.types import PolicyVersion, Rollout
 from .files.versions import VersionFiles
 from .step.trainer import LightningTrainer
 from .types import Sample
@@ -23,6 +23,8 @@ from .verify import Verifier
 from .waiting import before_retry, in_thread
 
 log = logging.getLogger(__name__)
+
+SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
 
 FAULTS = 10  # so many errors of vLLM's own end the publishing
 
@@ -111,6 +113,21 @@ class Publisher:
             number, str(path), served, {own: f"{served}.{own}" for own in self._config.adapters}
         )
         return await self._store.versions.get(number)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the weights of a step are to be published."""
+        return True
+
+    async def goes_on(self, version: int, live: PolicyVersion) -> bool:
+        """Return whether weights that go on from `version` go on from what is live."""
+        return version == live.version
+
+    async def waits_for(self, version: int) -> str | None:
+        """Return what training from weights of `version` is to wait for; None if it need not."""
+        return None
+
+    async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
+        """Do what is to be done between two steps. `samples_of` gives the rows of rollouts that were trained on."""
 
     def is_done(self, live: PolicyVersion, last: Step) -> bool:
         """Return whether the last step's weights are live and verified, and published in the configured way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from safetensors.torch import load
 
 from ..proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ..proxy.errors import PublishError, UpstreamTimeout, UpstreamUnreachable
-from ..proxy.policy.swap import Superseded, Swap
+from ..proxy.policy.swap import Check, Superseded, Swap
 from ..proxy.policy.vllm import VllmError, VllmServer
 from ..proxy.types import PolicyVersion
 from .step.shortage import give_back
@@ -39,6 +39,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 VERIFY_TRIES = 150
 VERIFY_RESTARTS = 3
 
+Begin = Callable[[], Awaitable[None]]
 Answer = tuple[list[int], list[float]]  # token ids, and their log-probabilities
 
 
@@ -98,14 +99,30 @@ class Verifier:
         self, version: PolicyVersion, step: int, samples: Sequence[Sample], base: int, stop: asyncio.Event
     ) -> None:
         """Make merged weights live on several servers, one after the other, each verified before it answers agents."""
+        await self._swap.roll(version, step, expected=base, check=self._check(version, samples, stop))
+        self._trainer.keep(DEFAULT_ADAPTER)
+        give_back()
+
+    async def stage(
+        self,
+        version: PolicyVersion,
+        samples: Sequence[Sample],
+        begin: Callable[[], Awaitable[None]],
+        stop: asyncio.Event,
+    ) -> None:
+        """Give a candidate's merged weights to the server of candidates, verify them, and `begin` its test."""
+        await self._swap.stage(version, check=self._check(version, samples, stop), begin=begin)
+        self._trainer.keep(DEFAULT_ADAPTER)
+        give_back()
+
+    def _check(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> Check:
+        """What a server with new merged weights has to pass before it answers agents."""
         self.difference = 0.0
 
         async def check(server: VllmServer) -> None:
             await self._verify_on(server, version, await server.base_model(), samples, DEFAULT_ADAPTER, stop)
 
-        await self._swap.roll(version, step, expected=base, check=check)
-        self._trainer.keep(DEFAULT_ADAPTER)
-        give_back()
+        return check
 
     async def _has_adapters(self, version: PolicyVersion) -> bool:
         """Whether every server that answers still has all adapters of the version."""

@@ -21,7 +21,7 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.policy.swap import Swap
+from lightning_proxy.proxy.policy.swap import Swap, nobody
 from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
@@ -29,6 +29,7 @@ from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.judge.judge import Judge
 from lightning_proxy.trainer.loop import TrainingLoop
+from lightning_proxy.trainer.promotion.gated import GatedPublisher
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from support.small_model import VOCABULARY
@@ -122,9 +123,13 @@ class Bench:
 
     def loop(self, runs: Any = TrainingLoop, **trainer: Any) -> Any:
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
-        swap = Swap(self.store, self.vllm, self.mode, config.policy.directory)
+        is_gated = config.policy.is_gated
+        candidate = self.store.promotions.candidate if is_gated else nobody
+        swap = Swap(self.store, self.vllm, self.mode, config.policy.directory, candidate)
         self.trainer = LightningTrainer(config.trainer, config.policy)
-        publisher = Publisher(config.policy, self.store, swap, self.trainer)
+        publisher: Publisher = Publisher(config.policy, self.store, swap, self.trainer)
+        if is_gated:
+            publisher = GatedPublisher(config, self.store, swap, self.trainer)
         judge = {"judge": Judge(config.trainer, self.store).missing} if config.trainer.judged else {}
         return runs(config, self.store, self.trainer, publisher, **judge)
 

@@ -40,11 +40,16 @@ class VersionFiles:
         await self.delete(version.version)
 
     async def prune(self, keep: Set[int]) -> None:
-        """Remove all versions but the newest, the live one, those of running rollouts, and those in `keep`."""
+        """Remove all versions but the newest, the live one, those of running rollouts, and those in `keep`.
+
+        Versions that never went live (`policy.promotion: gated`) take no place among the newest: one of them is kept.
+        """
         versions = [v for v in await self._store.versions.all() if v.path is not None]
-        kept = {v.version for v in versions[-self._config.keep_versions :]} | {
-            (await self._store.versions.live()).version
-        }
+        tested = {v.version for v in versions if v.status in ("waiting", "candidate")}
+        passed_by = [v for v in versions if v.live_at is None and v.status in ("ready", "rejected")]
+        others = [v for v in versions if v not in passed_by]
+        newest = {v.version for v in (*others[-self._config.keep_versions :], *passed_by[-1:])}
+        kept = newest | tested | {(await self._store.versions.live()).version}
         if self._swap.mode == "lora":
             kept |= await self._store.versions.pinned(time.time() - self._config.pin_timeout_s)
         for version in versions:

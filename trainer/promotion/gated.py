@@ -1,0 +1,136 @@
+"""Publishes new weights as candidates (`policy.promotion: gated`). The proxy's gate decides which go live.
+
+The newest version waits for its test while another one is tested, and training goes on from its own weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from ...proxy.config.root import Config
+from ...proxy.errors import Conflict, PublishError, UpstreamTimeout, UpstreamUnreachable
+from ...proxy.policy.mode import has_gpu
+from ...proxy.policy.swap import Superseded, Swap
+from ...proxy.policy.vllm import VllmFault
+from ...proxy.store.store import Store
+from ...proxy.store.training import Step
+from ...proxy.types import PolicyVersion
+from ..publish import Publisher, SamplesOf
+from ..step.trainer import LightningTrainer
+from ..types import Sample
+from ..waiting import in_thread
+from . import line
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 10.0  # until a test that could not begin is tried again
+
+
+class GatedPublisher(Publisher):
+    """Publishes versions that are not live yet. All state is in the store, so a restart changes nothing."""
+
+    def __init__(self, config: Config, store: Store, swap: Swap, trainer: LightningTrainer) -> None:
+        super().__init__(config.policy, store, swap, trainer)
+        self._every = config.trainer.promote_every
+        self._max_staleness = config.trainer.max_staleness
+        self._again = 0.0
+        self._warned = False
+
+    def is_due(self, step: int) -> bool:
+        return step % self._every == 0
+
+    def is_done(self, live: PolicyVersion, last: Step) -> bool:
+        """Return whether the last step's version is there to be tested, or need not be."""
+        return last.version is not None or not self.is_due(last.step)
+
+    async def goes_on(self, version: int, live: PolicyVersion) -> bool:
+        """Return whether `version` was trained on from what is live, and nothing of that was taken back since."""
+        if version == live.version:
+            return True
+        test = (await self._store.promotions.last()).get(live.version)
+        broken = line.broken(await self._store.versions.all(), live, test)
+        return line.goes_on(version, live.version, await self._store.version_report.parents(), broken)
+
+    async def waits_for(self, version: int) -> str | None:
+        """Return what to wait for where the weights are so far ahead that rollouts of the live version are stale."""
+        live = (await self._store.versions.live()).version
+        if version - live <= self._max_staleness:
+            return None
+        return (
+            f"the gate: its weights are {version - live} versions ahead of the live one, and rollouts may be "
+            f"{self._max_staleness} behind (trainer.max_staleness)"
+        )
+
+    async def _publish(
+        self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
+    ) -> PolicyVersion:
+        live = await self._store.versions.live()
+        if not await self.goes_on(base, live):
+            raise Superseded(f"policy version {live.version} is live, which these weights do not go on from")
+        version = await self._save(step, metrics)
+        await self._store.promotions.wait(version.version, step)
+        if await self._store.promotions.now() is None:
+            await self._test(version, samples, stop)
+        else:
+            log.info("policy version %d waits until the one that is tested is decided about", version.version)
+        return await self._store.versions.get(version.version)
+
+    async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
+        """Begin the test of a version that waits, once no other is tested. Training may have gone on since."""
+        if monotonic() < self._again or await self._store.promotions.now() is not None:
+            return
+        version = await self._store.promotions.waiting()
+        step = None if version is None else await self._store.steps.of_version(version.version)
+        last = await self._store.steps.last()
+        if version is None or step is None or last is None or step.checkpoint is None:
+            return
+        if last.step != step.step:
+            await in_thread(self._trainer.load, Path(step.checkpoint))
+        try:
+            await self._test(version, await samples_of(await self._store.steps.rollouts_of(step.step)), stop)
+        finally:
+            if last.step != step.step:
+                await in_thread(self._trainer.load, Path(str(last.checkpoint)))
+
+    async def _test(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:
+        """Have a version served beside the live one, verify it, and begin its test. If vLLM is away, it waits on.
+
+        PublishError if vLLM does not serve the weights.
+        """
+        live = await self._store.versions.live()
+        if not await self.goes_on(version.version, live):
+            await self._store.promotions.withdraw(f"version {live.version} is live, which it does not go on from")
+            return
+
+        async def begin() -> None:
+            await self._store.promotions.begin(version.version, live.version)
+
+        try:
+            if self._swap.mode == "lora":
+                self._warn_of_mixing(live)
+                await self._swap.unload(version)  # adapters of this name from another store, perhaps
+                await self._verifier.load_and_verify(version, samples, stop)
+                await begin()
+            else:
+                await self._verifier.stage(version, samples, begin, stop)
+        except (UpstreamUnreachable, UpstreamTimeout, VllmFault, Conflict) as error:
+            self._again = monotonic() + AGAIN_S
+            log.warning("the test of policy version %d waits: %s", version.version, error)
+        except PublishError as error:
+            await self._store.versions.failed(version.version, str(error))
+            raise
+
+    def _warn_of_mixing(self, live: PolicyVersion) -> None:
+        """Say once where vLLM answers requests for the base model with an adapter."""
+        if live.version == 0 and not has_gpu() and not self._warned:
+            self._warned = True
+            log.warning(
+                "without a GPU, vLLM answers requests for the base model with the adapter of others in the same batch: "
+                "a test against version 0 compares a mixture with the candidate; policy.publish merged with two "
+                "servers does not (docs/promotion.md)"
+            )
