@@ -20,17 +20,22 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 @app.command("list")
 def list_versions(context: typer.Context, as_json: Json = False) -> None:
-    """List the policy versions, oldest first. Those that are `ready` can be promoted."""
+    """List the policy versions, oldest first. Those that are `ready` can be promoted.
+
+    Below: the test that is under way, and how the last one was decided (policy.promotion: gated).
+    """
     from rich.console import Console
 
     from ..api_client import ask
     from ..formats import print_json
+    from .promotion import tests_view
 
     answer = ask(load_config(context.obj), lambda api: api.request("GET", "/policy/versions"))
     if as_json:
         print_json(answer)
     else:
-        Console().print(versions_table(answer["data"]))
+        console = Console(highlight=False)
+        console.print(versions_table(answer["data"]), *tests_view(answer["data"]), sep="\n")
 
 
 @app.command()

@@ -18,6 +18,7 @@ from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.training import Collapse
 from ..api_client import ApiClient, ask
 from ..formats import count, duration, number, plain, print_json, sparkline
+from .promotion import line_of
 from .steps import steps_table
 
 NEWEST_STEPS = 40
@@ -89,6 +90,10 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
     served = ", ".join([policy["served_model"] or "the base model", *policy["adapters"].values()])
     table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
+    if policy["test"]:
+        table.add_row("promotion", line_of(policy["test"]))
+    if policy["waiting"] is not None:
+        table.add_row("  waits", f"version {policy['waiting']} is tested next")
     if status["publishing"]:
         told = f"not possible: {status['publishing']}\n`lightning-proxy doctor` says what to do"
         table.add_row("publishing", plain(told, "yellow"))

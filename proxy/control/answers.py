@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from ..store.reports.credit import ComparedRollout
 from ..store.reports.traffic import RecentCalls
+from ..store.resources.promotions import Promotion
 from ..store.resources.prompts import Placed
 from ..store.rollouts import MeanReward
 from ..store.training import Collapse, Step
@@ -225,6 +226,11 @@ class TaskPage(BaseModel):
 
 
 class Policy(BaseModel):
+    """The live version. `promotion`: whether new versions are tested before they go live.
+
+    `test`: the one that is under way, with its numbers so far. `waiting`: the version that is tested next.
+    """
+
     alias: str
     live_version: int
     served_model: str | None
@@ -234,6 +240,9 @@ class Policy(BaseModel):
     steps: int
     last_step: Step | None
     collapse: Collapse | None
+    promotion: Literal["immediate", "gated"]
+    test: Promotion | None
+    waiting: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +250,7 @@ class VersionSeen(PolicyVersion):
     """A version, whether it is the live one, and why it cannot be made live (`obstacle`), if it is not `promotable`.
 
     `rewards`: the mean reward of the rollouts that began with it, by mode. `parent`: the version whose weights its
-    training step started from.
+    training step started from. `promotion`: its last test against a live version, with the numbers; null without one.
     """
 
     live: bool
@@ -249,6 +258,7 @@ class VersionSeen(PolicyVersion):
     obstacle: str | None
     rewards: dict[Mode, MeanReward]
     parent: int | None
+    promotion: Promotion | None
 
 
 class Versions(BaseModel):

@@ -70,6 +70,7 @@ function Numbers({ now, policy }) {
   const live = policy?.live_version;
   return html`<dl class="stats">
     <${Stat} label="live version" value=${html`<a href="#/versions">${live ?? "…"}</a>`} note=${policy?.live_at && html`since <${Time} at=${policy.live_at} />, ${policy.publish}`} />
+    ${policy?.test && html`<${Stat} label="candidate" value=${html`<a href="#/versions">${policy.test.version}</a>`} note=${`tested with ${number(policy.test.evidence.rollouts ?? 0)} rollouts`} />`}
     <${Stat} label="training steps" value=${number(policy?.steps)} note=${policy?.last_step && html`last <${Time} at=${policy.last_step.finished_at} />`} />
     <${Stat} label="last reward" value=${number(policy?.last_step?.metrics?.reward_mean)} note=${policy?.last_step && `± ${number(policy.last_step.metrics.reward_std)}`} />
     <${Stat} label="waiting for the trainer" value=${number(now.waiting)} unit="rollouts" />

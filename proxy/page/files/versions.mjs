@@ -5,9 +5,10 @@ import { number } from "./format.mjs";
 import { html, useMemo, useState } from "./html.mjs";
 import { Dialog } from "./keyboard.mjs";
 import { Badge, Empty, Failure, Loaded, Said, Time, link } from "./parts.mjs";
+import { Test, outcome, underWay } from "./promotion.mjs";
 
 const SHOWN = 100;
-const STATUS_KIND = { live: "accent", failed: "bad" };
+const STATUS_KIND = { live: "accent", candidate: "accent", failed: "bad", rejected: "bad" };
 const LANE = 14;
 const ROW = 38;
 
@@ -27,6 +28,7 @@ function History({ versions, near, reload }) {
   const newest = useMemo(() => [...versions].reverse(), [versions]);
   const shown = all ? newest : newest.slice(0, SHOWN);
   const live = versions.find((version) => version.live);
+  const test = underWay(versions);
   const canGoBack = versions.some((version) => version.promotable && version.version < live?.version);
   const onDone = () => {
     setAsking(null);
@@ -34,6 +36,7 @@ function History({ versions, near, reload }) {
   };
   return html`<div class="title-line"><p>Version <b>${live?.version}</b> is live${live?.live_at && html` since <${Time} at=${live.live_at} />`}.</p>
       ${canGoBack && html`<button onClick=${() => setAsking({ path: "/policy/rollback", what: "Roll back to the version that was live before this one?", verb: "Roll back" })}>Roll back…</button>`}</div>
+    ${test && html`<${Test} test=${test} />`}
     ${versions.length === 1 && html`<${Empty}>Only the base model is there. The first training step publishes version 1.<//>`}
     <div class="table versions" tabindex="0" role="region" aria-label="Versions"><table>
       <thead><tr><th scope="col">lineage</th><th scope="col" class="num">version</th><th scope="col">status</th><th scope="col">verified</th><th scope="col" class="num">from</th><th scope="col" class="num">step</th><th scope="col" class="num">train reward</th><th scope="col" class="num">eval reward</th><th scope="col" class="num">made</th><th scope="col">action</th></tr></thead>
@@ -50,7 +53,7 @@ function Version({ version, near, graph, count, onPromote }) {
   return html`<tr class=${version.live && "live"} style=${{ height: `${ROW}px` }}>
     ${graph && html`<td class="lineage" rowspan=${count}>${graph}</td>`}
     <td class="num"><a class="pick" href=${link("compare", { a: version.parent ?? 0, b: version.version })} title="compare with the version it came from">${version.version}</a></td>
-    <td><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.error && html`<${Said} most=${160}>${version.error}<//>`}</td>
+    <td title=${outcome(version.promotion)}><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.error && html`<${Said} most=${160}>${version.error}<//>`}</td>
     <td><${Verified} version=${version} near=${near} /></td>
     <td class="num">${version.parent ?? ""}</td>
     <td class="num">${version.step ?? ""}</td>

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...json_text import dumps, loads
+from ...json_text import dumps, loads, loads_or_none
 from ..database import Database, Row
 
 Kind = Literal["call", "reward", "rollout", "step", "version"]
@@ -38,7 +38,9 @@ FROM json_each(:refs) AS wanted CROSS JOIN steps ON step = wanted.value
 """
 FEED_VERSIONS = """
 SELECT policy_versions.version AS ref, policy_versions.version, status, verified,
-    policy_versions.version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) AS live
+    policy_versions.version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) AS live,
+    (SELECT evidence FROM promotions WHERE promotions.version = policy_versions.version ORDER BY n DESC LIMIT 1)
+        AS evidence
 FROM json_each(:refs) AS wanted CROSS JOIN policy_versions ON policy_versions.version = wanted.value
 """
 _ROWS: dict[str, str] = {
@@ -102,4 +104,5 @@ def _happened(n: int, kind: str, row: Row) -> Happened:
         data["reward"] = loads(data.pop("metrics")).get("reward_mean")
     if kind == "version":
         data |= {"live": bool(data["live"]), "verified": bool(data["verified"])}
+        data["evidence"] = loads_or_none(data["evidence"])
     return Happened(n, kind, data)  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""Shows the test of a policy version: its numbers as they grow, or those that were decided by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..formats import count, number, plain
+
+COLUMNS = ("metric", "pairs", "live", "candidate", "diff.", "may be", "worse", "safe", "so far")
+
+
+def tests_view(versions: list[dict[str, Any]]) -> Iterator[RenderableType]:
+    """Yield the last test that is over, and the one that is under way, of versions as the API has them."""
+    tests = sorted((v["promotion"] for v in versions if v["promotion"]), key=lambda test: test["n"])
+    over = [test for test in tests if test["status"] != "testing"]
+    for test in (*over[-1:], *(test for test in tests if test["status"] == "testing")):
+        yield Text("")
+        yield line_of(test)
+        if (table := table_of(test)) is not None:
+            yield table
+
+
+def line_of(test: dict[str, Any]) -> Text:
+    """Return one line about a test (`Promotion` of the API)."""
+    versions = f"version {test['version']} against {test['against']}"
+    match test["status"]:
+        case "testing":
+            return plain(f"testing {versions}: {_progress(test['evidence'])}", "yellow")
+        case "ended":
+            return plain(f"the test of {versions} was ended: {test['reason']}")
+    evidence = test["evidence"]
+    return plain(f"{test['status']} {versions} after {count(evidence.get('rollouts'))} rollouts: {test['reason']}")
+
+
+def _progress(evidence: dict[str, Any]) -> str:
+    if not evidence:
+        return "no rollout yet"
+    left_out = evidence["candidate"]["unrewarded"] + evidence["live"]["unrewarded"]
+    failed = evidence["candidate"]["failed"] + evidence["live"]["failed"]
+    said = f"{count(evidence['rollouts'])} of at most {count(evidence['max_rollouts'])} rollouts"
+    return f"{said}, {count(evidence['groups'])} groups, {count(failed)} failed, {count(left_out)} without a reward"
+
+
+def table_of(test: dict[str, Any]) -> Table | None:
+    """Return one line per metric; None before the first numbers."""
+    evidence = test["evidence"]
+    if not evidence:
+        return None
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("metric", "so far") else "right", overflow="fold")
+    needed = 1 / evidence["level"]
+    for name, one in evidence["metrics"].items():
+        table.add_row(*_cells(name, one, needed, len(evidence["metrics"])))
+    return table
+
+
+def _cells(name: str, one: dict[str, Any], needed: float, metrics: int) -> Iterator[str | Text]:
+    """One line. `needed`: the e-value that excludes a drop; to show one takes so many times more as `metrics` are."""
+    yield from (plain(name), count(one["pairs"]), number(one["live"]), number(one["candidate"]))
+    yield _signed(one["difference"])
+    yield "-" if one["interval"] is None else "…".join(map(_signed, one["interval"]))
+    yield from (f"{number(one['e_drop'])}/{number(metrics * needed)}", f"{number(one['e_safe'])}/{number(needed)}")
+    yield one["verdict"]
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.2f}"
