@@ -40,6 +40,9 @@ class Backlog(Gate):
     without a reward, when the trainer will not take it, or when the version of the step that took it is live.
     A rollout that the trainer dropped counts until the trainer's next step is live: a rollout opened earlier in its
     place would be answered by the old weights.
+
+    Behind a gate (`policy.promotion: gated`) a step counts as live once it is taken, and a test that is under way holds
+    nothing back: it is decided by new rollouts.
     """
 
     def __init__(
@@ -60,8 +63,7 @@ class Backlog(Gate):
         """Return when there is room for one more group; PolicyCollapsed if there will be none."""
         started, told = time.monotonic(), False
         while not self._has_room():
-            await self._forget_published()
-            if self._has_room():
+            if await self._forget_published() or self._has_room():
                 return
             if not told and not self._running and time.monotonic() - started > PATIENCE_S:
                 told = True
@@ -71,11 +73,14 @@ class Backlog(Gate):
     def _has_room(self) -> bool:
         return len(self._running) + len(self._ended) + self._group_size <= self._limit
 
-    async def _forget_published(self) -> None:
+    async def _forget_published(self) -> bool:
+        """Count no rollout whose step is live. Return whether new ones are needed in any case."""
         policy = await self._api.policy()
         if collapse := policy["collapse"]:
             raise PolicyCollapsed(f"no version is published any more: {Collapse(**collapse).story}")
-        published = _published(policy["last_step"])
+        if policy["test"] is not None:
+            return True
+        published = _published(policy["last_step"], is_gated=policy["promotion"] == "gated")
         left = set(self._ended)
         async for rollout in self._newest():
             if rollout["rollout_id"] in left:
@@ -83,8 +88,9 @@ class Backlog(Gate):
                 if not _is_waited_for(rollout, published):
                     self._ended.discard(rollout["rollout_id"])
             if not left:
-                return
+                return False
         self._ended -= left  # deleted rollouts
+        return False
 
     async def _newest(self) -> AsyncIterator[Mapping[str, Any]]:
         cursor: str | None = None
@@ -96,11 +102,12 @@ class Backlog(Gate):
                 return
 
 
-def _published(last: Mapping[str, Any] | None) -> int:
-    """The newest step whose weights are live, or that changed no weights."""
+def _published(last: Mapping[str, Any] | None, *, is_gated: bool) -> int:
+    """The newest step whose weights are live, or that changed no weights; behind a gate, the newest of all."""
     if last is None:
         return 0
-    return last["step"] if last["version"] is not None or last["metrics"].get("skipped") else last["step"] - 1
+    is_live = is_gated or last["version"] is not None or last["metrics"].get("skipped")
+    return last["step"] if is_live else last["step"] - 1
 
 
 def _is_waited_for(rollout: Mapping[str, Any], published: int) -> bool:

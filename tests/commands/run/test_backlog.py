@@ -186,6 +186,33 @@ async def test_it_says_what_it_waits_for(work: Work, monkeypatch: pytest.MonkeyP
     assert work.said == ["waiting for the trainer: 4 rollouts are not yet in the live weights"]
 
 
+async def test_a_test_of_a_new_version_holds_nothing_back(work: Work) -> None:
+    backlog = work.backlog()
+    names = await work.group(backlog, "t1")
+    await work.stays_shut(backlog)
+    step = await work.step(names)
+    version = await work.store.versions.new("merged", step, {})
+    await work.store.versions.saved(version, "weights", "policy")
+    await work.store.promotions.wait(version, step)
+    await work.store.promotions.begin(version, 0)
+    assert await opens(backlog)
+    await work.group(backlog, "t2")
+    assert await opens(backlog), "though no step has taken these"
+
+
+async def test_a_step_that_is_not_tested_holds_nothing_back_behind_a_gate(tmp_path: Path) -> None:
+    config = config_of("http://127.0.0.1:9", tmp_path)
+    gated = config.policy.model_copy(update={"promotion": "gated"})
+    config = config.model_copy(update={"policy": gated})
+    async with proxy_of(config) as url, Looks(url) as api, opened(config.store) as database:
+        work = Work(api, Store(database))
+        backlog = work.backlog()
+        names = await work.group(backlog, "t1")
+        await work.stays_shut(backlog)
+        await work.step(names)
+        assert await opens(backlog)
+
+
 async def opens(backlog: Backlog) -> bool:
     """Whether it lets a group pass, of which a hanging test would say nothing."""
     try:
