@@ -13,7 +13,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-train bench-sampling bench-methods soak kill-rounds
+.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-gate bench-train bench-sampling bench-methods soak kill-rounds
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -119,6 +119,9 @@ bench-train: setup  ## a training step beside TRL's own padded rows, on the same
 
 bench-sampling: setup  ## are ratios 1 with unchanged weights, however a real vLLM samples? half an hour
 	$(BIN)/python -W ignore benchmarks/sampling.py $(ARGS)
+
+bench-gate: setup  ## a better, a spoilt and a cheating version before the gate, two real vLLMs, two seeds
+	$(BIN)/python benchmarks/gate.py $(ARGS)
 
 bench-methods: setup  ## what rl, sft, dpo and kto make of the same number of rollouts, three seeds: two hours
 	$(BIN)/python benchmarks/methods.py $(ARGS)

@@ -8,6 +8,7 @@ import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,3 +242,40 @@ async def test_the_benchmark_of_methods_goes_on_where_it_stopped(
     assert measured == [("dpo", 1), ("rl", 1), ("dpo", 2), ("dpo", 2), ("rl", 2)]
     rows = list(methods.table(methods.read(tmp_path / "results.jsonl")))
     assert rows[2] == "| dpo | 1, 2 | 64 | 15 % [10 to 20] | 0.50 [0.50 to 0.50] | 1.5 [1.5 to 1.5] | 2.0 GiB |"
+
+
+async def test_the_benchmark_of_the_gate_measures_each_version_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "gate", raising=False)  # a checkout may be called so
+    gate: Any = import_module("gate")
+
+    class PlayedPlace:
+        def __init__(self, directory: Path, seed: int) -> None:
+            self.seed = seed
+
+        async def measure(self, names: list[str]) -> AsyncIterator[dict[str, Any]]:
+            numbers = {"live": 0.5, "candidate": 0.25, "difference": -0.25, "e_drop": 21.0, "e_safe": 0.1, "pairs": 9}
+            evidence = {"rollouts": 72, "metrics": {"reward": numbers}}
+            for name in names:
+                yield {
+                    "seed": self.seed, "candidate": name, "steps": 3, "status": "rejected", "reason": "", "test_s": 1.0,
+                    "evidence": evidence,
+                }  # fmt: skip
+
+    monkeypatch.setattr(gate, "Place", PlayedPlace)
+    results = await gate.measure([0, 1], ["spoilt"], tmp_path)
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+    assert list(gate.table(results))[2] == "| 0 | spoilt | 3 | rejected | 72 | 9 | 0.5 | 0.25 | -0.25 | 21 | 0.1 |"
+
+
+def test_the_reward_for_length_is_for_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from longer import longer  # type: ignore[import-not-found]
+
+    def rollout(said: str) -> dict[str, Any]:
+        return {"calls": [{"response": {"choices": [{"message": {"content": said}}]}}]}
+
+    assert [longer(rollout("x" * n)) for n in (0, 30, 90)] == [0.0, 0.5, 1.0]
+    assert longer({"calls": []}) is None
