@@ -65,7 +65,10 @@ def _cells(name: str, one: dict[str, Any], needed: float, metrics: int) -> Itera
     yield from (plain(name), count(one["pairs"]), number(one["live"]), number(one["candidate"]))
     yield _signed(one["difference"])
     yield "-" if one["interval"] is None else "…".join(map(_signed, one["interval"]))
-    yield from (f"{number(one['e_drop'])}/{number(metrics * needed)}", f"{number(one['e_safe'])}/{number(needed)}")
+    yield from (
+        f"{number(one['e_drop'], 2)}/{number(metrics * needed)}",
+        f"{number(one['e_safe'], 2)}/{number(needed)}",
+    )
     yield one["verdict"]
 
 
