@@ -52,6 +52,7 @@ class Scenario:
 
 
 FIRST_STEPS = 8  # before the gate is closed
+UNWATCHED = {"LIGHTNING_TRAINER__COLLAPSE__ACTION": "off"}  # or another reward than before looks like a collapse
 OPEN = {"LIGHTNING_POLICY__PROMOTION": "immediate"}
 BY_LENGTH = {
     "LIGHTNING_TRAINER__REWARD_WEIGHTS": '{"longer": 1}',
@@ -60,8 +61,8 @@ BY_LENGTH = {
 }
 SCENARIOS = (
     Scenario("better", "promoted", 4),
-    Scenario("spoilt", "rejected", 3, {"LIGHTNING_TRAINER__REWARD_WEIGHTS": '{"reward": -1}'}),
-    Scenario("games its reward", "rejected", 6, both=BY_LENGTH),
+    Scenario("spoilt", "rejected", 3, UNWATCHED | {"LIGHTNING_TRAINER__REWARD_WEIGHTS": '{"reward": -1}'}),
+    Scenario("games its reward", "rejected", 6, UNWATCHED, BY_LENGTH),
 )
 
 
