@@ -17,6 +17,7 @@ from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
 from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import has_gpu
+from ..trainer.backends.refusals import check_backend
 from ..trainer.plan.settle import settle
 from ..trainer.types import Method
 from .vllm import require_model, visible_gpus
@@ -41,6 +42,7 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
     require_model(config)
     if offline is None:
         check_base_model(config)
+    check_backend(config, method, launched=_has_launcher())
     if method != "rl" and _has_launcher():
         raise ConfigError(f"--method {method} runs in one process: start it without a launcher")
     if importlib.util.find_spec("trl") is None:

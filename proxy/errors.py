@@ -137,3 +137,7 @@ class NotSaved(LightningError):
 
 class PublishError(LightningError):
     """New weights did not go live; the previous version is still served."""
+
+
+class TrainingUnavailable(LightningError):
+    """The service that takes the training steps is away, or failed. Training goes on from its last saved state."""

@@ -42,7 +42,10 @@ LEVELS = {
 # Rooms that are plugged in where the program is put together, by the files that may do so.
 SIDE_ROOMS = {
     "proxy": ({"upstreams/litellm", "otel", "power", "reward_function", "page", "prompts", "promotion"}, {"app"}),
-    "trainer": ({"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"}, {"main"}),
+    "trainer": (
+        {"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed", "backends"},
+        {"main"},
+    ),
 }
 # What each top-level package may import besides itself.
 BELOW = {"proxy": set[str](), "trainer": {"proxy"}, "commands": {"proxy", "trainer"}, "client": set[str]()}

@@ -15,6 +15,7 @@ from ..proxy.errors import (
     LightningError,
     NotSaved,
     StoreUnavailable,
+    TrainingUnavailable,
     UpstreamTimeout,
     UpstreamUnreachable,
 )
@@ -29,7 +30,7 @@ from .collect.siblings import AskJudge
 from .files.checkpoint import prune_checkpoints
 from .publish import Publisher
 from .report.metric_schema import scalars
-from .step.trainer import LightningTrainer
+from .step.engine import TrainingEngine
 from .types import Batch, Guide, Sample
 from .waiting import GuideError, JudgeError, Stopped, before_retry, in_thread, pause, pause_until_changed
 
@@ -58,7 +59,7 @@ class TrainingLoop:
         self,
         config: Config,
         store: Store,
-        trainer: LightningTrainer,
+        trainer: TrainingEngine,
         publisher: Publisher | None,
         order: Order | None = None,
         show: Show = show_nothing,
@@ -87,14 +88,14 @@ class TrainingLoop:
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no whole group is left.
 
-        If the store cannot be written, wait for it and go on as after a restart.
+        If the store cannot be written, or what takes the steps is away, wait for it and go on as after a restart.
         """
         while not stop.is_set():
             try:
                 await self.resume(stop)
                 await self._train(stop, once)
                 return
-            except StoreUnavailable as error:
+            except (StoreUnavailable, TrainingUnavailable) as error:
                 log.error("the trainer waits: %s", error)
             await pause(stop)
 

@@ -1,7 +1,7 @@
 """Builds the trainer: its core loop, and the optional parts that the configuration asks for.
 
-The side rooms are `judge/`, `guides/`, `tuning/`, `sft/`, `preferences/`, `promotion/`, `offline/` and `distributed/`.
-The core imports none.
+The side rooms are `judge/`, `guides/`, `tuning/`, `sft/`, `preferences/`, `promotion/`, `offline/`, `distributed/` and
+`backends/`. The core imports none.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..proxy.store.database import Database, opened
 from ..proxy.store.resources.promotions import NOT_GATED
 from ..proxy.store.store import Store
 from ..proxy.types import PublishMode
+from .backends.tinker_trainer import TinkerTrainer
 from .collect.siblings import AskJudge
 from .credit.strategies import STRATEGIES
 from .distributed import ranks
@@ -41,6 +42,7 @@ from .preferences.kto import KtoRun
 from .promotion.gated import GatedPublisher
 from .publish import Publisher
 from .sft.sft import SftRun
+from .step.engine import TrainingEngine
 from .step.trainer import LightningTrainer
 from .tuning.run import TuningRun
 from .types import Guide, Method
@@ -78,7 +80,7 @@ async def train(
 
 
 async def _publisher(
-    config: Config, store: Store, vllm: VllmFleet, mode: PublishMode, trainer: LightningTrainer
+    config: Config, store: Store, vllm: VllmFleet, mode: PublishMode, trainer: TrainingEngine
 ) -> Publisher:
     if config.policy.is_gated:
         swap = Swap(store, vllm, mode, config.policy.directory, store.promotions.candidate)
@@ -90,7 +92,7 @@ async def _publisher(
 async def _train(
     config: Config,
     store: Store,
-    trainer: LightningTrainer,
+    trainer: TrainingEngine,
     publisher: Publisher,
     stop: asyncio.Event,
     *,
@@ -99,6 +101,7 @@ async def _train(
     method: Method,
 ) -> None:
     if method in TUNING:
+        assert isinstance(trainer, LightningTrainer)
         await TUNING[method](config, store, trainer, publisher, show).run(stop)
         return
     warn_of_rate(config.trainer, config.trainer.learning_rate)
@@ -132,6 +135,7 @@ async def train_offline(
             async with opened(store_config) as database:
                 store = Store(database)
                 if method in TUNING:
+                    assert isinstance(trainer, LightningTrainer)
                     last = await TUNING[method](config, store, trainer, None, show).run(stop)
                 else:
                     warn_of_rate(config.trainer, config.trainer.learning_rate)
@@ -209,11 +213,15 @@ async def _while_alone(
 
 
 @asynccontextmanager
-async def _trainer(config: Config) -> AsyncIterator[LightningTrainer]:
-    """A trainer in this process and those that the launcher started beside it."""
+async def _trainer(config: Config) -> AsyncIterator[TrainingEngine]:
+    """A trainer in this process and those that the launcher started beside it, or one on a service."""
     check_hooks(config.trainer)
     processes = ranks.processes()
-    trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy, processes)
+    trainer: TrainingEngine
+    if config.trainer.backend == "tinker":
+        trainer = await asyncio.to_thread(TinkerTrainer, config.trainer, config.policy)
+    else:
+        trainer = await asyncio.to_thread(LightningTrainer, config.trainer, config.policy, processes)
     try:
         yield trainer
         processes.end()  # not after an error, which the other processes must take for a failure
@@ -222,8 +230,12 @@ async def _trainer(config: Config) -> AsyncIterator[LightningTrainer]:
 
 
 @asynccontextmanager
-async def _guide(config: TrainerConfig, store: Store, trainer: LightningTrainer) -> AsyncIterator[Guide | None]:
+async def _guide(config: TrainerConfig, store: Store, trainer: TrainingEngine) -> AsyncIterator[Guide | None]:
     """What says more of a step's tokens than their rewards do; None if nothing does."""
+    if not config.guided:
+        yield None
+        return
+    assert isinstance(trainer, LightningTrainer)
     tokenizer, guides = trainer.processing_class, list[Guide]()
     async with operator_session() as session:
         if config.teacher.base_url is not None:
@@ -236,7 +248,7 @@ async def _guide(config: TrainerConfig, store: Store, trainer: LightningTrainer)
             guides.append(teacher)
         if config.hints != "off":
             guides.append(Hints(config, store, tokenizer, trainer.max_tokens, trainer.scores_of))
-        yield Guides(guides) if guides else None
+        yield Guides(guides)
 
 
 def _judge(config: Config, store: Store) -> AskJudge | None:

@@ -17,7 +17,7 @@ from ..proxy.store.store import Store
 from ..proxy.store.training import Step
 from ..proxy.types import PolicyVersion, Rollout
 from .files.versions import VersionFiles
-from .step.trainer import LightningTrainer
+from .step.engine import TrainingEngine
 from .types import Sample
 from .verify import Verifier
 from .waiting import before_retry, in_thread
@@ -32,7 +32,7 @@ FAULTS = 10  # so many errors of vLLM's own end the publishing
 class Publisher:
     """Publishes the trainer's weights as policy versions. Nothing half-written is ever served."""
 
-    def __init__(self, config: PolicyConfig, store: Store, swap: Swap, trainer: LightningTrainer) -> None:
+    def __init__(self, config: PolicyConfig, store: Store, swap: Swap, trainer: TrainingEngine) -> None:
         self._config = config
         self._store = store
         self._swap = swap

@@ -17,8 +17,8 @@ from ..proxy.errors import PublishError, UpstreamTimeout, UpstreamUnreachable
 from ..proxy.policy.swap import Check, Superseded, Swap
 from ..proxy.policy.vllm import VllmError, VllmServer
 from ..proxy.types import PolicyVersion
+from .step.engine import TrainingEngine
 from .step.shortage import give_back
-from .step.trainer import LightningTrainer
 from .types import Sample
 from .waiting import before_retry, in_thread
 from .weights.choice import compute_dtype
@@ -52,13 +52,13 @@ class Verifier:
     It does not ask for prompt_logprobs, which end the engine of vLLM 0.32 on a CPU with LoRA enabled.
     """
 
-    def __init__(self, config: PolicyConfig, swap: Swap, trainer: LightningTrainer) -> None:
+    def __init__(self, config: PolicyConfig, swap: Swap, trainer: TrainingEngine) -> None:
         self._config = config
         self._swap = swap
         self._trainer = trainer
         self.difference = 0.0
         # The trainer keeps the weights that were last seen to be served; at first those that it begins with.
-        for adapter in trainer.trained.names:
+        for adapter in (DEFAULT_ADAPTER, *config.adapters):
             trainer.keep(adapter)
 
     async def load_and_verify(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:

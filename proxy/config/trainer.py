@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_va
 
 from . import cron
 from .section import NOT_SENDABLE, CanBeOff, Gpu, Number, Positive, Seconds, Section, check_url, is_sendable
+from .tinker import TinkerConfig
 
 # The fewest earlier rollouts from which a usual reward can be told.
 MIN_EARLIER = 4
@@ -181,6 +182,8 @@ class TeacherConfig(Section):
 
 
 class TrainerConfig(Section):
+    backend: Literal["local", "tinker"] = "local"
+    tinker: TinkerConfig = TinkerConfig()
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
     credit: Credit = "uniform"

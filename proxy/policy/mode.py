@@ -36,12 +36,15 @@ def publish_mode(config: Config) -> PublishMode:
     """Return how new weights reach vLLM: as configured; for `auto`, as decided in the store, if it is.
 
     Else `lora` on a GPU and `merged` on a CPU, where a LoRA adapter makes vLLM ten times slower. If all weights are
-    trained, it is `merged` anywhere. ConfigError if it is `merged` where agents have adapters of their own.
+    trained, it is `merged` anywhere; if a service takes the steps, `lora`. ConfigError if it is `merged` where agents
+    have adapters of their own.
     """
     if config.policy.publish != "auto":
         return config.policy.publish
     if config.trainer.weights == "full":
         return "merged"
+    if config.trainer.backend == "tinker":
+        return "lora"
     mode = kept_mode(config.store) or ("lora" if has_gpu() else "merged")
     if mode == "merged" and config.policy.adapters:
         raise ConfigError(

@@ -32,7 +32,7 @@ Saved = dict[str, Any]
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
     """Return every `trainer` key by its dotted name, with the model and the adapters of the policy."""
-    keys = _flat("trainer", trainer.model_dump(mode="json", exclude={"teacher": {"api_key"}}))
+    keys = _flat("trainer", trainer.model_dump(mode="json", exclude={"teacher": {"api_key"}, "tinker": {"api_key"}}))
     adapters = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
     return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
 
@@ -126,6 +126,7 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Saved:
             "dpo",
             "kto",
             "teacher",
+            "tinker",
         )
         found |= _flat(f"{prefix}.{name}", value) if is_section else {f"{prefix}.{name}": value}
     return found

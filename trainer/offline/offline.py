@@ -16,7 +16,7 @@ from ...proxy.store.training import Step
 from ...proxy.store.waiting import Group
 from ..collect.siblings import AskJudge
 from ..loop import TrainingLoop
-from ..step.trainer import LightningTrainer
+from ..step.engine import TrainingEngine
 from ..types import Guide
 from ..waiting import JudgeError
 
@@ -36,7 +36,7 @@ class OfflineRun:
         self,
         config: Config,
         store: Store,
-        trainer: LightningTrainer,
+        trainer: TrainingEngine,
         epochs: int,
         judge: AskJudge | None = None,
         guide: Guide | None = None,
@@ -108,7 +108,7 @@ def offline_config(config: Config, directory: Path, store: StoreConfig) -> Confi
     return config.model_copy(update={"trainer": trainer, "policy": policy, "store": store})
 
 
-def save_weights(config: Config, trainer: LightningTrainer, step: int) -> None:
+def save_weights(config: Config, trainer: TrainingEngine, step: int) -> None:
     """Write the weights as files, and log where they are and how to serve them."""
     directory = config.policy.directory
     if not config.policy.adapters and publish_mode(config) == "merged":
@@ -128,7 +128,7 @@ def save_weights(config: Config, trainer: LightningTrainer, step: int) -> None:
     )  # fmt: skip
 
 
-def _save_adapters(config: Config, trainer: LightningTrainer, step: int) -> None:
+def _save_adapters(config: Config, trainer: TrainingEngine, step: int) -> None:
     adapter = config.policy.directory / "adapter"
     trainer.save_weights(adapter, merged=False)
     log.info("the weights of step %d, as a LoRA adapter: %s", step, adapter)

@@ -37,10 +37,11 @@ def settle(
     """Return the configuration with every null decided for `gpus`, by default those of this machine.
 
     An `offline` trainer has no vLLM beside it, and neither has one whose vLLM is on another machine. If not `trained`,
-    vLLM has no trainer beside it. There is no plan for a base model that is `sharded` over several GPUs.
-    ConfigError if the model cannot be trained, or does not fit.
+    or if a service takes the steps, vLLM has no trainer beside it. There is no plan for a base model that is `sharded`
+    over several GPUs. ConfigError if the model cannot be trained, or does not fit.
     """
     gpus = cards() if gpus is None else gpus
+    trained = trained and config.trainer.backend == "local"
     about = model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None
     if about is not None:
         check_model(about)

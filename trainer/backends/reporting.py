@@ -1,0 +1,35 @@
+"""Lets the trackers of `trainer.report_to` report the steps of a trainer that is no Trainer of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerControl, TrainerState, get_scheduler
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler
+
+from ...proxy.config.trainer import TrainerConfig
+from ..report.trackers import Trackers
+from ..step.trl_config import ENDLESS, grpo_config
+
+
+class Reporter:
+    """What `Trackers` uses of a Trainer: callbacks, arguments and state."""
+
+    def __init__(self, config: TrainerConfig, trackers: Trackers, directory: Path) -> None:
+        self.args = grpo_config(config, directory, trackers.run_name)
+        callbacks = get_reporting_integration_callbacks(self.args.report_to)
+        self.callback_handler = CallbackHandler(callbacks, None, None, None, None)
+        self.state, self.control = TrainerState(), TrainerControl()
+        self._metrics: dict[str, dict[str, Any]] = {"train": {}}
+        trackers.attach(self)
+
+
+def rate_after(config: TrainerConfig, updates: int) -> float:
+    """Return the learning rate of the next update, after so many, by `trainer.lr_scheduler`."""
+    nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.learning_rate)
+    steps = config.max_steps or ENDLESS
+    schedule: Any = get_scheduler(config.lr_scheduler, nothing, config.warmup_steps, steps)
+    return float(config.learning_rate * schedule.lr_lambdas[0](updates))

@@ -1,0 +1,63 @@
+"""What takes the training steps, as the loop and the publisher use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ...proxy.config.policy import DEFAULT_ADAPTER
+from ...proxy.config.trainer import TrainerConfig
+from ..types import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..report.trackers import Trackers
+
+
+class TrainingEngine(Protocol):
+    """Holds the policy's weights and takes steps on them: `LightningTrainer`, or a service (`backends/`).
+
+    Any method may raise TrainingUnavailable. What was not saved is then lost, and `load` goes on from what was.
+    """
+
+    settings: TrainerConfig
+    trackers: Trackers
+    skipped_because: str | None
+    left_out_because: str | None
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the longest sample that can be trained on."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of tokens that the model has embeddings of."""
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step. Return its metrics together with the batch's own."""
+
+    def logprobs(
+        self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, kept: bool = False
+    ) -> list[list[float]]:
+        """Return each token's log-probability at temperature 1; 0.0 for the first of each row.
+
+        With `kept`, by the weights that `keep` remembered. An engine that remembers none takes the present ones; then
+        served answers do not tell new weights from old ones, and their name and files have to.
+        """
+
+    def keep(self, adapter: str = DEFAULT_ADAPTER) -> None:
+        """Remember an adapter's present weights, for `logprobs` to score with later."""
+
+    def adapter(self, name: str = DEFAULT_ADAPTER) -> Mapping[str, Tensor]:
+        """Return an adapter's weights under PEFT's names."""
+
+    def save_weights(self, directory: Path, *, merged: bool) -> None:
+        """Write what vLLM loads: adapters, or with `merged` a whole model."""
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint. `directory` appears whole or not at all."""
+
+    def load(self, directory: Path) -> int:
+        """Go on exactly from what `save` wrote; returns the step it was written after."""
