@@ -27,6 +27,7 @@ from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.trainer.backends.tinker_trainer import TinkerTrainer
 from lightning_proxy.trainer.judge.judge import Judge
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.promotion.gated import GatedPublisher
@@ -126,7 +127,8 @@ class Bench:
         is_gated = config.policy.is_gated
         candidate = self.store.promotions.candidate if is_gated else nobody
         swap = Swap(self.store, self.vllm, self.mode, config.policy.directory, candidate)
-        self.trainer = LightningTrainer(config.trainer, config.policy)
+        engine = TinkerTrainer if config.trainer.backend == "tinker" else LightningTrainer
+        self.trainer: Any = engine(config.trainer, config.policy)
         publisher: Publisher = Publisher(config.policy, self.store, swap, self.trainer)
         if is_gated:
             publisher = GatedPublisher(config, self.store, swap, self.trainer)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from ...proxy.config.trainer import TrainerConfig
 from ..report.trackers import Trackers
@@ -21,7 +21,7 @@ class Reporter:
     def __init__(self, config: TrainerConfig, trackers: Trackers, directory: Path) -> None:
         self.args = grpo_config(config, directory, trackers.run_name)
         callbacks = get_reporting_integration_callbacks(self.args.report_to)
-        self.callback_handler = CallbackHandler(callbacks, None, None, None, None)
+        self.callback_handler = CallbackHandler([DefaultFlowCallback, *callbacks], None, None, None, None)
         self.state, self.control = TrainerState(), TrainerControl()
         self._metrics: dict[str, dict[str, Any]] = {"train": {}}
         trackers.attach(self)
