@@ -21,7 +21,7 @@ from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ...proxy.types import PolicyVersion
 from ..publish import Publisher, SamplesOf
-from ..step.trainer import LightningTrainer
+from ..step.engine import TrainingEngine
 from ..types import Sample
 from ..waiting import in_thread
 from . import line
@@ -34,7 +34,7 @@ AGAIN_S = 10.0  # until a test that could not begin is tried again
 class GatedPublisher(Publisher):
     """Publishes versions that are not live yet. All state is in the store, so a restart changes nothing."""
 
-    def __init__(self, config: Config, store: Store, swap: Swap, trainer: LightningTrainer) -> None:
+    def __init__(self, config: Config, store: Store, swap: Swap, trainer: TrainingEngine) -> None:
         super().__init__(config.policy, store, swap, trainer)
         self._every = config.trainer.promote_every
         self._max_staleness = config.trainer.max_staleness
