@@ -226,7 +226,10 @@ async def _trainer(config: Config) -> AsyncIterator[TrainingEngine]:
         yield trainer
         processes.end()  # not after an error, which the other processes must take for a failure
     finally:
-        trainer.trackers.close()
+        if isinstance(trainer, TinkerTrainer):
+            await asyncio.to_thread(trainer.close)
+        else:
+            trainer.trackers.close()
 
 
 @asynccontextmanager

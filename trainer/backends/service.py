@@ -18,6 +18,7 @@ from .rows import Row
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 10.0
 FAULTS = 3  # so many failures in a row end the training
 NO_KEY = "tml-none"  # the client wants a key of this form, also for a server that asks for none
 
@@ -61,8 +62,8 @@ class TinkerService:
         """Leave the model as it is on the service, with whatever was sent to it and not saved."""
         session, self._session, self._model = self._session, None, None
         if hasattr(session, "close"):
-            with suppress(Exception):
-                session.close("success")
+            with suppress(Exception):  # what it had is given up, whatever the service says
+                session.close("interrupted").result(timeout=CLOSE_S)
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Return the log-probability of each target."""

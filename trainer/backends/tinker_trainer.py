@@ -189,6 +189,11 @@ class TinkerTrainer:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
         return self._step
 
+    def close(self) -> None:
+        """Leave the service, and let the trackers finish their files."""
+        self._service.forget()
+        self.trackers.close()
+
 
 def _read(path: Path) -> dict[str, Any]:
     try:
