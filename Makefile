@@ -13,7 +13,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-gate bench-train bench-sampling bench-methods soak kill-rounds
+.PHONY: help setup clients tinker test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-gate bench-train bench-sampling bench-methods soak kill-rounds
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -55,6 +55,20 @@ $(CLIENTS): $(STAMP) tests/clients/openai-3.txt tests/clients/js/package-lock.js
 	PATH="$$node/bin:$$PATH" node "$$node/lib/node_modules/npm/bin/npm-cli.js" --prefix tests/clients/js ci \
 	    --silent --no-audit --no-fund --omit=peer && touch $@ || \
 	echo "not all of them could be brought: their tests are skipped"
+
+# A real server with the Tinker API, in an environment of its own, and the client of its time; test-all uses it if it is there.
+TINKER := .venv-tinker/.set-up
+tinker: $(TINKER)  ## bring the Tinker server that test-all trains on: a minute, 2 GB
+
+$(TINKER): $(STAMP) tests/tinker-server.txt
+	@uv="$$(command -v uv || echo $(VENV)/.uv/bin/uv)"; export UV_PYTHON_DOWNLOADS=never; \
+	links="$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}"; \
+	[ -z "$$links" ] || export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(xargs <<<"$$links" | tr ' ' ',')}"; \
+	[ -n "$${UV_FIND_LINKS:-}" ] || backend="--torch-backend cpu"; \
+	"$$uv" venv --quiet --allow-existing --python $(PYTHON) .venv-tinker && \
+	"$$uv" pip install --quiet --python .venv-tinker/bin/python $${backend:-} -r tests/tinker-server.txt && \
+	"$$uv" pip install --quiet --python $(BIN)/python --no-deps --target .venv-tinker/client tinker==0.16.1
+	@touch $@
 
 # A file's tests run in one process, in the order of the file; the processes' output is told apart by pytest-xdist.
 WORKERS ?= 2
@@ -141,4 +155,4 @@ record-traffic: setup  ## record the traffic of real agents that tests/long/test
 	PYTHONPATH=tests $(BIN)/python -m traffic.record $(ARGS)
 
 clean:  ## remove every environment and all caches
-	rm -rf $(VENV) .venv-peers .venv-agents tests/clients/js/node_modules frameworks/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf $(VENV) .venv-peers .venv-agents .venv-tinker tests/clients/js/node_modules frameworks/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info
