@@ -61,8 +61,9 @@ async def get_versions(request: Request) -> Response:
     from.
     """
     p = await parts_for_all(request)
+    tests = await p.store.promotions.last()  # before the versions: a test that is decided meanwhile is still under way
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
-    parents, tests = await p.store.version_report.parents(), await p.store.promotions.last()
+    parents = await p.store.version_report.parents()
     earned = await p.store.rollouts.rewards_by_version(v.version for v in versions)
     rewards: dict[int, dict[str, Any]] = {}
     for (mode, version), mean in earned.items():
