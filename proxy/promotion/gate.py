@@ -74,6 +74,8 @@ class Gate:
                             await self.look()
             except (LightningError, OSError) as error:  # the next look may succeed
                 log.warning("the candidate cannot be weighed now: %s", error)
+            except Exception:  # without a gate the trainer would wait for ever
+                log.exception("the candidate cannot be weighed")
             await asyncio.sleep(max(LOOK_S, REST * (monotonic() - began)))
 
     async def look(self) -> None:

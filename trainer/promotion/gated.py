@@ -23,7 +23,7 @@ from ...proxy.types import PolicyVersion
 from ..publish import Publisher, SamplesOf
 from ..step.engine import TrainingEngine
 from ..types import Sample
-from ..waiting import in_thread
+from ..waiting import Stopped, in_thread
 from . import line
 
 log = logging.getLogger(__name__)
@@ -93,6 +93,8 @@ class GatedPublisher(Publisher):
             await in_thread(self._trainer.load, Path(step.checkpoint))
         try:
             await self._test(version, await samples_of(await self._store.steps.rollouts_of(step.step)), stop)
+        except Stopped:
+            log.info("stopped before the test of policy version %d began: it waits on", version.version)
         finally:
             if last.step != step.step:
                 await in_thread(self._trainer.load, Path(str(last.checkpoint)))

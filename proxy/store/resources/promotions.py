@@ -210,7 +210,8 @@ class Promotions:
             task_id = rollout.task_id if known is None else known["task_id"] or rollout.task_id
             of_task = row | {"task_id": task_id}
             done, place = await db.one(COMPARED, row), await db.one(NEXT_PLACE, of_task)
-            if await db.one(TESTING) is None or done is None or place is None or done["rollouts"] >= most:
+            testing = await db.one(TESTING)
+            if testing is None or testing["n"] != test.n or done is None or place is None or done["rollouts"] >= most:
                 return test.against
             chosen = choose(task_id, place["place"])
             await db.run(ROLLOUT_SEEN, row | {"pin": chosen.version})
