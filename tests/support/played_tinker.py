@@ -81,7 +81,7 @@ class Model:
 class PlayedTinker:
     """`got` has what was executed. `faults` maps a route to what happens to the next requests for it, in order.
 
-    503: an answer of this status. lost: it is executed, and the connection breaks. failed, refused: the future is, as
+    403, 503: an answer of this status. lost: it is executed, and the connection breaks. failed, refused: the future is, as
     the service's fault or the user's. forgotten: it is executed, and then no model is there any more.
     """
 
@@ -101,11 +101,12 @@ class PlayedTinker:
         self.keys.add(request.headers.get("X-API-Key"))
         route = request.path.removeprefix("/api/v1/")
         content = await request.read()
-        fault = next(iter(self.faults.get(route, [])), None)
+        kind = "files" if route.startswith("files/") else route
+        fault = next(iter(self.faults.get(kind, [])), None)
         if fault is not None:
-            self.faults[route].pop(0)
-        if fault == "503":
-            return web.json_response({"error": "overloaded"}, status=503)
+            self.faults[kind].pop(0)
+        if fault in ("403", "503"):
+            return web.json_response({"error": "not now"}, status=int(fault))
         answer = self._answer(route, request, content, fault)
         if fault == "lost" and request.transport is not None:
             request.transport.abort()
@@ -121,7 +122,7 @@ class PlayedTinker:
             return web.Response(body=self.files[name][file])
         if route.endswith("external_weights_urls"):
             name = route.split("/")[-2]
-            urls = {file: f"{self.url}/api/v1/files/{name}/{file}" for file in self.files[name]}
+            urls = {file: f"{self.url}/api/v1/files/{name}/{file}?signature={SIGNATURE}" for file in self.files[name]}
             return web.json_response({"urls": urls, "expires": "2100-01-01T00:00:00Z"})
         body: Any
         if route == "forward_backward":
@@ -187,6 +188,7 @@ class PlayedTinker:
         return sum(name == route for name, _ in self.got)
 
 
+SIGNATURE = "lets-in-who-has-it"
 EXECUTED = {"create_model", "load_weights", "forward_backward", "optim_step", "save_weights", "save_weights_external"}
 TYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
 

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 FAULTS = 3  # so many failures in a row end the training
+LATER = (408, 429)  # statuses that ask for another try
 NO_KEY = "tml-none"  # the client wants a key of this form, also for a server that asks for none
 
 
@@ -27,6 +28,7 @@ class TinkerService:
     """One model on a service. After an error it has none: `begin` makes it anew from a saved state."""
 
     def __init__(self, config: TinkerConfig, base_model: str, rank: int, seed: int) -> None:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs whole addresses, with what lets one in
         os.environ.setdefault("TINKER_TELEMETRY", "0")  # the client reports errors to the service otherwise
         import tinker
 
@@ -135,7 +137,11 @@ class TinkerService:
         import httpx
 
         answer = httpx.get(url, timeout=self._config.timeout_s, follow_redirects=True)
-        return bytes(answer.raise_for_status().content)
+        if answer.is_success:
+            return answer.content
+        # The address lets everybody in who has it, so no message names more than its host.
+        told = f"{answer.url.host} answered {answer.status_code}"
+        raise httpx.HTTPStatusError(told, request=answer.request, response=answer)
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
@@ -172,6 +178,8 @@ class TinkerService:
         import httpx
 
         t = self._tinker
+        if isinstance(error, httpx.HTTPStatusError):
+            return error.response.status_code >= 500 or error.response.status_code in LATER
         away = (t.APIConnectionError, t.InternalServerError, t.RateLimitError, TimeoutError, httpx.HTTPError)
         return isinstance(error, away)
 

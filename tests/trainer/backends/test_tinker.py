@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,11 @@ pytest.importorskip("tinker", reason="the client of the Tinker API is not instal
 from lightning_proxy.trainer.backends import refusals
 from lightning_proxy.trainer.backends.refusals import check_backend
 from lightning_proxy.trainer.backends.tinker_trainer import TinkerTrainer
-from support.played_tinker import PlayedTinker, played_tinker
+from support.played_tinker import SIGNATURE, PlayedTinker, played_tinker
 from support.training import bench
 
-# The client leaves connections to the collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-LONG = pytest.mark.long
+# The client leaves connections to the collector, and threads that a process of tests had better not share with others.
+pytestmark = [pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"), pytest.mark.long]
 PROMPT, ANSWER = (3, 4), (5, 6, 7)
 
 
@@ -123,10 +123,8 @@ def test_a_killed_trainer_goes_on_exactly_from_its_last_checkpoint(
     assert resumed.logprobs(rows) == steady.logprobs(rows)
 
 
-@pytest.mark.parametrize(
-    "route", [pytest.param("forward_backward", marks=LONG), "optim_step", pytest.param("save_weights", marks=LONG)]
-)
-@pytest.mark.parametrize("fault", [pytest.param("503", marks=LONG), "lost"])
+@pytest.mark.parametrize("route", ["forward_backward", "optim_step", "save_weights"])
+@pytest.mark.parametrize("fault", ["503", "lost"])
 def test_a_request_that_is_sent_again_counts_once(
     base: Path, tmp_path: Path, service: PlayedTinker, route: str, fault: str
 ) -> None:
@@ -140,10 +138,8 @@ def test_a_request_that_is_sent_again_counts_once(
     assert shaken.logprobs([[*PROMPT, *ANSWER]]) == steady.logprobs([[*PROMPT, *ANSWER]])
 
 
-@pytest.mark.parametrize(
-    "route", [pytest.param("forward_backward", marks=LONG), "optim_step", pytest.param("save_weights", marks=LONG)]
-)
-@pytest.mark.parametrize("fault", [pytest.param("failed", marks=LONG), "forgotten"])
+@pytest.mark.parametrize("route", ["forward_backward", "optim_step", "save_weights"])
+@pytest.mark.parametrize("fault", ["failed", "forgotten"])
 async def test_after_a_fault_the_step_is_taken_again_from_the_last_state(
     base: Path, tmp_path: Path, service: PlayedTinker, route: str, fault: str
 ) -> None:
@@ -182,6 +178,36 @@ def test_a_fault_that_stays_ends_the_training(base: Path, tmp_path: Path, servic
             t.step(batch())
     with pytest.raises(ConfigError, match=r"optim_step failed.*\(3 times\)"):
         t.step(batch())
+
+
+@pytest.mark.parametrize("answers", [[], ["403"], ["503"]])
+def test_the_address_of_the_weights_is_told_to_nobody(
+    base: Path, tmp_path: Path, service: PlayedTinker, caplog: pytest.LogCaptureFixture, answers: list[str]
+) -> None:
+    t = trainer(base, tmp_path, service)
+    t.save(tmp_path / "0")
+    service.faults["files"] = list(answers)
+    with caplog.at_level(logging.INFO):
+        if answers:
+            with pytest.raises(TrainingUnavailable, match=f"answered {answers[0]}") as told:
+                t.save_weights(tmp_path / "v1", merged=False)
+            assert SIGNATURE not in str(told.value)
+        else:
+            t.save_weights(tmp_path / "v1", merged=False)
+    ours = [record.getMessage() for record in caplog.records if record.name != "aiohttp.access"]  # the played server's
+    assert SIGNATURE not in "".join(ours)
+
+
+def test_a_refused_download_is_no_outage(base: Path, tmp_path: Path, service: PlayedTinker) -> None:
+    t = trainer(base, tmp_path, service)
+    t.save(tmp_path / "0")
+    service.faults["files"] = ["403"] * 3
+    for _ in range(2):
+        with pytest.raises(TrainingUnavailable):
+            t.save_weights(tmp_path / "v1", merged=False)
+        t.load(tmp_path / "0")
+    with pytest.raises(ConfigError, match=r"answered 403.*\(3 times\)"):
+        t.save_weights(tmp_path / "v1", merged=False)
 
 
 def test_a_wrong_key_is_one_clear_error(base: Path, tmp_path: Path, service: PlayedTinker) -> None:
