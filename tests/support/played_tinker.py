@@ -81,8 +81,8 @@ class Model:
 class PlayedTinker:
     """`got` has what was executed. `faults` maps a route to what happens to the next requests for it, in order.
 
-    403, 503: an answer of this status. lost: it is executed, and the connection breaks. failed, refused: the future is, as
-    the service's fault or the user's. forgotten: it is executed, and then no model is there any more.
+    403, 503: an answer of this status. lost: it is executed, and the connection breaks. failed, refused: the future is,
+    as the service's fault or the user's. forgotten: it is executed, and then no model is there any more.
     """
 
     def __init__(self, base: Path) -> None:
