@@ -295,7 +295,7 @@ class System:
             return await asyncio.to_thread(lightning, "--config", path, *arguments)
         command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(path), *map(str, arguments)]
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=os.environ | WIDE)
-        out, err = await asyncio.wait_for(process.communicate(), 60)
+        out, err = await asyncio.wait_for(process.communicate(), 200)
         assert process.returncode is not None
         return Done(process.returncode, out.decode(), err.decode())
 
