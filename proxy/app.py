@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from types import ModuleType
@@ -42,7 +42,8 @@ from .policy.routing import PolicyRouter
 from .policy.swap import Swap, nobody
 from .policy.vllm import VllmFleet, operator_session
 from .policy.watch import Watch
-from .promotion.gate import Gate
+from .promotion.gate import Gate, rules
+from .promotion.splitting import PolicySplit, PromptSplit
 from .prompts import routes as prompt_routes
 from .prompts.prompts import Prompts
 from .recording.metrics import Metrics
@@ -51,7 +52,7 @@ from .recording.redact import Redactor
 from .reward_function.scoring import Scorer
 from .store.database import opened
 from .store.endings import end_idle_rollouts
-from .store.resources.promotions import NOT_GATED
+from .store.resources import promotions, prompt_tests
 from .store.retention import Keeper
 from .store.store import Store
 from .upstreams.attempts import Upstreams
@@ -124,15 +125,17 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
         await keys.refresh()
         recorder = Recorder(store, merged=mode.is_merged, redactor=redactor, on_redacted=metrics.redacted.inc)
         await stack.enter_async_context(recorder)
-        pins, gate = Pins(store, config.policy.pin_timeout_s), Gate(config, store) if config.policy.is_gated else None
+        pins = Pins(store, config.policy.pin_timeout_s)
         watch = _watch(config, store, operator, pins, upstreams.health, mode)
         swap = watch.swap if watch is not None else None
-        router = PolicyRouter(config, store, pins, watch, None if gate is None else gate.choose)
+        split = PolicySplit(config, store).choose if config.policy.is_gated else None
+        router = PolicyRouter(config, store, pins, watch, split)
         # The data path, with the side rooms that hear of its calls.
         chat_route = ChatRoute(config.policy, store, upstreams)
         exact = _exact(config, upstreams, store, chat_route, metrics)
         listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
-        prompts = await stack.enter_async_context(Prompts(store.prompts, redactor, metrics.prompted))
+        of_prompts = PromptSplit(config, store).choose if config.prompts.is_gated else None
+        prompts = await stack.enter_async_context(Prompts(store.prompts, redactor, metrics.prompted, of_prompts))
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
             chat_route=chat_route, rewrite=prompts.put, listeners=(*listeners, *heard_by),
@@ -145,7 +148,7 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
             model_check=ModelCheck(config, store, swap), health=upstreams.health,
         )  # fmt: skip
         if writes:
-            await stack.enter_async_context(_at_work(parts, operator, gate))
+            await stack.enter_async_context(_at_work(parts, operator))
         yield parts
 
 
@@ -176,26 +179,41 @@ def _watch(
     return Watch(Swap(store, vllm, mode.mode, config.policy.directory, candidate), upstream, pins, health, mode)
 
 
-def _beside(parts: Parts, session: ClientSession, gate: Gate | None) -> list[Coroutine[Any, Any, None]]:
+def _gates(config: Config, store: Store) -> Iterator[Coroutine[Any, Any, None]]:
+    """What decides about new versions that are tested before they go live, of the policy and of prompts."""
+    database, trainer = store.database, config.trainer
+    if config.policy.is_gated:
+        yield Gate("gate", store.promotions, database, rules(config.policy.gate, trainer)).run()
+    if config.prompts.is_gated:
+        yield Gate("prompt-gate", store.prompt_tests, database, rules(config.prompts.gate, trainer)).run()
+
+
+async def _open_gates(config: Config, store: Store) -> None:
+    """End the tests of versions that need none any more."""
+    if not config.policy.is_gated:
+        await store.promotions.end(promotions.NOT_GATED)
+    if not config.prompts.is_gated:
+        await store.prompt_tests.end(prompt_tests.NOT_GATED)
+
+
+def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:
     """What runs beside the calls."""
     work = [parts.keys.watch(), parts.bodies.watch(), check_health(parts.config, session, parts.health)]
     work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
     work.append(end_idle_rollouts(parts.store.database, parts.config.rollouts))
     work.append(Scorer(parts.config, parts.store, parts.metrics.rewards.inc).run())
-    if gate is not None:
-        work.append(gate.run())
+    work += _gates(parts.config, parts.store)
     if parts.watch is not None:
         work += [parts.watch.run(), Prober(parts.config.policy, parts.watch, parts.health).run()]
     return work
 
 
 @asynccontextmanager
-async def _at_work(parts: Parts, session: ClientSession, gate: Gate | None) -> AsyncIterator[None]:
+async def _at_work(parts: Parts, session: ClientSession) -> AsyncIterator[None]:
     """Do what runs beside the calls during the block, and cancel it at its end."""
     await parts.store.endings.use_function(parts.config.rewards.function)
-    if gate is None:
-        await parts.store.promotions.end(NOT_GATED)
-    tasks = [asyncio.create_task(one) for one in _beside(parts, session, gate)]
+    await _open_gates(parts.config, parts.store)
+    tasks = [asyncio.create_task(one) for one in _beside(parts, session)]
     try:
         yield
     finally:

@@ -24,6 +24,7 @@ from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.commands.telemetry import telemetry_off
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config.policy import PolicyConfig
+from lightning_proxy.proxy.config.promotion import PromptsConfig
 from lightning_proxy.proxy.config.rollouts import RewardsConfig, RolloutsConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig, StoreConfig, TelemetryConfig
@@ -356,6 +357,7 @@ async def _running(
     others: Sequence[UpstreamConfig] = (),
     policy: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
+    prompts: dict[str, Any] | None = None,
     **proxy: Any,
 ) -> AsyncIterator[System]:
     vllm = PolicyServer(tmp_path)
@@ -389,6 +391,7 @@ async def _running(
             adapters=adapters or {},
             **policy or {},
         ),
+        prompts=PromptsConfig(**prompts or {}),
         trainer=TrainerConfig(**trainer or {}),
     )
     server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))

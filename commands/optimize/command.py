@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -60,7 +60,10 @@ class OptimizeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The outcome. `mean`s are over the validation tasks; `held_out`: how far the best is above the first there."""
+    """The outcome. `mean`s are over the validation tasks; `held_out`: how far the best is above the first there.
+
+    `tested`: the best one was to go live, and new rollouts decide about that (prompts.promotion).
+    """
 
     prompt: str
     run: str
@@ -72,6 +75,7 @@ class Found:
     before: float
     after: float
     held_out: Comparison | None
+    tested: bool = False
 
 
 def optimize(config: Config, asked: OptimizeRequest) -> None:
@@ -175,8 +179,8 @@ class _Optimization:
         )  # fmt: skip
         metrics = {"method": self.asked.method, "run": run, "validation": best.mean, "held_out": found.after}
         body = {"name": self.asked.prompt, "text": best.text, "metrics": metrics, "promote": self.asked.promote}
-        await api.request("POST", "/prompts", body)
-        return found
+        prompt = await api.request("POST", "/prompts", body)
+        return replace(found, tested=self.asked.promote and prompt["live_version"] != best.version)
 
     async def _held_out(self, scores: Scores, candidate: Candidate) -> list[float]:
         tried = await scores.of(candidate.version, self.split.held_out, held_out=True)
@@ -203,8 +207,13 @@ def told(found: Found, *, promoted: bool) -> str:
         f"held-out tasks: {found.before:.3f} before, {found.after:.3f} after: {gain.difference:+.3f} "
         f"[{gain.interval.low:+.3f}, {gain.interval.high:+.3f}] over {gain.tasks} tasks, p {gain.p:.2g}"
     )
-    command = f"lightning-proxy prompts promote {found.prompt} {found.version}"
-    return "\n".join([*lines, f"version {found.version} is live" if promoted else f"make it live: {command}"])
+    if found.tested:
+        lines.append(f"new rollouts test version {found.version}: `lightning-proxy prompts list` shows how it goes")
+    elif promoted:
+        lines.append(f"version {found.version} is live")
+    else:
+        lines.append(f"make it live: lightning-proxy prompts promote {found.prompt} {found.version}")
+    return "\n".join(lines)
 
 
 def _show(bar: Bar, scores: Scores, job: Search) -> None:

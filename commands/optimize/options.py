@@ -27,7 +27,9 @@ def optimize(
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="apo: rounds")] = 3,
     seed: Annotated[int, typer.Option(metavar="N", help="another one is another search")] = 0,
     concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")] = 8,
-    promote: Annotated[bool, typer.Option("--promote", help="make the best prompt live")] = False,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="make the best prompt live, or test it if prompts have a gate")
+    ] = False,
     preload: Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")] = "",
     logs: Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,

@@ -1,4 +1,4 @@
-"""`prompts list|show|add|diff|promote|rollback`: the texts that take the place of an agent's own."""
+"""`prompts list|show|add|diff|test|promote|rollback`: the texts that take the place of an agent's own."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ def list_prompts(context: typer.Context, as_json: Json = False) -> None:
     from rich.console import Console
 
     from ..formats import print_json
+    from .promotion import tests_view
 
     answer = _ask(context, "GET", "/prompts")
     if as_json:
         print_json(answer)
     elif answer["data"]:
-        Console().print(prompts_table(answer["data"]))
+        console = Console()
+        console.print(prompts_table(answer["data"]))
+        for prompt in answer["data"]:
+            for line in tests_view(prompt["versions"], f"prompt {prompt['name']} "):
+                console.print(line)
+            if prompt["waiting"] is not None:
+                typer.echo(f"prompt {prompt['name']} version {prompt['waiting']} is tested next")
     else:
         typer.echo("no prompts yet: `lightning-proxy prompts add NAME FILE` adds the first one")
 
@@ -62,7 +69,7 @@ def add(
     agent: Annotated[str | None, typer.Option(help="whose message it is (X-Agent-Name)", show_default="any")] = None,
     role: Annotated[Literal["system", "user"] | None, typer.Option(help="the role of the message")] = None,
     comment: Annotated[str | None, typer.Option(help="why it was made")] = None,
-    promote: Annotated[bool, typer.Option("--promote", help="make it live")] = False,
+    promote: Annotated[bool, typer.Option("--promote", help="make it live, or test it if prompts have a gate")] = False,
     as_json: Json = False,
 ) -> None:
     """Add a prompt, or a version of one. The first version is the agent's own text, and live."""
@@ -82,6 +89,8 @@ def add(
     else:
         live = "it is live" if prompt["version"] == prompt["live_version"] else f"{prompt['live_version']} is live"
         typer.echo(f"prompt {name} version {prompt['version']}; {live}")
+        if promote and (tested := test_of(prompt, prompt["version"])):
+            typer.echo(tested)
 
 
 @app.command()
@@ -103,8 +112,20 @@ def diff(context: typer.Context, name: Name, a: Version, b: Version) -> None:
 
 
 @app.command()
+def test(context: typer.Context, name: Name, version: Version, as_json: Json = False) -> None:
+    """Let new rollouts decide whether a version goes live. It needs `prompts.promotion: gated`."""
+    from ..formats import print_json
+
+    prompt = _ask(context, "POST", f"{_path(name)}/test", {"version": version})
+    if as_json:
+        print_json(prompt)
+    else:
+        typer.echo(test_of(prompt, version))
+
+
+@app.command()
 def promote(context: typer.Context, name: Name, version: Version, as_json: Json = False) -> None:
-    """Make a version live. Rollouts that have begun keep theirs."""
+    """Make a version live now, without a test. Rollouts that have begun keep theirs."""
     _change(context, name, "promote", {"version": version}, as_json)
 
 
@@ -112,6 +133,16 @@ def promote(context: typer.Context, name: Name, version: Version, as_json: Json 
 def rollback(context: typer.Context, name: Name, as_json: Json = False) -> None:
     """Make the version before the live one live again."""
     _change(context, name, "rollback", None, as_json)
+
+
+def test_of(prompt: dict[str, Any], version: int) -> str:
+    """Say that a version of a prompt is tested, or waits for that; an empty text if neither."""
+    said, test = f"prompt {prompt['name']} version {version}", prompt["test"]
+    if prompt["waiting"] == version:
+        return f"{said} is tested after version {test['version']}"
+    if test is None or test["version"] != version:
+        return ""
+    return f"{said} is tested against version {test['against']}: `lightning-proxy prompts list` shows how it goes"
 
 
 def prompts_table(prompts: list[dict[str, Any]]) -> Table:

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from .section import Gpu, Number, Port, Seconds, Section
+from .promotion import GateConfig, Promoting
+from .section import Gpu, Port, Seconds, Section
 
 # The adapter of agents that have none of their own. PEFT calls it so.
 DEFAULT_ADAPTER = "default"
@@ -17,27 +18,6 @@ DEFAULT_ADAPTER = "default"
 
 # It becomes part of names of files, served models and PyTorch modules.
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
-
-
-Share = Annotated[float, Field(gt=0, lt=1)]
-
-
-class GateConfig(Section):
-    """How a new version is tested before it goes live (docs/promotion.md)."""
-
-    share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
-    metrics: Annotated[dict[str, Share], Field(min_length=1)] = {"reward": 0.1}
-    reward_range: tuple[Number, Number] = (0.0, 1.0)
-    level: Share = 0.05
-    max_rollouts: Annotated[int, Field(ge=2)] = 2000
-    reward_timeout_s: Seconds = 1800.0
-
-    @model_validator(mode="after")
-    def _has_a_range(self) -> GateConfig:
-        low, high = self.reward_range
-        if not low < high:
-            raise ValueError(f"reward_range is the lowest and the highest reward, got [{low:g}, {high:g}]")
-        return self
 
 
 class PolicyConfig(Section):
@@ -50,7 +30,7 @@ class PolicyConfig(Section):
     token_continuity: Literal["text", "exact"] = "text"
     dialects_through_chat: bool = True
     keep_versions: Annotated[int, Field(ge=2)] = 3
-    promotion: Literal["immediate", "gated"] = "immediate"
+    promotion: Promoting = "immediate"
     gate: GateConfig = GateConfig()
     directory: Path = Path("lightning-policy")
     verify_samples: Annotated[int, Field(ge=1)] = 4

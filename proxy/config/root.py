@@ -7,6 +7,7 @@ from functools import cached_property
 from pydantic import model_validator
 
 from .policy import PolicyConfig, VllmConfig
+from .promotion import PromptsConfig
 from .rollouts import RewardsConfig, RolloutsConfig
 from .run import RunConfig
 from .section import Section
@@ -29,6 +30,7 @@ class Config(Section):
     rewards: RewardsConfig = RewardsConfig()
     run: RunConfig = RunConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    prompts: PromptsConfig = PromptsConfig()
     policy: PolicyConfig = PolicyConfig()
     vllm: VllmConfig = VllmConfig()
     trainer: TrainerConfig = TrainerConfig()

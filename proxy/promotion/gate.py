@@ -1,75 +1,62 @@
-"""The gate before new policy versions: splits new rollouts between candidate and live version, and decides."""
+"""The gate before new versions, of the policy or of prompts: weighs the rollouts of each test, and decides."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..aside import aside
-from ..config.root import Config
+from ..config.promotion import GateConfig
+from ..config.trainer import TrainerConfig
 from ..errors import LightningError
-from ..store.resources.promotions import Promotion
-from ..store.store import Store
-from ..types import PolicyVersion, RolloutName
+from ..store.database import Database
+from ..store.resources.promotions import Observed, Outcome, Promotion
 from .metrics import metrics
-from .sides import choose
-from .weigh import Rules, Weighed, weigh
+from .weigh import Rules, weigh
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 REST = 10  # times as long as a look took: a test of thousands of rollouts takes a tenth of the store's reader at most
 LOOK_ANYWAY_S = 10.0  # time alone settles rollouts without a reward
-KEPT = 20_000  # rollouts whose version is in memory
 LARGE = 1_000  # bytes; a rollout is weighed like so many of JSON
 
+Test = TypeVar("Test", bound=Promotion)
 
-class Gate:
-    """Decides about the candidate by the rewards in the store. All its state is there: a restart changes nothing."""
 
-    def __init__(self, config: Config, store: Store) -> None:
-        gate, trainer = config.policy.gate, config.trainer
-        self._gate = gate
-        self._store = store
-        self._rules = Rules(
-            metrics=metrics(gate.metrics, gate.reward_range, trainer.reward_weights),
-            level=gate.level,
-            max_rollouts=gate.max_rollouts,
-            reward_timeout_s=gate.reward_timeout_s,
-            group_size=trainer.group_size,
-            group_timeout_s=trainer.group_timeout_s,
-        )
-        self._versions: OrderedDict[tuple[int, str], int] = OrderedDict()
-        self._seen: tuple[Any, ...] = ()
-        self._look_again = 0.0
+class Tests(Protocol[Test]):
+    """The tests of the policy's versions, or of prompts', as the store has them."""
 
-    async def choose(self, rollout: RolloutName, live: PolicyVersion) -> PolicyVersion:
-        """Return the version that answers a rollout: the live one, or, from its first call on, the candidate."""
-        trial = await self._store.promotions.now()
-        if trial is None or trial.promotion.against != live.version or rollout.mode == "eval":
-            return live
-        test, key = trial.promotion, (trial.promotion.n, rollout.rollout_id)
-        version = self._versions.get(key)
-        if version is None:
-            sides = partial(choose, test, group_size=self._rules.group_size, share=self._gate.share)
-            version = await self._store.promotions.assign(test, rollout, self._gate.max_rollouts, sides)
-            self._versions[key] = version
-            if len(self._versions) > KEPT:
-                self._versions.popitem(last=False)
-        return trial.candidate if version == test.version else live
+    async def under_way(self) -> Sequence[Test]: ...
+    async def stamp(self, test: Test) -> tuple[Any, ...]: ...
+    async def observed(self, test: Test) -> Sequence[Observed]: ...
+    async def found(self, test: Test, evidence: Mapping[str, Any]) -> None: ...
+    async def decide(self, test: Test, outcome: Outcome, reason: str, evidence: Mapping[str, Any]) -> bool: ...
+
+
+class Gate(Generic[Test]):
+    """Decides about candidates by the rewards in the store. All its state is there: a restart changes nothing."""
+
+    def __init__(self, name: str, tests: Tests[Test], database: Database, rules: Rules) -> None:
+        """`name`: of the lock by which one of several processes decides."""
+        self._name = name
+        self._tests = tests
+        self._database = database
+        self._rules = rules
+        self._seen: dict[int, tuple[tuple[Any, ...], float]] = {}  # by test: what was weighed, and until when it holds
 
     async def run(self) -> None:
         """Weigh what comes until cancelled, and decide. One process of several does it."""
         while True:
             began = monotonic()
             try:
-                if await self._store.promotions.now() is not None:
-                    async with self._store.database.alone("gate") as alone:
+                if await self._tests.under_way():
+                    async with self._database.alone(self._name) as alone:
                         if alone:
                             await self.look()
             except (LightningError, OSError) as error:  # the next look may succeed
@@ -80,21 +67,33 @@ class Gate:
 
     async def look(self) -> None:
         """Weigh what there is, and decide if it is enough."""
-        trial = await self._store.promotions.now()
-        if trial is None:
-            return
-        test, now = trial.promotion, time.time()
-        seen = (test.n, *await self._store.promotions.stamp(test))
-        if seen == self._seen and now < self._look_again:
-            return
-        weighed = await self._weigh(test, now)
-        if weighed.outcome is None:
-            await self._store.promotions.found(test, weighed.evidence)
-        elif await self._store.promotions.decide(test, weighed.outcome, weighed.reason, weighed.evidence):
-            what = "is live" if weighed.outcome == "promoted" else "is taken back"
-            log.warning("policy version %d %s after its test: %s", test.version, what, weighed.reason)
-        self._seen, self._look_again = seen, now + LOOK_ANYWAY_S
+        tests = await self._tests.under_way()
+        self._seen = {test.n: self._seen[test.n] for test in tests if test.n in self._seen}
+        for test in tests:
+            await self._look_at(test)
 
-    async def _weigh(self, test: Promotion, now: float) -> Weighed:
-        rollouts = await self._store.promotions.observed(test)
-        return await aside(LARGE * len(rollouts), partial(weigh, test, rollouts, self._rules, now))
+    async def _look_at(self, test: Test) -> None:
+        now, stamp = time.time(), await self._tests.stamp(test)
+        seen, until = self._seen.get(test.n, ((), 0.0))
+        if stamp == seen and now < until:
+            return
+        rollouts = await self._tests.observed(test)
+        weighed = await aside(LARGE * len(rollouts), partial(weigh, test, rollouts, self._rules, now))
+        if weighed.outcome is None:
+            await self._tests.found(test, weighed.evidence)
+        elif await self._tests.decide(test, weighed.outcome, weighed.reason, weighed.evidence):
+            what = "is live" if weighed.outcome == "promoted" else "is taken back"
+            log.warning("%s %s after its test: %s", test.candidate, what, weighed.reason)
+        self._seen[test.n] = stamp, now + LOOK_ANYWAY_S
+
+
+def rules(gate: GateConfig, trainer: TrainerConfig) -> Rules:
+    """Return what tests go by: of the policy or of prompts, as `gate` says. Siblings are those of the trainer."""
+    return Rules(
+        metrics=metrics(gate.metrics, gate.reward_range, trainer.reward_weights),
+        level=gate.level,
+        max_rollouts=gate.max_rollouts,
+        reward_timeout_s=gate.reward_timeout_s,
+        group_size=trainer.group_size,
+        group_timeout_s=trainer.group_timeout_s,
+    )

@@ -21,10 +21,10 @@ def choose(promotion: Promotion, task_id: str | None, place: int, group_size: in
     one comes first is drawn by a hash (permuted blocks of two), so order says nothing.
     """
     group = group_of(place, task_id, group_size)
-    if _drawn(promotion.n, task_id, "group", group) >= 2 * share:
+    if _drawn(promotion.key, task_id, "group", group) >= 2 * share:
         return Assigned(place, promotion.against, compared=False)
     within = place - group * (LONE if task_id is None else group_size)
-    candidate_first = _drawn(promotion.n, task_id, "pair", group, within // 2) < 0.5
+    candidate_first = _drawn(promotion.key, task_id, "pair", group, within // 2) < 0.5
     is_candidate = (within % 2 == 0) == candidate_first
     return Assigned(place, promotion.version if is_candidate else promotion.against, compared=True)
 

@@ -15,8 +15,11 @@ from ..control.door import AdminRoute, AgentRoute
 from ..control.parts import Parts
 from ..control.requests import caller_of, large_response, parts, parts_for, parts_for_all
 from ..control.views import record_view
+from ..errors import Conflict
+from ..promotion.splitting import PromptSplit
+from ..store.resources.prompt_tests import PromptTest
 from ..store.resources.prompts import Prompt, Role, TriedOut
-from ..types import check_id
+from ..types import RolloutName, check_id
 
 router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
@@ -35,7 +38,8 @@ class Match(Body):
 class PromptBody(Body):
     """A prompt's text. The first one of a new name is the agent's own, and live.
 
-    `match` is needed for no further version. `parent`: the version that it was made from.
+    `match` is needed for no further version. `parent`: the version that it was made from. `promote`: make it live,
+    or test it where prompts have a gate (`prompts.promotion`).
     """
 
     name: Id
@@ -47,12 +51,12 @@ class PromptBody(Body):
     promote: Annotated[bool, Field(strict=True)] = False
 
 
-class PromptPromoteBody(Body):
+class PromptVersionBody(Body):
     version: Version
 
 
 class VersionSeen(BaseModel):
-    """One text. `rewards`: by mode, the mean reward of the rollouts that kept it."""
+    """One text. `rewards`: by mode, the mean reward of the rollouts that kept it. `promotion`: its last test."""
 
     version: int
     text: str
@@ -62,10 +66,14 @@ class VersionSeen(BaseModel):
     comment: str | None
     metrics: dict[str, Any]
     rewards: dict[Literal["train", "eval"], dict[str, float]]
+    promotion: PromptTest | None
 
 
 class PromptSeen(BaseModel):
-    """`version` and `text`: those of the rollout that asks; without one, or before it keeps any, the live ones."""
+    """`version` and `text`: those of the rollout that asks; without one, or before it keeps any, the live ones.
+
+    `test`: the test that is under way (docs/promotion.md). `waiting`: the version that is tested next.
+    """
 
     name: str
     match: Match
@@ -73,6 +81,8 @@ class PromptSeen(BaseModel):
     version: int
     text: str
     versions: list[VersionSeen]
+    test: PromptTest | None
+    waiting: int | None
 
 
 class PromptList(BaseModel):
@@ -103,6 +113,9 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
     prompt = await p.store.prompts.get(check_id(name, "name"))
     if rollout_id is not None:
         await parts_for(request, rollout_id)
+        if p.config.prompts.is_gated:
+            split = PromptSplit(p.config, p.store)
+            await split.choose(RolloutName(rollout_id), name, prompt.live, opens=False)
         await p.store.prompts.pin([rollout_id], {name: prompt.live})
     kept = None if rollout_id is None else await p.store.prompts.kept_by(rollout_id, name)
     chosen = kept if caller.rollout_id is not None else version or kept
@@ -122,21 +135,38 @@ async def list_tried_out(request: Request, name: PathId, run: Id) -> Response:
 @admins.post("/prompts", response_model=None, responses=answers(PromptSeen))
 async def post_prompt(request: Request, body: PromptBody) -> Response:
     """Add a prompt, or a version of one. A text that a version has already is that version."""
-    p = parts(request)
-    match = body.match
+    p, match = parts(request), body.match
+    is_gated = p.config.prompts.is_gated
     version = await p.store.prompts.add(
         body.name, body.text, agent=match.agent if match else None, role=match.role if match else None,
-        parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote,
+        parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote and not is_gated,
     )  # fmt: skip
     if body.metrics:
         await p.store.prompts.measured(body.name, version, body.metrics)
-    view = await _view(p, await p.store.prompts.get(body.name), version, caller_of(request))
+    prompt = await p.store.prompts.get(body.name)
+    if body.promote and version != prompt.live:
+        await p.store.prompt_tests.begin(body.name, version)
+    view = await _view(p, prompt, version, caller_of(request))
     return await large_response(lambda: view)
 
 
+@admins.post("/prompts/{name}/test", response_model=None, responses=answers(PromptSeen))
+async def test_prompt(request: Request, name: PathId, body: PromptVersionBody) -> Response:
+    """Let new rollouts decide whether a version goes live. While another one of the prompt is tested, it waits.
+
+    It needs a gate (`prompts.promotion: gated`).
+    """
+    p = parts(request)
+    (await p.store.prompts.get(check_id(name, "name"))).text_of(body.version)
+    if not p.config.prompts.is_gated:
+        raise Conflict("prompts have no gate: set prompts.promotion to gated, and start the proxy again")
+    await p.store.prompt_tests.begin(name, body.version)
+    return await _live(p, name, caller_of(request))
+
+
 @admins.post("/prompts/{name}/promote", response_model=None, responses=answers(PromptSeen))
-async def promote_prompt(request: Request, name: PathId, body: PromptPromoteBody) -> Response:
-    """Make a version live. Rollouts that have begun keep theirs."""
+async def promote_prompt(request: Request, name: PathId, body: PromptVersionBody) -> Response:
+    """Make a version live now. Rollouts that have begun keep theirs. A test of the prompt ends."""
     p = parts(request)
     await p.store.prompts.promote(check_id(name, "name"), body.version)
     return await _live(p, name, caller_of(request))
@@ -144,7 +174,7 @@ async def promote_prompt(request: Request, name: PathId, body: PromptPromoteBody
 
 @admins.post("/prompts/{name}/rollback", response_model=None, responses=answers(PromptSeen))
 async def rollback_prompt(request: Request, name: PathId) -> Response:
-    """Make the version before the live one live again."""
+    """Make the version before the live one live again. A test of the prompt ends."""
     p = parts(request)
     await p.store.prompts.rollback(check_id(name, "name"))
     return await _live(p, name, caller_of(request))
@@ -161,16 +191,23 @@ async def _live(p: Parts, name: str, caller: Caller) -> Response:
 
 async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[str, Any]:
     """The prompt as this caller may see it: code that the policy runs can read its rollout's key."""
-    is_rollout = caller.rollout_id is not None
-    rewards = {} if is_rollout else await p.store.prompts.rewards(prompt.name, own=caller.own, key_id=caller.key_id)
+    views: list[dict[str, Any]] = []
+    tests: dict[int, PromptTest] = {}
+    waiting: int | None = None
+    if caller.rollout_id is None:
+        rewards = await p.store.prompts.rewards(prompt.name, own=caller.own, key_id=caller.key_id)
+        tests = {v: test for (name, v), test in (await p.store.prompt_tests.last()).items() if name == prompt.name}
+        waiting = (await p.store.prompt_tests.waiting()).get(prompt.name)
+        for one in prompt.versions:
+            facts = {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
+            views.append(asdict(one) | facts | {"promotion": tests.get(one.version)})
     return {
         "name": prompt.name,
         "match": {"agent": prompt.agent, "role": prompt.role},
         "live_version": prompt.live,
         "version": version,
         "text": prompt.text_of(version),
-        "versions": [
-            asdict(one) | {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
-            for one in (() if is_rollout else prompt.versions)
-        ],
+        "versions": views,
+        "test": next((test for test in tests.values() if test.status == "testing"), None),
+        "waiting": waiting,
     }

@@ -15,6 +15,7 @@ from .reports.tasks import Tasks
 from .reports.traffic import Traffic
 from .reports.versions import VersionReport
 from .resources.promotions import Promotions
+from .resources.prompt_tests import PromptTests
 from .resources.prompts import Prompts
 from .rewards import Rewards
 from .rollouts import Rollouts
@@ -44,5 +45,6 @@ class Store:
         self.endings = Endings(database)
         self.keys = Keyring(database)
         self.prompts = Prompts(database)
+        self.prompt_tests = PromptTests(database)
         self.promotions = Promotions(database)
         self.conversations = ConversationIndex(database)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -50,18 +50,21 @@ ASSIGN = """
 INSERT INTO promotion_rollouts (rollout_id, promotion, task_id, place, version, compared)
 VALUES (:rollout_id, :n, :task_id, :place, :version, :compared)
 """
-# What of a test's rollouts is known so far. `mixed`: calls that the policy answered by another version.
-OBSERVED = """
-SELECT promotion_rollouts.rollout_id, promotion_rollouts.task_id, place, version, status, created_at, ended_at,
-    foreign_calls, calls, tokens,
-    (SELECT COUNT(*) FROM calls WHERE calls.rollout_id = promotion_rollouts.rollout_id
-        AND calls.policy_version <> promotion_rollouts.version) AS mixed,
+# What is known of a rollout so far, whatever is tested by it.
+FACTS = """
+status, ended_at, calls, tokens,
     (SELECT AVG(CASE WHEN finish_reason = 'length' THEN 1.0 ELSE 0.0 END) FROM calls
-        WHERE calls.rollout_id = promotion_rollouts.rollout_id AND calls.status = 'ok') AS truncated,
+        WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok') AS truncated,
     (SELECT AVG(latency_ms) FROM calls
-        WHERE calls.rollout_id = promotion_rollouts.rollout_id AND calls.status = 'ok') AS latency_ms,
+        WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok') AS latency_ms,
     (SELECT AVG(CASE WHEN is_error = 1 THEN 1.0 ELSE 0.0 END) FROM tool_calls
-        WHERE tool_calls.rollout_id = promotion_rollouts.rollout_id) AS tool_errors
+        WHERE tool_calls.rollout_id = rollouts.rollout_id) AS tool_errors
+"""
+# `mixed`: calls that the policy answered by another version.
+OBSERVED = f"""
+SELECT promotion_rollouts.rollout_id, promotion_rollouts.task_id, place, version, created_at, foreign_calls,
+    (SELECT COUNT(*) FROM calls WHERE calls.rollout_id = promotion_rollouts.rollout_id
+        AND calls.policy_version <> promotion_rollouts.version) AS mixed, {FACTS}
 FROM promotion_rollouts JOIN rollouts USING (rollout_id)
 WHERE promotion = :n AND compared = 1 ORDER BY rollouts.n
 """
@@ -99,6 +102,16 @@ class Promotion:
     decided_at: float | None = None
     reason: str | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> int | str:
+        """Return what tells this test from all others."""
+        return self.n
+
+    @property
+    def candidate(self) -> str:
+        """Return what is tested, in words."""
+        return f"policy version {self.version}"
 
 
 class Trial(NamedTuple):
@@ -158,6 +171,11 @@ class Promotions:
         elif self._now is None or self._now.promotion.n != row["n"]:
             self._now = await self._read(row["n"])
         return self._now
+
+    async def under_way(self) -> list[Promotion]:
+        """Return the test that is under way, if there is one."""
+        test = await self.now()
+        return [] if test is None else [test.promotion]
 
     async def candidate(self) -> PolicyVersion | None:
         """Return the version that is tested; None if none is."""
@@ -227,11 +245,7 @@ class Promotions:
 
     async def observed(self, test: Promotion) -> list[Observed]:
         """Return the compared rollouts of a test, in the order in which they were opened."""
-        rewards = defaultdict[str, list[Reward]](list)
-        for row in await self._db.all(OBSERVED_REWARDS, {"n": test.n}):
-            rewards[row["rollout_id"]].append(read_reward(row))
-        rows = await self._db.all(OBSERVED, {"n": test.n})
-        return [read(Observed, row, rewards=tuple(rewards[row["rollout_id"]])) for row in rows]
+        return with_rewards(*[await self._db.all(sql, {"n": test.n}) for sql in (OBSERVED, OBSERVED_REWARDS)])
 
     async def found(self, test: Promotion, evidence: Mapping[str, Any]) -> None:
         """Keep the numbers of a test that goes on."""
@@ -273,3 +287,11 @@ class Promotions:
 
 def _read(row: Row) -> Promotion:
     return read(Promotion, row, evidence=loads(row["evidence"]))
+
+
+def with_rewards(rollouts: Sequence[Row], rewards: Sequence[Row]) -> list[Observed]:
+    """Return observed rollouts in their order, each with its rewards."""
+    earned = defaultdict[str, list[Reward]](list)
+    for row in rewards:
+        earned[row["rollout_id"]].append(read_reward(row))
+    return [read(Observed, row, rewards=tuple(earned[row["rollout_id"]])) for row in rollouts]

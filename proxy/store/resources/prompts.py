@@ -39,6 +39,12 @@ PROMPT_BEFORE = """
 SELECT version FROM prompt_log WHERE name = :name AND version < :version ORDER BY version DESC LIMIT 1
 """
 PROMPT_LOG = "INSERT INTO prompt_log (name, version, at) VALUES (:name, :version, :at)"
+# Whoever makes a version live decides about the one that is tested, and about the one that waits.
+PROMPT_TEST_ENDED = """
+UPDATE prompt_tests SET status = 'ended', decided_at = :at, reason = :reason WHERE name = :name AND status = 'testing'
+"""
+PROMPT_WAITS_NO_MORE = "DELETE FROM prompt_waiting WHERE name = :name"
+PROMPT_MADE_LIVE = (PROMPT_TEST_ENDED, PROMPT_WAITS_NO_MORE, PROMPT_LOG)
 PROMPTS_CHANGED = "SELECT (SELECT MAX(n) FROM prompt_log) AS live, (SELECT MAX(rowid) FROM prompt_versions) AS made"
 ROLLOUT_PROMPT = "SELECT version FROM rollout_prompts WHERE rollout_id = :rollout_id AND name = :name"
 AGENT_HAS_CALLED = "SELECT 1 FROM calls WHERE rollout_id = :rollout_id AND agent IS :agent LIMIT 1"
@@ -200,15 +206,15 @@ class Prompts:
             version = int(found["version"])
             live = await db.one(PROMPT_LIVE, row)
             if live is None or (promote and live["version"] != version):
-                await db.run(PROMPT_LOG, row | {"version": version})
+                await _make_live(db, name, version)
             return version
 
         return await self._db.write(work, len(text))
 
     async def promote(self, name: str, version: int) -> None:
-        """Make a version the live one; NotFound if there is no such version."""
+        """Make a version the live one; NotFound if there is no such version. A test that is under way ends."""
         (await self.get(name)).text_of(version)
-        await self._db.commit([(PROMPT_LOG, [{"name": name, "version": version, "at": time.time()}])])
+        await self._db.write(lambda db: _make_live(db, name, version))
 
     async def rollback(self, name: str) -> int:
         """Make the newest version live that is older than the live one and was live once. Conflict without one."""
@@ -218,7 +224,7 @@ class Prompts:
             before = await db.one(PROMPT_BEFORE, {"name": name, "version": live})
             if before is None:
                 raise Conflict(f"prompt {name!r}: no version older than {live} was ever live")
-            await db.run(PROMPT_LOG, {"name": name, "version": before["version"], "at": time.time()})
+            await _make_live(db, name, before["version"])
             return int(before["version"])
 
         return await self._db.write(work)
@@ -277,6 +283,13 @@ class Prompts:
         """
         rows = await self._db.all(PROMPT_RUN, {"name": name, "run": run, "own": own, "key_id": key_id})
         return [read(TriedOut, row, held_out=bool(row["held_out"])) for row in rows]
+
+
+async def _make_live(db: Transaction, name: str, version: int) -> None:
+    reason = f"version {version} was made live during the test"
+    row = {"name": name, "version": version, "reason": reason, "at": time.time()}
+    for statement in PROMPT_MADE_LIVE:
+        await db.run(statement, row)
 
 
 def _version(row: Row) -> PromptVersion:

@@ -30,6 +30,7 @@ SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sq
     "wanted",  # a list that a statement is given
 }
 SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
+SMALL |= {"prompt_tests", "prompt_waiting"}
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
 # holds, or over the newest calls or rollouts alone.
 WHOLE = {
@@ -42,6 +43,7 @@ SORTS = {
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "CLAIMABLE_GROUPS",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT", "COMPARED_WITH",
     "PROMPT_BEFORE", "PROMPT_REWARDS", "PROMPT_RUN", "OBSERVED", "OBSERVED_REWARDS",
+    "PROMPT_OBSERVED_REWARDS",
 }  # fmt: skip
 SORTED = ("SELECT * FROM rollouts WHERE step =", "SELECT * FROM tool_calls WHERE", "SELECT * FROM rewards WHERE")
 

@@ -1,0 +1,40 @@
+"""How a new version is tested before it goes live: of the policy (`policy.gate`), and of prompts (`prompts`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .section import Number, Seconds, Section
+
+Promoting = Literal["immediate", "gated"]
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class GateConfig(Section):
+    """How a new version is tested before it goes live (docs/promotion.md)."""
+
+    share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
+    metrics: Annotated[dict[str, Share], Field(min_length=1)] = {"reward": 0.1}
+    reward_range: tuple[Number, Number] = (0.0, 1.0)
+    level: Share = 0.05
+    max_rollouts: Annotated[int, Field(ge=2)] = 2000
+    reward_timeout_s: Seconds = 1800.0
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> GateConfig:
+        low, high = self.reward_range
+        if not low < high:
+            raise ValueError(f"reward_range is the lowest and the highest reward, got [{low:g}, {high:g}]")
+        return self
+
+
+class PromptsConfig(Section):
+    promotion: Promoting = "immediate"
+    gate: GateConfig = GateConfig()
+
+    @property
+    def is_gated(self) -> bool:
+        """Return whether a version that is to go live is tested first."""
+        return self.promotion == "gated"

@@ -1,0 +1,59 @@
+"""Splits the rollouts that begin during a test between the candidate and the live version."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+
+from ..config.promotion import GateConfig
+from ..config.root import Config
+from ..store.resources.promotions import Chooser, Promotion
+from ..store.store import Store
+from ..types import PolicyVersion, RolloutName
+from .sides import choose
+
+KEPT = 20_000  # rollouts whose version is in memory
+
+
+class PolicySplit:
+    """Says which version of the policy answers a rollout."""
+
+    def __init__(self, config: Config, store: Store) -> None:
+        self._gate, self._group_size = config.policy.gate, config.trainer.group_size
+        self._store = store
+        self._versions: OrderedDict[tuple[int, str], int] = OrderedDict()
+
+    async def choose(self, rollout: RolloutName, live: PolicyVersion) -> PolicyVersion:
+        """Return the version that answers a rollout: the live one, or, from its first call on, the candidate."""
+        trial = await self._store.promotions.now()
+        if trial is None or trial.promotion.against != live.version or rollout.mode == "eval":
+            return live
+        test, key = trial.promotion, (trial.promotion.n, rollout.rollout_id)
+        version = self._versions.get(key)
+        if version is None:
+            sides = _sides(test, self._gate, self._group_size)
+            version = await self._store.promotions.assign(test, rollout, self._gate.max_rollouts, sides)
+            self._versions[key] = version
+            if len(self._versions) > KEPT:
+                self._versions.popitem(last=False)
+        return trial.candidate if version == test.version else live
+
+
+class PromptSplit:
+    """Says which version of a prompt a rollout keeps."""
+
+    def __init__(self, config: Config, store: Store) -> None:
+        self._gate, self._group_size = config.prompts.gate, config.trainer.group_size
+        self._tests = store.prompt_tests
+
+    async def choose(self, rollout: RolloutName, name: str, live: int, *, opens: bool = True) -> int:
+        """Return the version for a rollout that uses the prompt for the first time. `opens`: it may be unknown yet."""
+        test = await self._tests.of(name)
+        if test is None or test.against != live or rollout.mode == "eval":
+            return live
+        sides = _sides(test, self._gate, self._group_size)
+        return await self._tests.assign(test, rollout, self._gate.max_rollouts, sides, opens=opens)
+
+
+def _sides(test: Promotion, gate: GateConfig, group_size: int) -> Chooser:
+    return partial(choose, test, group_size=group_size, share=gate.share)
