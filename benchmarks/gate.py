@@ -2,7 +2,7 @@
 
 The task is the demo's: one-digit sums, SmolLM2-135M-Instruct, merged weights on two servers. For each seed, the demo's
 first steps go live without a gate. Then come three versions, one after the other: a better one (more such steps), a
-spoilt one (three steps on inverted rewards), and one that games its reward by length. Each is tested by new rollouts
+spoilt one (six steps on inverted rewards), and one that games its reward by length. Each is tested by new rollouts
 until the gate decides, and each goes on from what is live then.
 """
 
@@ -61,7 +61,7 @@ BY_LENGTH = {
 }
 SCENARIOS = (
     Scenario("better", "promoted", 4),
-    Scenario("spoilt", "rejected", 3, UNWATCHED | {"LIGHTNING_TRAINER__REWARD_WEIGHTS": '{"reward": -1}'}),
+    Scenario("spoilt", "rejected", 6, UNWATCHED | {"LIGHTNING_TRAINER__REWARD_WEIGHTS": '{"reward": -1}'}),
     Scenario("games its reward", "rejected", 6, UNWATCHED, BY_LENGTH),
 )
 
@@ -116,14 +116,17 @@ class Place:
             await asyncio.gather(working, training, return_exceptions=True)
 
     async def _test(self, scenario: Scenario, api: ApiClient) -> Json:
-        done = (await api.policy())["steps"]
-        await self._work(scenario.steps * TASKS_PER_STEP, scenario.both)
-        last = str(done + scenario.steps)
-        env = {**scenario.both, **scenario.trained, "LIGHTNING_TRAINER__PROMOTE_EVERY": last}
-        # A task that came twice is one group, so the last step may have fewer groups.
-        await self._ended(["train", "--once", "--max-steps", last], env)
+        before = await _newest_test(api)
+        last = (await api.policy())["steps"] + scenario.steps
+        env = {**scenario.both, **scenario.trained, "LIGHTNING_TRAINER__PROMOTE_EVERY": str(last)}
+        tasks = scenario.steps * TASKS_PER_STEP
+        # Rollouts of earlier versions are on their way, too: they may fill a step, or have no reward for it.
+        while (await api.policy())["steps"] < last:
+            await self._work(tasks, scenario.both)
+            await self._ended(["train", "--once", "--max-steps", str(last)], env)
+            tasks = TASKS_PER_STEP
         began = time.monotonic()
-        while (found := await _tested(api)) is None or found["status"] == "testing":
+        while (found := await _newest_test(api)).get("n") == before.get("n") or found["status"] == "testing":
             await self._work(TASKS_AT_ONCE, scenario.both)
         return {
             "seed": self._seed,
@@ -160,11 +163,11 @@ class Place:
         return [*CLI, "--config", str(self._config), *arguments]
 
 
-async def _tested(api: ApiClient) -> Json | None:
-    """The newest test."""
+async def _newest_test(api: ApiClient) -> Json:
+    """The newest test; without one, an empty one."""
     versions = (await api.request("GET", "/policy/versions"))["data"]
     tests = [version["promotion"] for version in versions if version["promotion"]]
-    return max(tests, key=lambda test: int(test["n"]), default=None)
+    return max(tests, key=lambda test: int(test["n"]), default={})
 
 
 def _without_end(tasks: list[Json], seed: int) -> Iterator[Json]:
