@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import typer
@@ -19,6 +20,7 @@ async def moved(source: str, target: str) -> int:
     """Move a store between two addresses; return how many rows it has."""
     from ..proxy.store.moving.move import move
 
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # a line for each write to a server that has gone
     with progress_bar() as progress:
         return await move(_place(source, "FROM"), _place(target, "TO"), _Shown(progress))
 
