@@ -8,7 +8,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..proxy.config.policy import PolicyConfig
-from ..proxy.errors import LightningError, NotSaved, PublishError, UpstreamTimeout, UpstreamUnreachable
+from ..proxy.errors import (
+    LightningError,
+    NotSaved,
+    PublishError,
+    TrainingUnavailable,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
 from ..proxy.policy.mode import otherwise
 from ..proxy.policy.swap import Superseded, Swap
 from ..proxy.policy.vllm import VllmFault
@@ -54,12 +61,15 @@ class Publisher:
 
         Raises Superseded if another version was made live; PublishError, with `base` live again, if vLLM does not serve
         the weights; Stopped if `stop` is set meanwhile; VllmFault, and the version is abandoned, if vLLM is there but
-        meets an error of its own `FAULTS` times.
+        meets an error of its own `FAULTS` times; TrainingUnavailable, and the version is forgotten.
         """
         faults = 0
         while True:
             try:
                 return await self._publish(step, samples, metrics, base, stop)
+            except TrainingUnavailable:  # the loop goes on as after a restart
+                await self._forget_unfinished()
+                raise
             except (UpstreamUnreachable, UpstreamTimeout, NotSaved) as error:
                 faults = faults if isinstance(error, NotSaved) else 0
                 log.warning("publishing step %d waits: %s", step, error)

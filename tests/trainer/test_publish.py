@@ -15,11 +15,13 @@ from lightning_proxy.proxy.errors import (
     LightningError,
     NotSaved,
     PublishError,
+    TrainingUnavailable,
     UpstreamTimeout,
     UpstreamUnreachable,
 )
 from lightning_proxy.proxy.policy.swap import NotServed, Swap
 from lightning_proxy.proxy.policy.vllm import VllmError, VllmFault, VllmServer
+from lightning_proxy.trainer import waiting
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.verify import mean_difference
 from support.training import (
@@ -351,3 +353,23 @@ async def test_another_way_of_publishing_is_told_once(base: Path, tmp_path: Path
             await loop.follow_live_version()
         (line,) = [r.getMessage() for r in caplog.records if "policy.publish" in r.getMessage()]
         assert line.startswith("policy.publish is lora for this trainer, and merged for the proxy since ")
+
+
+async def test_an_outage_of_what_trains_while_weights_are_fetched_skips_no_version(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_weights, tries = LightningTrainer.save_weights, list[Path]()
+
+    def away_at_first(self: LightningTrainer, path: Path, *, merged: bool) -> None:
+        tries.append(path)
+        if len(tries) == 1:
+            raise TrainingUnavailable("the service is away")
+        save_weights(self, path, merged=merged)
+
+    monkeypatch.setattr(LightningTrainer, "save_weights", away_at_first)
+    monkeypatch.setattr(waiting, "RETRY_S", 0.01)
+    async with bench(base, tmp_path, "lora") as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert [(v.version, v.status) for v in await b.store.versions.all()] == [(0, "ready"), (1, "live")]
+        assert tries == [tries[0]] * 2
