@@ -128,8 +128,8 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
         pins = Pins(store, config.policy.pin_timeout_s)
         watch = _watch(config, store, operator, pins, upstreams.health, mode)
         swap = watch.swap if watch is not None else None
-        split = PolicySplit(config, store).choose if config.policy.is_gated else None
-        router = PolicyRouter(config, store, pins, watch, split)
+        split = PolicySplit(config, store) if config.policy.is_gated else None
+        router = PolicyRouter(config, store, pins, watch, None if split is None else split.choose)
         # The data path, with the side rooms that hear of its calls.
         chat_route = ChatRoute(config.policy, store, upstreams)
         exact = _exact(config, upstreams, store, chat_route, metrics)
@@ -146,6 +146,7 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, relay=relay, bodies=bodies, exact=exact,
             model_check=ModelCheck(config, store, swap), health=upstreams.health,
+            also_forget=() if split is None else (split.forget,),
         )  # fmt: skip
         if writes:
             await stack.enter_async_context(_at_work(parts, operator))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..access.auth import Keys
@@ -42,6 +43,7 @@ class Parts:
     exact: ExactTokens | None
     model_check: ModelCheck
     health: Health
+    also_forget: tuple[Callable[[str], None], ...]  # memories of side rooms
 
     def forget(self, rollout_id: str, why: str) -> None:
         """Drop all memory of a rollout that was deleted."""
@@ -49,4 +51,6 @@ class Parts:
         self.pins.forget(rollout_id)
         if self.exact is not None:
             self.exact.forget(rollout_id)
+        for forget in self.also_forget:
+            forget(rollout_id)
         self.metrics.deleted.labels(why).inc()

@@ -21,22 +21,26 @@ class PolicySplit:
     def __init__(self, config: Config, store: Store) -> None:
         self._gate, self._group_size = config.policy.gate, config.trainer.group_size
         self._store = store
-        self._versions: OrderedDict[tuple[int, str], int] = OrderedDict()
+        self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()  # test and version, by rollout
 
     async def choose(self, rollout: RolloutName, live: PolicyVersion) -> PolicyVersion:
         """Return the version that answers a rollout: the live one, or, from its first call on, the candidate."""
         trial = await self._store.promotions.now()
         if trial is None or trial.promotion.against != live.version or rollout.mode == "eval":
             return live
-        test, key = trial.promotion, (trial.promotion.n, rollout.rollout_id)
-        version = self._versions.get(key)
-        if version is None:
+        test = trial.promotion
+        n, version = self._versions.get(rollout.rollout_id, (None, live.version))
+        if n != test.n:
             sides = _sides(test, self._gate, self._group_size)
             version = await self._store.promotions.assign(test, rollout, self._gate.max_rollouts, sides)
-            self._versions[key] = version
+            self._versions[rollout.rollout_id] = test.n, version
             if len(self._versions) > KEPT:
                 self._versions.popitem(last=False)
         return trial.candidate if version == test.version else live
+
+    def forget(self, rollout_id: str) -> None:
+        """Drop the version of a deleted rollout. A new one of the same name is split anew."""
+        self._versions.pop(rollout_id, None)
 
 
 class PromptSplit:
