@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -184,9 +185,16 @@ def _gates(config: Config, store: Store) -> Iterator[Coroutine[Any, Any, None]]:
     """What decides about new versions that are tested before they go live, of the policy and of prompts."""
     database, trainer = store.database, config.trainer
     if config.policy.is_gated:
-        yield Gate("gate", store.promotions, database, rules(config.policy.gate, trainer)).run()
+        yield Gate(
+            "gate", store.promotions, database, rules(config.policy.gate, trainer), partial(_stopped, store)
+        ).run()
     if config.prompts.is_gated:
         yield Gate("prompt-gate", store.prompt_tests, database, rules(config.prompts.gate, trainer)).run()
+
+
+async def _stopped(store: Store) -> str | None:
+    """Why no candidate goes live by itself: a new live version would lift the stop, which only a person may."""
+    return None if await store.steps.collapse() is None else "publication is stopped for a collapse"
 
 
 async def _open_gates(config: Config, store: Store) -> None:

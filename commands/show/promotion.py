@@ -42,11 +42,12 @@ def line_of(test: dict[str, Any], of: str = "") -> Text:
 
 def _progress(evidence: dict[str, Any]) -> str:
     if not evidence:
-        return "no rollout yet"
+        return "not weighed yet"
     left_out = evidence["candidate"]["unrewarded"] + evidence["live"]["unrewarded"]
     failed = evidence["candidate"]["failed"] + evidence["live"]["failed"]
     said = f"{count(evidence['rollouts'])} of at most {count(evidence['max_rollouts'])} rollouts"
-    return f"{said}, {count(evidence['groups'])} groups, {count(failed)} failed, {count(left_out)} without a reward"
+    said += f", {count(evidence['groups'])} groups, {count(failed)} failed, {count(left_out)} without a reward"
+    return f"{said}; it may go live, but {evidence['waits']}" if "waits" in evidence else said
 
 
 def table_of(test: dict[str, Any]) -> Table | None:

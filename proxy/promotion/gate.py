@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,7 +17,7 @@ from ..errors import LightningError
 from ..store.database import Database
 from ..store.resources.promotions import Observed, Outcome, Promotion
 from .metrics import metrics
-from .weigh import Rules, weigh
+from .weigh import Rules, Weighed, weigh
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +39,24 @@ class Tests(Protocol[Test]):
     async def decide(self, test: Test, outcome: Outcome, reason: str, evidence: Mapping[str, Any]) -> bool: ...
 
 
+async def never() -> str | None:
+    """Return None: nothing keeps a candidate from going live."""
+    return None
+
+
 class Gate(Generic[Test]):
     """Decides about candidates by the rewards in the store. All its state is there: a restart changes nothing."""
 
-    def __init__(self, name: str, tests: Tests[Test], database: Database, rules: Rules) -> None:
-        """`name`: of the lock by which one of several processes decides."""
+    def __init__(
+        self,
+        name: str,
+        tests: Tests[Test],
+        database: Database,
+        rules: Rules,
+        waits_for: Callable[[], Awaitable[str | None]] = never,
+    ) -> None:
+        """`name`: of the lock by which one of several processes decides. `waits_for`: why nothing may go live now."""
+        self._waits_for = waits_for
         self._name = name
         self._tests = tests
         self._database = database
@@ -79,6 +92,8 @@ class Gate(Generic[Test]):
             return
         rollouts = await self._tests.observed(test)
         weighed = await aside(LARGE * len(rollouts), partial(weigh, test, rollouts, self._rules, now))
+        if weighed.outcome == "promoted" and (waits := await self._waits_for()) is not None:
+            weighed = Weighed(weighed.evidence | {"waits": waits}, None, "")
         if weighed.outcome is None:
             await self._tests.found(test, weighed.evidence)
         elif await self._tests.decide(test, weighed.outcome, weighed.reason, weighed.evidence):

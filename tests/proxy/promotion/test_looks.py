@@ -1,0 +1,111 @@
+"""What a look of the gate leaves alone: a stop for a collapse, a test that is decided, and the gate's own life."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.app import _stopped
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.proxy.promotion.gate import Gate, rules
+from lightning_proxy.proxy.promotion.splitting import PolicySplit
+from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.resources.promotions import Assigned, Trial
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.store.training import Collapse
+from lightning_proxy.proxy.types import Reward, RolloutName
+from support.stores import store_url
+
+Tested = tuple[Config, Store, Trial]
+
+
+def of_policy(config: Config, store: Store) -> Gate[Any]:
+    found = rules(config.policy.gate, config.trainer)
+    return Gate("gate", store.promotions, store.database, found, partial(_stopped, store))
+
+
+@pytest.fixture
+async def tested(tmp_path: Path) -> AsyncIterator[Tested]:
+    """A test whose rewards are enough to promote its candidate."""
+    config = Config.model_validate(
+        {
+            "store": {"url": store_url(tmp_path)},
+            "policy": {"promotion": "gated", "publish": "lora"},
+            "trainer": {"group_size": 2},
+        }
+    )
+    async with opened(config.store) as database:
+        store = Store(database)
+        version = await store.versions.new("lora", 1, {})
+        await store.promotions.wait(version, 1)
+        await store.promotions.begin(version, 0)
+        trial = await store.promotions.now()
+        assert trial is not None
+        live, filled = await store.versions.live(), PolicySplit(config, store)
+        for n in range(40):
+            side = await filled.choose(RolloutName(f"r{n}", f"t{n // 2}"), live)
+            await store.rewards.post([Reward(f"r{n}", float(side.version == version))], None, b"")
+        yield config, store, trial
+
+
+async def test_no_candidate_goes_live_while_publication_is_stopped_for_a_collapse(
+    tested: Tested, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, store, _ = tested
+    live = await store.versions.live()
+    stop = Collapse("entropy", "entropy fell", time.time(), live.live_at, 0)  # type: ignore[arg-type]
+
+    async def stopped() -> Collapse:
+        return stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.steps, "collapse", stopped)
+        await of_policy(config, store).look()
+    assert (await store.versions.live()).version == 0
+    test = (await store.promotions.last())[1]
+    assert (test.status, test.evidence["waits"]) == ("testing", "publication is stopped for a collapse"), asdict(test)
+    await of_policy(config, store).look()
+    assert (await store.versions.live()).version == 1
+
+
+async def test_an_unexpected_error_in_a_look_does_not_end_the_gate(
+    tested: Tested, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, store, _ = tested
+    monkeypatch.setattr(gate, "LOOK_S", 0.01)
+    look, looks = Gate.look, list[int]()
+
+    async def faulty(self: Gate[Any]) -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise RuntimeError("a fault of the gate's own")
+        await look(self)
+
+    monkeypatch.setattr(Gate, "look", faulty)
+    running = asyncio.create_task(of_policy(config, store).run())
+    async with asyncio.timeout(20):
+        while (await store.versions.live()).version == 0:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(looks) > 1
+
+
+async def test_no_rollout_is_put_into_a_test_that_was_decided_meanwhile(tested: Tested) -> None:
+    _, store, trial = tested
+    assert await store.promotions.decide(trial.promotion, "rejected", "as the test says", {})
+    before = len(await store.promotions.observed(trial.promotion))
+
+    def candidate(_: str | None, place: int) -> Assigned:
+        return Assigned(place, trial.promotion.version, compared=True)
+
+    assert await store.promotions.assign(trial.promotion, RolloutName("late", "t"), 1000, candidate) == 0
+    assert len(await store.promotions.observed(trial.promotion)) == before
