@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
@@ -17,6 +18,7 @@ from ...proxy.errors import Conflict, PublishError, UpstreamTimeout, UpstreamUnr
 from ...proxy.policy.mode import has_gpu
 from ...proxy.policy.swap import Superseded, Swap
 from ...proxy.policy.vllm import VllmFault
+from ...proxy.store.resources.promotions import Promotion
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ...proxy.types import PolicyVersion
@@ -29,6 +31,7 @@ from . import line
 log = logging.getLogger(__name__)
 
 AGAIN_S = 10.0  # until a test that could not begin is tried again
+UNSEEN_S = 60.0  # a proxy's gate looks at a test at once
 
 
 class GatedPublisher(Publisher):
@@ -40,6 +43,7 @@ class GatedPublisher(Publisher):
         self._max_staleness = config.trainer.max_staleness
         self._again = 0.0
         self._warned = False
+        self._unseen: int | None = None  # the test that the trainer has said nobody looks at
 
     def is_due(self, step: int) -> bool:
         return step % self._every == 0
@@ -82,7 +86,10 @@ class GatedPublisher(Publisher):
 
     async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
         """Begin the test of a version that waits, once no other is tested. Training may have gone on since."""
-        if monotonic() < self._again or await self._store.promotions.now() is not None:
+        test = await self._store.promotions.now()
+        if test is not None:
+            await self._warn_if_nobody_looks(test.promotion)
+        if monotonic() < self._again or test is not None:
             return
         version = await self._store.promotions.waiting()
         step = None if version is None else await self._store.steps.of_version(version.version)
@@ -126,6 +133,18 @@ class GatedPublisher(Publisher):
         except PublishError as error:
             await self._store.versions.failed(version.version, str(error))
             raise
+
+    async def _warn_if_nobody_looks(self, test: Promotion) -> None:
+        """Say once that no proxy weighs a test: a gate's first look leaves its numbers, also before any rollout."""
+        if self._unseen == test.n or time.time() < test.began_at + UNSEEN_S:
+            return
+        self._unseen = test.n
+        if not (await self._store.promotions.last())[test.version].evidence:
+            log.warning(
+                "no proxy weighs policy version %d, so it will not be decided about: give the proxy the trainer's "
+                "configuration (policy.promotion: gated) and start it again",
+                test.version,
+            )
 
     def _warn_of_mixing(self, live: PolicyVersion) -> None:
         """Say once where vLLM answers requests for the base model with an adapter."""

@@ -14,6 +14,7 @@ import torch
 from lightning_proxy.proxy.errors import PublishError
 from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.trainer.promotion import gated
+from lightning_proxy.trainer.waiting import Stopped
 from support.training import Bench, DeafServer, HonestServer, bench
 
 
@@ -214,3 +215,33 @@ async def test_files_of_what_is_tested_or_waits_are_kept(base: Path, tmp_path: P
         for _ in range(4):
             await step(b, loop)
         assert {v.version for v in await b.store.versions.all() if v.path is not None} == {1, 4, 5}
+
+
+async def test_a_test_that_no_proxy_weighs_is_told_once(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gated, "UNSEEN_S", 0.0)
+    async with behind_a_gate(base, tmp_path) as b:
+        loop = await step(b, None)
+        for _ in range(2):
+            await loop.run(asyncio.Event(), once=True)
+    assert caplog.text.count("no proxy weighs policy version 1") == 1
+
+
+async def test_a_stop_before_a_test_begins_is_no_fault(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with behind_a_gate(base, tmp_path) as b:
+        loop = await step(b, None)
+        await step(b, loop)
+        await decide(b, "promoted")
+
+        async def stopped(*_: Any) -> None:
+            raise Stopped
+
+        with monkeypatch.context() as patched:
+            patched.setattr(loop._publisher, "_test", stopped)
+            await loop.run(asyncio.Event(), once=True)
+        assert await statuses(b) == {0: "ready", 1: "live", 2: "waiting"}
+        await loop.run(asyncio.Event(), once=True)
+        assert await statuses(b) == {0: "ready", 1: "live", 2: "candidate"}
