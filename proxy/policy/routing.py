@@ -74,12 +74,11 @@ class PolicyRouter:
         return route._replace(fallbacks=fallbacks, adds_usage=adds_usage) if fallbacks or adds_usage else route
 
     async def _route_to_policy(self, watch: Watch, rollout: RolloutName, model: str | None, recorded: bool) -> Route:
-        await watch.require()
-        upstream, live = watch.upstream, await self._store.versions.live_now()
+        upstream, (live, candidate) = watch.upstream, await self._in_line(watch)
         begins = self._choose if recorded and model == self.alias else None
         if watch.swap.mode == "merged":
             ours = model in (None, self.alias, watch.base)
-            version, servers = await self._merged(watch, rollout, live, begins)
+            version, servers = await self._merged(watch, rollout, live, candidate, begins)
             served = watch.base if model == self.alias else None
             return Route(upstream, served, version.version if ours else None, servers=servers)
         if model == self.alias:
@@ -90,11 +89,24 @@ class PolicyRouter:
         asked = 0 if model in (None, watch.base) else await self._version_named(model)
         return Route(upstream, None, asked, pins=False)
 
+    async def _in_line(self, watch: Watch) -> tuple[PolicyVersion, PolicyVersion | None]:
+        """The live version and the candidate that servers were seen to have, both of one moment."""
+        for _ in range(2):  # another one may become live between two readings
+            await watch.require()
+            live, candidate = await self._store.versions.live_now(), await watch.swap.candidate()
+            if watch.is_in_line_for(live, candidate):
+                break
+        return live, candidate
+
     async def _merged(
-        self, watch: Watch, rollout: RolloutName, live: PolicyVersion, begins: Choose | None
+        self,
+        watch: Watch,
+        rollout: RolloutName,
+        live: PolicyVersion,
+        candidate: PolicyVersion | None,
+        begins: Choose | None,
     ) -> tuple[PolicyVersion, tuple[str, ...]]:
         """The version that answers, and the servers that have it (empty: any). If none of them is up, the other."""
-        candidate = await watch.swap.candidate()
         if candidate is None:
             return live, ()
         *others, own = watch.upstream.urls
@@ -103,7 +115,7 @@ class PolicyRouter:
         if not watch.up(others):
             return candidate, (own,)
         version = await begins(rollout, live) if begins is not None else live
-        return version, (own,) if version.version == candidate.version else tuple(others)
+        return (candidate, (own,)) if version.version == candidate.version else (live, tuple(others))
 
     async def _version_of(self, rollout: RolloutName, live: PolicyVersion, begins: Choose | None) -> PolicyVersion:
         """The version that the rollout began with; one for it if it begins now; the live one if that is not served."""

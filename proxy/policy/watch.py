@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
+from ..types import PolicyVersion
 from ..upstreams.health import Health
 from .mode import ModeInUse
 from .pins import Pins
@@ -71,6 +72,10 @@ class Watch:
             await self._see_who_missed_the_live_version()
         if isinstance(self._problem, NotServed):
             raise self._problem
+
+    def is_in_line_for(self, live: PolicyVersion, candidate: PolicyVersion | None) -> bool:
+        """Return whether these were live and the candidate when the servers were looked at last."""
+        return self._in_line_for == (live.version, None if candidate is None else candidate.version)
 
     def up(self, urls: Sequence[str]) -> tuple[str, ...]:
         """Return those of the upstream's servers that have no problem, as far as was seen."""

@@ -14,6 +14,7 @@ import pytest
 
 from lightning_proxy.proxy.policy import watch
 from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.proxy.store.versions import Versions
 from support.serving import serving
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
@@ -267,3 +268,28 @@ async def test_a_gate_that_is_opened_ends_the_test(running: Any, tmp_path: Path)
         assert (found["status"], found["promotion"]["status"]) == ("ready", "ended")
         assert found["promotion"]["reason"] == "policy.promotion was set to immediate"
         assert {await served(system, f"r{i}", "t") for i in range(4)} == {0}
+
+
+async def test_a_decision_between_two_readings_names_no_version_that_did_not_answer(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gated(running, tmp_path, "merged") as system:
+        async with system.store() as store:
+            version = await system.candidate(store, tmp_path)
+        await ready(system, "merged", version)
+        read, reads = Versions.live_now, 0
+
+        async def decided_after(self: Versions) -> Any:
+            nonlocal reads
+            live = await read(self)
+            reads += 1
+            if reads == 3:  # two are of the watch, the next one is of the router
+                async with system.store() as store:
+                    test = (await store.promotions.now()).promotion
+                    await store.promotions.decide(test, "promoted", "so it is", {})
+            return live
+
+        monkeypatch.setattr(watch, "WATCH_S", 1000)
+        await asyncio.sleep(0.3)  # no look of its own is under way
+        monkeypatch.setattr(Versions, "live_now", decided_after)
+        assert await served(system, "r", "t") == version
