@@ -151,9 +151,10 @@ def prompts_table(prompts: list[dict[str, Any]]) -> Table:
 
     from ..formats import number, plain
 
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("prompt", "version", "", "agent", "role", "train", "eval", "text"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis" if name == "text" else "fold")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, expand=True)
+    for name in ("prompt", "version", "", "agent", "role", "train", "eval"):
+        table.add_column(name, no_wrap=True, overflow="fold")
+    table.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
     for prompt in prompts:
         match = prompt["match"]
         for one in prompt["versions"]:
