@@ -129,25 +129,24 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
         pins = Pins(store, config.policy.pin_timeout_s)
         watch = _watch(config, store, operator, pins, upstreams.health, mode)
         swap = watch.swap if watch is not None else None
-        split = PolicySplit(config, store) if config.policy.is_gated else None
-        router = PolicyRouter(config, store, pins, watch, None if split is None else split.choose)
+        split, prompt_split = _splits(config, store)
+        router = PolicyRouter(config, store, pins, watch, split and split.choose)
         # The data path, with the side rooms that hear of its calls.
         chat_route = ChatRoute(config.policy, store, upstreams)
         exact = _exact(config, upstreams, store, chat_route, metrics)
         listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
-        of_prompts = PromptSplit(config, store).choose if config.prompts.is_gated else None
-        prompts = await stack.enter_async_context(Prompts(store.prompts, redactor, metrics.prompted, of_prompts))
+        prompts = Prompts(store.prompts, redactor, metrics.prompted, prompt_split and prompt_split.choose)
+        await stack.enter_async_context(prompts)
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
             chat_route=chat_route, rewrite=prompts.put, listeners=(*listeners, *heard_by),
         )  # fmt: skip
-        relay = Relay(config, keys, gateway, bodies)
         # The control API's view of them, and what runs beside the calls.
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
-            pins=pins, keys=keys, metrics=metrics, redactor=redactor, relay=relay, bodies=bodies, exact=exact,
-            model_check=ModelCheck(config, store, swap), health=upstreams.health,
-            also_forget=() if split is None else (split.forget,),
+            pins=pins, keys=keys, metrics=metrics, redactor=redactor, bodies=bodies, exact=exact,
+            relay=Relay(config, keys, gateway, bodies), model_check=ModelCheck(config, store, swap),
+            health=upstreams.health, also_forget=() if split is None else (split.forget,),
         )  # fmt: skip
         if writes:
             await stack.enter_async_context(_at_work(parts, operator))
@@ -179,6 +178,12 @@ def _watch(
     vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
     candidate = store.promotions.candidate if config.policy.is_gated else nobody
     return Watch(Swap(store, vllm, mode.mode, config.policy.directory, candidate), upstream, pins, health, mode)
+
+
+def _splits(config: Config, store: Store) -> tuple[PolicySplit | None, PromptSplit | None]:
+    """What splits new rollouts while versions are tested, of the policy and of prompts."""
+    policy = PolicySplit(config, store) if config.policy.is_gated else None
+    return policy, PromptSplit(config, store) if config.prompts.is_gated else None
 
 
 def _gates(config: Config, store: Store) -> Iterator[Coroutine[Any, Any, None]]:
