@@ -126,17 +126,15 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
         await keys.refresh()
         recorder = Recorder(store, merged=mode.is_merged, redactor=redactor, on_redacted=metrics.redacted.inc)
         await stack.enter_async_context(recorder)
-        pins = Pins(store, config.policy.pin_timeout_s)
+        pins, (split, prompt_split) = Pins(store, config.policy.pin_timeout_s), _splits(config, store)
         watch = _watch(config, store, operator, pins, upstreams.health, mode)
         swap = watch.swap if watch is not None else None
-        split, prompt_split = _splits(config, store)
-        router = PolicyRouter(config, store, pins, watch, split and split.choose)
+        router = PolicyRouter(config, store, pins, watch, split)
         # The data path, with the side rooms that hear of its calls.
         chat_route = ChatRoute(config.policy, store, upstreams)
         exact = _exact(config, upstreams, store, chat_route, metrics)
         listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
-        prompts = Prompts(store.prompts, redactor, metrics.prompted, prompt_split and prompt_split.choose)
-        await stack.enter_async_context(prompts)
+        prompts = await stack.enter_async_context(Prompts(store.prompts, redactor, metrics.prompted, prompt_split))
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
             chat_route=chat_route, rewrite=prompts.put, listeners=(*listeners, *heard_by),

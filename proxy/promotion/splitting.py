@@ -23,7 +23,7 @@ class PolicySplit:
         self._store = store
         self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()  # test and version, by rollout
 
-    async def choose(self, rollout: RolloutName, live: PolicyVersion) -> PolicyVersion:
+    async def __call__(self, rollout: RolloutName, live: PolicyVersion) -> PolicyVersion:
         """Return the version that answers a rollout: the live one, or, from its first call on, the candidate."""
         trial = await self._store.promotions.now()
         if trial is None or trial.promotion.against != live.version or rollout.mode == "eval":
@@ -50,7 +50,7 @@ class PromptSplit:
         self._gate, self._group_size = config.prompts.gate, config.trainer.group_size
         self._tests = store.prompt_tests
 
-    async def choose(self, rollout: RolloutName, name: str, live: int, *, opens: bool = True) -> int:
+    async def __call__(self, rollout: RolloutName, name: str, live: int, *, opens: bool = True) -> int:
         """Return the version for a rollout that uses the prompt for the first time. `opens`: it may be unknown yet."""
         test = await self._tests.of(name)
         if test is None or test.against != live or rollout.mode == "eval":

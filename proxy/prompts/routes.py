@@ -115,7 +115,7 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
         await parts_for(request, rollout_id)
         if p.config.prompts.is_gated:
             split = PromptSplit(p.config, p.store)
-            await split.choose(RolloutName(rollout_id), name, prompt.live, opens=False)
+            await split(RolloutName(rollout_id), name, prompt.live, opens=False)
         await p.store.prompts.pin([rollout_id], {name: prompt.live})
     kept = None if rollout_id is None else await p.store.prompts.kept_by(rollout_id, name)
     chosen = kept if caller.rollout_id is not None else version or kept

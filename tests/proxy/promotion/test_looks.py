@@ -51,7 +51,7 @@ async def tested(tmp_path: Path) -> AsyncIterator[Tested]:
         assert trial is not None
         live, filled = await store.versions.live(), PolicySplit(config, store)
         for n in range(40):
-            side = await filled.choose(RolloutName(f"r{n}", f"t{n // 2}"), live)
+            side = await filled(RolloutName(f"r{n}", f"t{n // 2}"), live)
             await store.rewards.post([Reward(f"r{n}", float(side.version == version))], None, b"")
         yield config, store, trial
 
