@@ -12,10 +12,11 @@ export const underWay = (versions) => versions.find(({ promotion }) => promotion
 
 export function Test({ test }) {
   const { evidence } = test;
-  const waits = !evidence.metrics;
+  const unweighed = !evidence.metrics;
   return html`<${Panel} title=${`Version ${test.version} is tested against ${test.against}`} wide>
-    <p>${waits ? "No rollout yet." : html`${number(evidence.rollouts)} of at most ${number(evidence.max_rollouts)} rollouts, ${number(evidence.groups)} groups compared; ${number(evidence.candidate.failed)} of the candidate's and ${number(evidence.live.failed)} of the live version's failed.`}</p>
-    ${!waits && html`<${Metrics} evidence=${evidence} />`}<//>`;
+    <p>${unweighed ? "Not weighed yet." : html`${number(evidence.rollouts)} of at most ${number(evidence.max_rollouts)} rollouts, ${number(evidence.groups)} groups compared; ${number(evidence.candidate.failed)} of the candidate's and ${number(evidence.live.failed)} of the live version's failed.`}</p>
+    ${evidence.waits && html`<p>It may go live, but ${evidence.waits}.</p>`}
+    ${!unweighed && html`<${Metrics} evidence=${evidence} />`}<//>`;
 }
 
 function Metrics({ evidence }) {

@@ -4,7 +4,7 @@ import { useFresh } from "./feed.mjs";
 import { number } from "./format.mjs";
 import { html, useMemo, useState } from "./html.mjs";
 import { Dialog } from "./keyboard.mjs";
-import { Badge, Empty, Failure, Loaded, Said, Time, link } from "./parts.mjs";
+import { Badge, Empty, Failure, Loaded, Time, link } from "./parts.mjs";
 import { Test, outcome, underWay } from "./promotion.mjs";
 
 const SHOWN = 100;
@@ -34,7 +34,7 @@ function History({ versions, near, reload }) {
     setAsking(null);
     reload();
   };
-  return html`<div class="title-line"><p>Version <b>${live?.version}</b> is live${live?.live_at && html` since <${Time} at=${live.live_at} />`}.</p>
+  return html`<div class="title-line"><p>Version <b>${live?.version}</b> is live${live?.live_at > 0 && html` since <${Time} at=${live.live_at} />`}.</p>
       ${canGoBack && html`<button onClick=${() => setAsking({ path: "/policy/rollback", what: "Roll back to the version that was live before this one?", verb: "Roll back" })}>Roll back…</button>`}</div>
     ${test && html`<${Test} test=${test} />`}
     ${versions.length === 1 && html`<${Empty}>Only the base model is there. The first training step publishes version 1.<//>`}
@@ -53,13 +53,13 @@ function Version({ version, near, graph, count, onPromote }) {
   return html`<tr class=${version.live && "live"} style=${{ height: `${ROW}px` }}>
     ${graph && html`<td class="lineage" rowspan=${count}>${graph}</td>`}
     <td class="num"><a class="pick" href=${link("compare", { a: version.parent ?? 0, b: version.version })} title="compare with the version it came from">${version.version}</a></td>
-    <td title=${outcome(version.promotion)}><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.error && html`<${Said} most=${160}>${version.error}<//>`}</td>
+    <td title=${outcome(version.promotion)}><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.error && html` · <small class="reason" title=${version.error}>${version.error}</small>`}</td>
     <td><${Verified} version=${version} near=${near} /></td>
     <td class="num">${version.parent ?? ""}</td>
     <td class="num">${version.step ?? ""}</td>
     <td class="num">${reward(rewards.train)}</td>
     <td class="num">${reward(rewards.eval)}</td>
-    <td class="num"><${Time} at=${version.created_at} /></td>
+    <td class="num">${version.created_at > 0 && html`<${Time} at=${version.created_at} />`}</td>
     <td>${!version.live && (version.promotable ? html`<button onClick=${onPromote}>Promote…</button>` : html`<small class="why">${version.obstacle}</small>`)}</td>
   </tr>`;
 }
