@@ -36,3 +36,24 @@ async def test_siblings_that_begin_at_once_at_two_proxies_are_split_evenly(tmp_p
     assert sorted(one.place for one in observed) == list(range(16))
     for database in databases:
         await database.close()
+
+
+async def test_rollouts_that_first_use_a_prompt_at_two_proxies_at_once_are_split_evenly(tmp_path: Path) -> None:
+    databases = [await Database.open(StoreConfig(url=store_url(tmp_path))) for _ in range(2)]
+    stores = [Store(database) for database in databases]
+    for text in ("one", "two"):
+        await stores[0].prompts.add("p", text)
+    await asyncio.gather(*[store.prompt_tests.begin("p", 2) for store in stores])
+    (test,) = await stores[1].prompt_tests.under_way()
+
+    async def began(n: int) -> int:
+        sides = partial(choose, test, group_size=8, share=0.5)
+        return await stores[n % 2].prompt_tests.assign(test, RolloutName(f"r{n // 2}", "t"), 1000, sides)
+
+    found = await asyncio.gather(*map(began, range(32)))  # each at both
+    assert found[::2] == found[1::2]
+    observed = await stores[0].prompt_tests.observed(test)
+    assert [one.place for one in observed] == list(range(16))
+    assert Counter(one.version for one in observed[:8]) == Counter(one.version for one in observed[8:]) == {1: 4, 2: 4}
+    for database in databases:
+        await database.close()
