@@ -458,7 +458,7 @@ async def test_the_document_says_which_key_a_route_needs(running: Running, tmp_p
     }
     assert {route for route, names in needed.items() if names == ["admin key"]} == {
         "DELETE /rollouts/{rollout_id}", "POST /policy/promote", "POST /policy/rollback", "POST /prompts",
-        "POST /prompts/{name}/promote", "POST /prompts/{name}/rollback",
+        "POST /prompts/{name}/promote", "POST /prompts/{name}/rollback", "POST /prompts/{name}/test",
     }  # fmt: skip
     assert {route for route, names in needed.items() if not names} == {"GET /healthz", "GET /readyz", "GET /metrics"}
     assert needed["POST /reward"] == ["key", "key in a header"]
