@@ -89,8 +89,8 @@ def add(
     else:
         live = "it is live" if prompt["version"] == prompt["live_version"] else f"{prompt['live_version']} is live"
         typer.echo(f"prompt {name} version {prompt['version']}; {live}")
-        if promote and (tested := test_of(prompt, prompt["version"])):
-            typer.echo(tested)
+        if promote and prompt["version"] != prompt["live_version"]:
+            typer.echo(test_of(prompt, prompt["version"]))
 
 
 @app.command()
@@ -136,12 +136,12 @@ def rollback(context: typer.Context, name: Name, as_json: Json = False) -> None:
 
 
 def test_of(prompt: dict[str, Any], version: int) -> str:
-    """Say that a version of a prompt is tested, or waits for that; an empty text if neither."""
+    """Say that a version of a prompt is tested, or waits for that."""
     said, test = f"prompt {prompt['name']} version {version}", prompt["test"]
-    if prompt["waiting"] == version:
+    if test is not None and prompt["waiting"] == version:
         return f"{said} is tested after version {test['version']}"
     if test is None or test["version"] != version:
-        return ""
+        return f"{said}: `lightning-proxy prompts list` shows its test"
     return f"{said} is tested against version {test['against']}: `lightning-proxy prompts list` shows how it goes"
 
 

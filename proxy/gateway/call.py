@@ -72,9 +72,9 @@ class Gateway:
         """Answer a call; its record is durable before the answer's last byte leaves."""
         said = await self._said(question)  # what its conversation says, if no name tells the rollout
         rollout = await self._rollout(question, said)  # the one named, or that of which the conversation goes on
-        question = await self.rewrite(question, rollout)  # what the model is asked
-        # Which weights answer.
+        # Which weights answer. Only a call that has a way to them is part of a prompt's test.
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
+        question = await self.rewrite(question, rollout)  # what the model is asked
         way = await self._way(question, rollout, route)  # the API's own, or the chat route for it
         call = Call(self, question, rollout, route, way, reply, said)  # what is known before the answer
         async with call.under_way():

@@ -73,9 +73,9 @@ class Gate(Generic[Test]):
                         if alone:
                             await self.look()
             except (LightningError, OSError) as error:  # the next look may succeed
-                log.warning("the candidate cannot be weighed now: %s", error)
+                log.warning("candidates cannot be weighed now: %s", error)
             except Exception:  # without a gate the trainer would wait for ever
-                log.exception("the candidate cannot be weighed")
+                log.exception("candidates cannot be weighed")
             await asyncio.sleep(max(LOOK_S, REST * (monotonic() - began)))
 
     async def look(self) -> None:
@@ -83,7 +83,12 @@ class Gate(Generic[Test]):
         tests = await self._tests.under_way()
         self._seen = {test.n: self._seen[test.n] for test in tests if test.n in self._seen}
         for test in tests:
-            await self._look_at(test)
+            try:
+                await self._look_at(test)
+            except (LightningError, OSError):
+                raise
+            except Exception:  # other tests go on
+                log.exception("%s cannot be weighed", test.candidate)
 
     async def _look_at(self, test: Test) -> None:
         now, stamp = time.time(), await self._tests.stamp(test)

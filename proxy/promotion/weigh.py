@@ -165,13 +165,14 @@ def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | 
         return "promoted", "; ".join(said)
     if not is_over:
         return None, ""
-    low = [name for name, one in judged.items() if one.mean is None or one.mean < -one.margin / 2]
+    if without := [name for name, one in judged.items() if one.mean is None]:
+        why = "no task had rollouts of both versions with a value of it"
+        return "rejected", f"undecided at max_rollouts: {'; '.join(f'{name}: {why}' for name in without)}"
+    low = [name for name, one in judged.items() if one.mean is not None and one.mean < -one.margin / 2]
     said = (f"{name}: {_said(judged[name])}" for name in low or judged)
     bound = "at most half a drop" if not low else "more than half a drop"
     return ("rejected" if low else "promoted"), f"undecided at max_rollouts, {bound}: {'; '.join(said)}"
 
 
 def _said(evidence: Evidence) -> str:
-    if evidence.mean is None:
-        return "no pair has values of it"
     return f"{evidence.mean:+.3f} on average of {evidence.pairs} pairs"

@@ -106,13 +106,15 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
     """A prompt, for an agent that asks for its text.
 
     A rollout (its key, or `X-Rollout-Id`) gets the version that it keeps. If it is open and keeps none, it keeps the
-    live one now. A rollout's own key sees no `versions`.
+    live one now, unless it asks for a `version`. A rollout's own key sees no `versions`.
     """
     p, caller = parts(request), caller_of(request)
     rollout_id = caller.rollout_id or request.headers.get("x-rollout-id")
     prompt = await p.store.prompts.get(check_id(name, "name"))
+    asks_for_one = version is not None and caller.rollout_id is None
     if rollout_id is not None:
         await parts_for(request, rollout_id)
+    if rollout_id is not None and not asks_for_one:
         if p.config.prompts.is_gated:
             split = PromptSplit(p.config, p.store)
             await split(RolloutName(rollout_id), name, prompt.live, opens=False)
@@ -144,7 +146,7 @@ async def post_prompt(request: Request, body: PromptBody) -> Response:
     if body.metrics:
         await p.store.prompts.measured(body.name, version, body.metrics)
     prompt = await p.store.prompts.get(body.name)
-    if body.promote and version != prompt.live:
+    if is_gated and body.promote and version != prompt.live:
         await p.store.prompt_tests.begin(body.name, version)
     view = await _view(p, prompt, version, caller_of(request))
     return await large_response(lambda: view)
@@ -196,7 +198,9 @@ async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[
     waiting: int | None = None
     if caller.rollout_id is None:
         rewards = await p.store.prompts.rewards(prompt.name, own=caller.own, key_id=caller.key_id)
-        tests = {v: test for (name, v), test in (await p.store.prompt_tests.last()).items() if name == prompt.name}
+        if not caller.own:  # a test's numbers are those of all rollouts
+            last = await p.store.prompt_tests.last(prompt.name)
+            tests = {test.version: test for test in last}
         waiting = (await p.store.prompt_tests.waiting()).get(prompt.name)
         for one in prompt.versions:
             facts = {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}

@@ -20,8 +20,10 @@ NOT_GATED = "prompts.promotion was set to immediate"  # why a test ended
 
 PROMPTS_TESTED = "SELECT * FROM prompt_tests WHERE status = 'testing' ORDER BY n"
 PROMPT_TESTED = "SELECT * FROM prompt_tests WHERE name = :name AND status = 'testing'"
-# The last test of each version.
-PROMPT_TESTS = "SELECT * FROM prompt_tests WHERE n IN (SELECT MAX(n) FROM prompt_tests GROUP BY name, version)"
+# The last test of each of a prompt's versions.
+PROMPT_TESTS = """
+SELECT * FROM prompt_tests WHERE n IN (SELECT MAX(n) FROM prompt_tests WHERE name = :name GROUP BY version)
+"""
 PROMPTS_WAITING = "SELECT name, version FROM prompt_waiting"
 PROMPT_WAITS = """
 INSERT INTO prompt_waiting (name, version) VALUES (:name, :version)
@@ -32,7 +34,12 @@ PROMPT_TEST_BEGIN = """
 INSERT INTO prompt_tests (name, version, against, status, began_at) VALUES (:name, :version, :against, 'testing', :at)
 """
 PROMPT_TEST_STATUS = "SELECT 1 FROM prompt_tests WHERE n = :n AND status = 'testing'"
-ROLLOUT_NOW = "SELECT status, mode, task_id FROM rollouts WHERE rollout_id = :rollout_id"
+# `comes_late`: its side would be drawn when something of its outcome is known.
+ROLLOUT_NOW = """
+SELECT task_id, mode = 'eval' OR status <> 'running' OR EXISTS (
+    SELECT 1 FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id
+) AS comes_late FROM rollouts WHERE rollout_id = :rollout_id
+"""
 PROMPT_NEXT_PLACE = """
 SELECT COALESCE(MAX(place) + 1, 0) AS place FROM prompt_test_rollouts WHERE test = :n AND task_id IS :task_id
 """
@@ -107,9 +114,9 @@ class PromptTests:
         row = await self._db.quick(PROMPT_TESTED, {"name": name})
         return None if row is None else _read(row)
 
-    async def last(self) -> dict[tuple[str, int], PromptTest]:
-        """Return, by prompt and version, the last test of each."""
-        return {(row["name"], row["version"]): _read(row) for row in await self._db.all(PROMPT_TESTS)}
+    async def last(self, name: str) -> list[PromptTest]:
+        """Return the last test of each of a prompt's versions."""
+        return [*map(_read, await self._db.all(PROMPT_TESTS, {"name": name}))]
 
     async def waiting(self) -> dict[str, int]:
         """Return the versions that wait for their test, by prompt."""
@@ -138,8 +145,8 @@ class PromptTests:
     ) -> int:
         """Return the version that a rollout keeps: chosen now, if it uses the prompt for the first time.
 
-        At most `most` rollouts are compared. One that has ended, is of mode `eval`, comes after that or, unless this
-        `opens` it, is unknown, goes on with the live version.
+        At most `most` rollouts are compared. One that has ended, has a reward, is of mode `eval`, comes after that or,
+        unless this `opens` it, is unknown, goes on with the live version.
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "n": test.n}
         row |= {"name": test.name, "agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id}
@@ -149,7 +156,7 @@ class PromptTests:
             if (kept := await db.one(ROLLOUT_PROMPT, row)) is not None:
                 return int(kept["version"])
             known = await db.one(ROLLOUT_NOW, row)
-            if not opens if known is None else known["mode"] == "eval" or known["status"] != "running":
+            if not opens if known is None else known["comes_late"]:
                 return test.against
             of_task = row | {"task_id": rollout.task_id if known is None else known["task_id"] or rollout.task_id}
             done, place = await db.one(PROMPT_COMPARED, row), await db.one(PROMPT_NEXT_PLACE, of_task)
@@ -159,7 +166,9 @@ class PromptTests:
             chosen = choose(of_task["task_id"], place["place"])
             if known is None:
                 await db.run(ROLLOUT_SEEN, row)
-            await db.run(ROLLOUT_PROMPT_KEPT, row | {"version": chosen.version})
+            if not await db.run(ROLLOUT_PROMPT_KEPT, row | {"version": chosen.version}):
+                kept = await db.one(ROLLOUT_PROMPT, row)  # by another process, a moment ago
+                return test.against if kept is None else int(kept["version"])
             await db.run(PROMPT_ASSIGN, of_task | chosen._asdict())
             return chosen.version
 

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.policy.routing import PolicyRouter
+from lightning_proxy.proxy.policy.swap import NotServed
 from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.proxy.store.resources.prompt_tests import PromptTest, PromptTests
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
 TEXTS = ("You are a writer.", "You are a careful writer.", "You are a clown.")
@@ -108,10 +111,11 @@ async def test_a_rollout_that_asks_for_the_text_takes_part(running: Any, tmp_pat
         assert {name: await shown(system, name) for name in asked} == asked
         _, prompt = await system.call("GET", "/prompts/writer", **{"X-Rollout-Id": "nobody"})
         assert prompt["version"] == 1
-        await system.call("POST", "/rollouts", {"rollout_id": "ended"})
-        await system.call("POST", "/rollouts/ended/end", {"status": "completed"})
-        _, prompt = await system.call("GET", "/prompts/writer", **{"X-Rollout-Id": "ended"})
-        assert prompt["version"] == 1
+        _, opened = await system.call("POST", "/rollouts", {"n": 4})
+        for one in opened:
+            status, _ = await system.call("POST", f"/rollouts/{one['rollout_id']}/end", {"status": "completed"})
+            _, prompt = await system.call("GET", "/prompts/writer", **{"X-Rollout-Id": one["rollout_id"]})
+            assert (status, prompt["version"]) == (200, 1)
 
 
 async def test_a_version_that_is_worse_is_taken_back_and_a_better_one_goes_live(running: Any, tmp_path: Path) -> None:
@@ -177,3 +181,53 @@ async def test_a_gate_that_is_opened_ends_the_test_and_refuses_another(running: 
         assert {await shown(system, f"r{i}", "t") for i in range(4)} == {1}
         status, answer = await system.call("POST", "/prompts/writer/test", {"version": 2})
         assert status == 409 and "set prompts.promotion to gated" in answer["error"]["message"]
+
+
+async def test_a_call_that_no_server_gets_is_in_no_test(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gated(running, tmp_path) as system:
+        await begin(system, 2)
+
+        async def refuses(*_: Any, **__: Any) -> Any:
+            raise NotServed("the live version is not served")
+
+        monkeypatch.setattr(PolicyRouter, "route", refuses)
+        with pytest.raises(AssertionError, match="not served"):
+            await shown(system, "r", "t")
+        async with system.store() as store:
+            assert await store.database.all("SELECT * FROM prompt_test_rollouts") == []
+
+
+async def test_a_rollout_with_a_reward_and_one_that_asks_for_a_version_are_in_no_test(
+    running: Any, tmp_path: Path
+) -> None:
+    async with gated(running, tmp_path) as system:
+        await begin(system, 2)
+        _, opened = await system.call("POST", "/rollouts", {"task_id": "t", "n": 2})
+        early, asks = (one["rollout_id"] for one in opened)
+        status, _ = await system.call("POST", "/reward", {"rollout_id": early, "reward": 0.9, "final": False})
+        assert (status, await shown(system, early)) == (200, 1)
+        _, prompt = await system.call("GET", "/prompts/writer?version=3", **{"X-Rollout-Id": asks})
+        assert prompt["version"] == 3
+        async with system.store() as store:
+            assert await store.database.all("SELECT * FROM prompt_test_rollouts") == []
+
+
+async def test_one_test_that_cannot_be_weighed_holds_up_no_other(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed = PromptTests.observed
+
+    async def broken(self: PromptTests, test: PromptTest) -> Any:
+        if test.name == "other":
+            raise ValueError("a row that cannot be read")
+        return await observed(self, test)
+
+    monkeypatch.setattr(PromptTests, "observed", broken)
+    async with gated(running, tmp_path) as system:
+        for text in ("one", "two"):
+            await system.call("POST", "/prompts", {"name": "other", "text": text, "promote": True})
+        await begin(system, 3)
+        await rewarded(system, 10, lambda version: 0.0 if version == 3 else 1.0)
+        assert (await decided(system, 3))["versions"][2]["promotion"]["status"] == "rejected"

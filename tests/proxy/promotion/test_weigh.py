@@ -87,7 +87,7 @@ def test_what_is_undecided_after_the_last_rollout_goes_live_within_half_a_margin
 def test_a_metric_that_no_rollout_has_a_value_of_lets_nothing_go_live() -> None:
     weighed = weigh(TEST, groups(5, 1.0, 0.5), rules({"reward": 0.1, "style": 0.1}, max_rollouts=20), NOW)
     assert (weighed.outcome, weighed.reason) == (
-        "rejected", "undecided at max_rollouts, more than half a drop: style: no pair has values of it"
+        "rejected", "undecided at max_rollouts: style: no task had rollouts of both versions with a value of it"
     )  # fmt: skip
 
 
