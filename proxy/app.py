@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access.auth import Keys
 from .access.local import require_local
@@ -254,8 +254,21 @@ class _Dispatch:
             return
         if self._forwards and is_data_path(scope["path"]):
             await parts.relay(scope, receive, send)
+        elif scope["method"] == "HEAD":
+            await self._control({**scope, "method": "GET"}, receive, _only_head(send))
         else:
             await self._control(scope, receive, send)
+
+
+def _only_head(send: Send) -> Send:
+    """Send an answer's head and end there: a stream without end sees that its client has gone."""
+
+    async def send_head(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body"})
+
+    return send_head
 
 
 async def _lightning_error(_: Request, error: Exception) -> JSONResponse:
@@ -301,4 +314,5 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 def _methods(request: Request) -> set[str]:
     """All that this path answers to; Starlette names those of the first route only."""
     found = (r.methods for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
-    return {method for methods in found for method in methods or ()}
+    methods = {method for methods in found for method in methods or ()}
+    return methods | {"HEAD"} if "GET" in methods else methods

@@ -43,6 +43,9 @@ def read_headers(scope: Scope) -> dict[str, str]:
         for name, n in Counter(name for name, _ in scope["headers"]).items():
             if n > 1 and name in _ONCE:
                 raise InvalidRequest(f"the header {name.decode()} is there {n} times", param=name.decode())
+        packed = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-encoding"]
+        if len(packed) > 1:
+            headers["content-encoding"] = ", ".join(packed)
     encoding = headers.get("transfer-encoding")
     if encoding is not None and (encoding.lower() != "chunked" or scope["http_version"] == "1.0"):
         raise InvalidRequest("the only Transfer-Encoding that is understood is chunked, in HTTP/1.1")

@@ -1,9 +1,8 @@
-"""Unpacks and parses request bodies, and writes them again for an upstream."""
+"""Parses request bodies, and writes them again for an upstream."""
 
 from __future__ import annotations
 
 import re
-import zlib
 from typing import Any
 
 import orjson
@@ -12,7 +11,7 @@ from ..apis.as_chat.dialect import PATH, ThroughChat
 from ..apis.dialects import Dialect
 from ..apis.inject import Injection
 from ..aside import LARGE
-from ..errors import InvalidRequest, TooLarge, UnsupportedMediaType
+from ..errors import InvalidRequest
 from ..json_text import as_utf8, encode, loads, loads_in_turns, with_model
 from ..upstreams.attempts import Target
 from ..upstreams.base import Piece, Request, Route
@@ -20,26 +19,6 @@ from ..upstreams.base import Piece, Request, Route
 _FORM_NAME = b'name="model"\r\n'
 # The form field's other headers, its value, and the boundary that ends it.
 _FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
-
-
-def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
-    """Return the decompressed body. Raise TooLarge for more than `limit` bytes, InvalidRequest if it is damaged."""
-    if content_encoding.lower() in ("", "identity"):
-        return body
-    if content_encoding.lower() not in ("gzip", "deflate"):
-        raise UnsupportedMediaType(f"Content-Encoding is gzip, deflate or none, got {content_encoding[:60]!r}")
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either kind
-    try:
-        raw = unpacker.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise InvalidRequest(f"the body is not valid {content_encoding}: {error}") from None
-    if len(raw) > limit:
-        raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")
-    if not unpacker.eof:
-        raise InvalidRequest(f"the body is not valid {content_encoding}: it is cut off")
-    if unpacker.unused_data:
-        raise InvalidRequest(f"the body is {content_encoding} and more: what follows it would be lost")
-    return raw
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from ..types import RolloutName
 from ..upstreams.attempts import Attempts
 from ..upstreams.base import Request, Route
 from .asgi import ClientDisconnected, Receive, Reply, Scope, Send, read_headers
-from .body import model_of, parse_any, parse_object, target_of, unpack
+from .body import model_of, parse_any, parse_object, target_of
 from .call import Gateway
 from .naming import DataPath, name_rollout, parse_path, wants_recording
+from .packed import unpack
 from .question import Question
 from .reading import Bodies
 
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 # Not TRACE: its answer is the request, with what we add to it.
 _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+_READS = ("GET", "HEAD")
 _NOBODY = Caller(None, forward_authorization=False)
 _RESPONSES = "/v1/responses/"
 _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
@@ -121,9 +123,10 @@ class Relay:
         dialect = DIALECTS.get(path) if method == "POST" else None
         if dialect is not None:
             await self._gateway.answer(await self._question(visit, body, dialect), reply)
-        elif method == "GET" and path == "/v1/models":
-            await self._list_models(visit.request(body, identity=True), visit.rollout, reply)
-        elif method == "GET" and path == f"/v1/models/{self._policy.alias}":
+        elif method in _READS and path == "/v1/models":
+            asked = visit.request(body, identity=True)._replace(method="GET")  # the server sends no body to HEAD
+            await self._list_models(asked, visit.rollout, reply)
+        elif method in _READS and path == f"/v1/models/{self._policy.alias}":
             await reply.json(200, self._policy.alias_entry())
         else:
             await self._pass_through(visit, visit.request(body), reply)

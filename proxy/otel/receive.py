@@ -21,7 +21,7 @@ from ..control.door import require_may_reward
 from ..control.parts import Parts
 from ..errors import InvalidRequest, LightningError
 from ..gateway.asgi import ClientDisconnected, read_headers
-from ..gateway.body import unpack
+from ..gateway.packed import unpack
 from ..types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
 from .genai_read import action_of, is_action, is_call, request_of, response_of, tokens_of
 from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused

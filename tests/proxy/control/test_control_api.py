@@ -560,7 +560,7 @@ async def test_a_method_that_a_path_does_not_have_is_answered_with_those_that_it
         running(tmp_path) as system,
         system.session.put(system.url + "/rollouts") as answer,
     ):
-        assert (answer.status, answer.headers["Allow"]) == (405, "GET, POST")
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD, POST")
 
 
 async def test_an_integer_may_be_written_with_a_point(running, tmp_path):

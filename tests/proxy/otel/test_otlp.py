@@ -26,7 +26,7 @@ from opentelemetry.trace import Status, StatusCode
 
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
-from lightning_proxy.proxy.gateway.body import unpack
+from lightning_proxy.proxy.gateway.packed import unpack
 from lightning_proxy.proxy.otel.otlp import read_spans
 from lightning_proxy.proxy.otel.receive import read_all
 from lightning_proxy.proxy.store.database import opened
