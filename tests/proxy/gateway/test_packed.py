@@ -105,6 +105,10 @@ async def _recorded(body: bytes, *encodings: str) -> tuple[int, Any]:
         await writer.drain()
 
     recorder, headers = MemoryRecorder(), [("Content-Encoding", one) for one in encodings]
-    async with speaking(answer) as base, relaying(base, recorder) as url, aiohttp.ClientSession() as session:
-        async with session.post(f"{url}/v1/chat/completions", data=body, headers=headers) as reply:
-            return reply.status, recorder.starts[0].request
+    async with (
+        speaking(answer) as base,
+        relaying(base, recorder) as url,
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/chat/completions", data=body, headers=headers) as reply,
+    ):
+        return reply.status, recorder.starts[0].request
