@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.types import ModelCall, Reward
-from lightning_proxy.trainer.credit.rewards import JUDGE, reward_weights, weighted_rewards
+from lightning_proxy.trainer.credit.rewards import JUDGE, training_rules
 from lightning_proxy.trainer.judge.judge import UNDECIDED, question, read_score, transcript
-from lightning_proxy.trainer.types import Sibling
+from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
 GOOD, NEITHER, BAD = "10", "5", "0"
 WRONG = 64  # of 256
@@ -46,4 +46,4 @@ def judged(sibling: Sibling, config: TrainerConfig, idle: Set[int]) -> Sibling:
         posted.append(Reward("r", sibling.rewards.final))
     said = zip(sibling.calls, scores(sibling.calls, idle), strict=True)
     posted += [Reward("r", score, call.call_id, name=JUDGE) for call, score in said]
-    return replace(sibling, rewards=weighted_rewards(posted, reward_weights(config)))
+    return replace(sibling, rewards=RolloutRewards.counted(posted, training_rules(config)))

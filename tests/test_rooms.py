@@ -22,6 +22,7 @@ LEVELS = {
         {"policy", "conversation"},
         {"upstreams", "access", "recording"},
         {"store", "apis"},
+        {"returns"},
         {"config", "types"},
         {"errors", "json_text", "aside", "bootstrap"},
     ],

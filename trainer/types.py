@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from ..proxy.config.policy import DEFAULT_ADAPTER
-from ..proxy.types import ModelCall, Rollout
+from ..proxy.returns import Rules, earned, return_of
+from ..proxy.types import ModelCall, Reward, Rollout, RolloutStatus
 
 # rl: LightningRL, as `trainer` says. sft: supervised fine-tuning on the best rollouts, as `trainer.sft` says.
 # dpo: direct preference optimization on pairs of siblings, as `trainer.dpo` says.
@@ -28,12 +29,16 @@ class RolloutRewards:
     calls: Mapping[str, float] = field(default_factory=dict)
     air: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def counted(cls, rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "completed") -> RolloutRewards:
+        """Return what was posted for a rollout of this status, as the rules count it. Oldest reward first."""
+        found = earned(rewards, rules, status)
+        return cls(found.own, found.calls)
+
     @property
     def posted(self) -> float | None:
         """Return the rollout's own reward, or else the sum of its calls' rewards; None without any."""
-        if self.final is not None:
-            return self.final
-        return math.fsum(self.calls.values()) if self.calls else None
+        return return_of(self.final, self.calls.values())
 
     @property
     def total(self) -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ..returns import Rules, earned
 from ..store.resources.promotions import Observed
-from ..types import Reward
 from .evidence import difference, sign_difference
 
 TRAINED = "reward"  # what the trainer counts: named rewards, times their weights
@@ -75,15 +74,4 @@ def metrics(
 
 
 def _rewarded(weights: Mapping[str, float]) -> Value:
-    return lambda rollout: reward_of(rollout.rewards, weights)
-
-
-def reward_of(rewards: Sequence[Reward], weights: Mapping[str, float]) -> float | None:
-    """Return a rollout's reward: that of the rollout itself, or else the sum of its calls'; None without any.
-
-    Each is the weighted sum of the newest reward of each name. Oldest reward first.
-    """
-    newest = {(one.call_id, one.name): one.value for one in rewards if one.name in weights}
-    whole = [weights[name] * value for (call_id, name), value in newest.items() if call_id is None]
-    calls = [weights[name] * value for (call_id, name), value in newest.items() if call_id is not None]
-    return math.fsum(whole) if whole else math.fsum(calls) if calls else None
+    return lambda rollout: earned(rollout.rewards, Rules(weights)).returned

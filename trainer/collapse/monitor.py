@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from ...proxy.config.trainer import TrainerConfig
+from ...proxy.returns import Rules, earned
 from ...proxy.store.store import Store
 from ...proxy.store.training import Collapse, Step
 from ...proxy.types import PolicyVersion, Reward, Rollout
-from ..credit.rewards import weighted_rewards
 from .signs import Measured, Scored, Sign, kept, reward_sign, step_signs
 
 log = logging.getLogger(__name__)
@@ -138,10 +138,8 @@ class Monitor:
         return scored
 
     def _reward(self, rollout: Rollout, posted: Sequence[Reward]) -> float | None:
-        rewards = weighted_rewards(posted, self._config.reward_weights)
-        if rollout.status == "failed" and rewards.final is None:
-            return self._config.failed_reward
-        return rewards.posted
+        found = earned(posted, Rules.of(self._config), rollout.status)
+        return found.own if rollout.status == "failed" else found.returned
 
 
 def _took(rollout: Rollout, rewards: Sequence[Reward]) -> float:

@@ -11,7 +11,7 @@ from ...proxy.errors import NotFound
 from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Reward, Rollout
 from ..credit.air import air_rewards
-from ..credit.rewards import reward_weights, weighted_rewards
+from ..credit.rewards import training_rules
 from ..types import RolloutRewards, Sibling
 
 # Takes a rollout's calls and rewards, and returns scores of the calls that have none yet. Raises JudgeError.
@@ -26,7 +26,7 @@ class Siblings:
         self._store = store
         self._judge = judge
         self._failed_count = config.failed_reward is not None
-        self._weights = reward_weights(config)
+        self._rules = training_rules(config)
 
     async def read(self, rollout: Rollout) -> Sibling | None:
         """Return the rollout with its stored rewards (a judge's earlier scores included) and automatic ones.
@@ -67,12 +67,5 @@ class Siblings:
 
     async def _scored(self, rollout: Rollout, posted: list[Reward]) -> Sibling:
         calls = await self._store.calls.of(rollout.rollout_id)
-        rewards = self._failed(rollout, weighted_rewards(posted, self._weights))
+        rewards = RolloutRewards.counted(posted, self._rules, rollout.status)
         return Sibling(calls, replace(rewards, air=air_rewards(calls, self._config.air)))
-
-    def _failed(self, rollout: Rollout, rewards: RolloutRewards) -> RolloutRewards:
-        """Give a failed rollout its configured reward, unless one was posted for it as a whole."""
-        penalty = self._config.failed_reward
-        if rollout.status != "failed" or penalty is None or rewards.final is not None:
-            return rewards
-        return replace(rewards, final=penalty)

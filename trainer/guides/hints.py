@@ -20,7 +20,7 @@ from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import NotFound
 from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Rollout
-from ..credit.rewards import reward_weights
+from ..credit.rewards import training_rules
 from ..types import Batch, Guidance, Sample
 from ..waiting import in_thread
 from .hinted import Hint, answers_of, hinted_prompt, hinted_row
@@ -44,7 +44,7 @@ class Hints:
         assert config.hints != "off"
         self._kind: Hint = config.hints
         self._weight = config.hint_weight
-        self._rewards = reward_weights(config)
+        self._rules = training_rules(config)
         self._store = store
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
@@ -116,7 +116,7 @@ class Hints:
     def _hints(self, recorded: Sequence[Recorded]) -> Mapping[str, str]:
         if self._kind == "comments":
             return comments(recorded)
-        return siblings(recorded, self._rewards, self._tokenizer)
+        return siblings(recorded, self._rules, self._tokenizer)
 
     def _row(
         self, sample: Sample, start: int, end: int, call: ModelCall | None, hint: str | None

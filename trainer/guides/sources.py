@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from ...proxy.returns import Rules, earned
 from ...proxy.types import ModelCall, Reward
-from ..credit.rewards import JUDGE, weighted_rewards
+from ..credit.rewards import JUDGE
 
 QUOTED = 16  # characters in a row that a comment has from the answer: no chance
 LEFT_OUT = "…"
@@ -70,16 +71,14 @@ def without_quotes(said: str, answer: str) -> str:
     return kept
 
 
-def siblings(
-    rollouts: Sequence[Recorded], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, str]:
+def siblings(rollouts: Sequence[Recorded], rules: Rules, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return hints by call id: all answers that the same agent gave in the best rollout of the task.
 
-    The best has the highest reward, by `weights`. Rollouts with as high a one get no hint.
+    The best has the highest return, by `rules`. Rollouts with as high a one get no hint.
     """
     tasks: dict[str, list[tuple[float, Recorded]]] = {}
     for rollout in rollouts:
-        posted = weighted_rewards(rollout.rewards, weights).posted
+        posted = earned(rollout.rewards, rules).returned
         tasks.setdefault(rollout.task_id, []).append((-math.inf if posted is None else posted, rollout))
     found: dict[str, str] = {}
     for of_task in tasks.values():

@@ -10,10 +10,10 @@ from typing import NamedTuple, TypeVar
 from ...proxy.apis.shaping import can_be_imitated
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import LightningError, NotFound
+from ...proxy.returns import Rules, earned
 from ...proxy.store.store import Store
 from ...proxy.types import Choice, ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
-from ..credit.rewards import weighted_rewards
 from ..report.batch_metrics import Seen
 from ..rows.samples import rollout_samples
 from ..types import Sample, Sampling
@@ -77,7 +77,7 @@ class RolloutReader:
             page, cursor = await self._store.rollouts.page({"mode": "train", "status": "completed"}, PAGE, cursor)
             for rollout in (r for r in page if r.rollout_id not in awaiting):
                 posted = await self._store.rewards.of(rollout.rollout_id)
-                reward = weighted_rewards(posted, self._config.reward_weights).posted
+                reward = earned(posted, Rules.of(self._config)).returned
                 if reward is not None and (among is None or rollout.rollout_id in among):
                     seen.reward(rollout.task_id, reward)
                     found.append(Rewarded(rollout, reward))

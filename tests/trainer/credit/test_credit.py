@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.returns import Rules
 from lightning_proxy.proxy.types import Reward
 from lightning_proxy.trainer.credit.baselines import group_baselines
-from lightning_proxy.trainer.credit.rewards import weighted_rewards
 from lightning_proxy.trainer.credit.strategies import (
     STRATEGIES,
     discounted_returns,
@@ -145,16 +145,16 @@ def test_named_rewards_are_summed_by_their_weights_and_the_newest_counts() -> No
         Reward("r", 9.0), Reward("r", 1.0), Reward("r", 4.0, name="style"), Reward("r", 8.0, name="other"),
         Reward("r", 2.0, "a"), Reward("r", 3.0, "a", name="style"), Reward("r", 5.0, "b", name="other"),
     ]  # fmt: skip
-    found = weighted_rewards(posted, {"reward": 1.0, "style": 0.5})
+    found = RolloutRewards.counted(posted, Rules({"reward": 1.0, "style": 0.5}))
     assert (found.final, found.calls) == (3.0, {"a": 3.5})
-    assert weighted_rewards(posted, {"reward": 1.0}) == RolloutRewards(1.0, {"a": 2.0})
-    assert weighted_rewards(posted[:1], {"style": 1.0}).posted is None
+    assert RolloutRewards.counted(posted, Rules({"reward": 1.0})) == RolloutRewards(1.0, {"a": 2.0})
+    assert RolloutRewards.counted(posted[:1], Rules({"style": 1.0})).posted is None
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
 def test_rewards_that_are_as_large_as_numbers_can_be_are_compared_too(baseline: str) -> None:
     posted = [[Reward("r", value), Reward("r", value, name="style")] for value in (1.7e308, -1.7e308, -1.7e308)]
-    rewards = [weighted_rewards(own, {"reward": 1.0, "style": 10.0}) for own in posted]
+    rewards = [RolloutRewards.counted(own, Rules({"reward": 1.0, "style": 10.0})) for own in posted]
     found = group_advantages([Sibling([call("0")], own) for own in rewards], config(baseline=baseline))
     assert all(0 < abs(advantage or 0) < 1e31 for (advantage,) in found)
 

@@ -19,6 +19,7 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.returns import Rules
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
@@ -237,11 +238,11 @@ def test_a_siblings_hint_is_all_that_the_same_agent_answered(base: Path) -> None
     good = [answered("g1", "a", "red", "<end>"), answered("g2", "b", "blue"), answered("g3", "a", "green", "<end>"),
             answered("g4", "a", "black", trainable=False)]  # fmt: skip
     bad = [answered("b1", "a", "black"), answered("b2", "c", "black")]
-    weights = {"reward": 1.0}
-    found = siblings([recorded(Reward("r", 1.0), calls=good), recorded(calls=bad)], weights, tokenizer)
+    rules = Rules({"reward": 1.0})
+    found = siblings([recorded(Reward("r", 1.0), calls=good), recorded(calls=bad)], rules, tokenizer)
     assert found == {"b1": "red\n\ngreen"}
     both = [recorded(Reward("r", 1.0), calls=calls, task=task) for calls, task in ((good, "t"), (bad, "t"), (bad, "u"))]
-    assert siblings(both, weights, tokenizer) == {}
+    assert siblings(both, rules, tokenizer) == {}
 
 
 def recorded(*rewards: Reward, task: str = "t", calls: Sequence[ModelCall] = (call("c1"), call("c2"))) -> Recorded:
