@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from .control import FIND_S, PATIENCE_S, Control
 from .errors import ClientError, NoRollout, Refused
+from .no_proxy import reached_directly
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 CONFLICT = 409
@@ -59,19 +60,24 @@ class Rollout:
             "LIGHTNING_URL": self.control.url,
             "LIGHTNING_ROLLOUT_ID": self.rollout_id,
         }
-        return found | ({"LIGHTNING_API_KEY": self.control.api_key} if self.control.api_key else {})
+        found |= {"LIGHTNING_API_KEY": self.control.api_key} if self.control.api_key else {}
+        return reached_directly(found, os.environ)
 
     def openai(self, **options: Any) -> Any:
         """An `openai.OpenAI` whose calls belong to the rollout."""
         from openai import OpenAI
 
-        return OpenAI(**self._options(options))
+        from .direct import Http
+
+        return OpenAI(**{"http_client": Http(), **self._options(options)})
 
     def async_openai(self, **options: Any) -> Any:
         """An `openai.AsyncOpenAI` whose calls belong to the rollout."""
         from openai import AsyncOpenAI
 
-        return AsyncOpenAI(**self._options(options))
+        from .direct import AsyncHttp
+
+        return AsyncOpenAI(**{"http_client": AsyncHttp(), **self._options(options)})
 
     def using(self, client: Any) -> Any:
         """A copy of an OpenAI or Anthropic client whose calls belong to the rollout. Connections are shared.

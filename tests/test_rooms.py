@@ -49,7 +49,7 @@ SIDE_ROOMS = {
     ),
 }
 # What each top-level package may import besides itself.
-BELOW = {"proxy": set[str](), "trainer": {"proxy"}, "commands": {"proxy", "trainer"}, "client": set[str]()}
+BELOW = {"proxy": set[str](), "trainer": {"proxy"}, "commands": {"proxy", "trainer", "client"}, "client": set[str]()}
 
 MOST_LINES, MOST_FUNCTION_LINES, MOST_FILES, MOST_WORDS = 350, 40, 20, 25
 

@@ -14,6 +14,7 @@ from ...proxy.config.root import Config
 from ...proxy.config.upstreams import UpstreamConfig, below
 from ...proxy.errors import ConfigError
 from ...proxy.policy.mode import publish_mode
+from ...proxy.upstreams.environment import through
 from ...trainer.plan.settle import settle
 from ..api_client import ApiClient
 from ..formats import print_json
@@ -95,7 +96,8 @@ async def _check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig
     fix = f"{start}, or correct upstreams.base_url"
     try:
         limit = aiohttp.ClientTimeout(total=REACH_S)
-        async with session.get(below(url, "/models"), headers=upstream.credentials, timeout=limit) as answer:
+        way = through(upstream, url)
+        async with session.get(below(url, "/models"), headers=upstream.credentials, timeout=limit, **way) as answer:
             status = answer.status
     except (aiohttp.ClientError, TimeoutError) as error:
         return failed(name, f"{url} is not reachable: {error or 'no answer in time'}", fix)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...client.no_proxy import reached_directly
 from ...proxy.errors import ConfigError, LightningError
 from ...proxy.store.copies import make_private
 from .runner import CANNOT_START, Runner
@@ -33,7 +34,7 @@ class ProcessRunner:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
-                    env={**_inherited(), **env},
+                    env=_with_inherited(env),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=asyncio.subprocess.STDOUT,
@@ -71,8 +72,7 @@ class PreloadRunner(ServedRunner):
 
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
         script, argv = self._command[1], self._command[2:]
-        whole_env = {**_inherited(), **env}
-        return {"script": script, "argv": argv, "cwd": str(Path.cwd()), "env": whole_env, "log": str(log)}
+        return {"script": script, "argv": argv, "cwd": str(Path.cwd()), "env": _with_inherited(env), "log": str(log)}
 
 
 def make_runner(command: Sequence[str], preload: Sequence[str] = ()) -> Runner:
@@ -84,7 +84,8 @@ def make_runner(command: Sequence[str], preload: Sequence[str] = ()) -> Runner:
     return PreloadRunner(command, preload) if preload else ProcessRunner(command)
 
 
-def _inherited() -> dict[str, str]:
-    """Our environment without the proxy's and the upstreams' keys: an agent gets only its rollout's key."""
+def _with_inherited(env: Mapping[str, str]) -> dict[str, str]:
+    """A program's variables and ours, without the proxy's and the upstreams' keys: it gets only its rollout's key."""
     secret = ("KEY", "UPSTREAMS")
-    return {k: v for k, v in os.environ.items() if not (k.startswith("LIGHTNING_") and any(s in k for s in secret))}
+    kept = {k: v for k, v in os.environ.items() if not (k.startswith("LIGHTNING_") and any(s in k for s in secret))}
+    return kept | reached_directly(env, kept)

@@ -34,6 +34,7 @@ class UpstreamConfig(Section):
     model_map: dict[str, str] = {}
     litellm_params: dict[str, Any] = {}
     fallbacks: list[str] = []
+    trust_env: bool = False
     connect_timeout_s: Seconds = 5.0
     first_byte_timeout_s: Seconds = 600.0
     idle_timeout_s: Seconds = 300.0

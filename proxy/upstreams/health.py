@@ -11,6 +11,7 @@ import aiohttp
 
 from ..config.root import Config
 from ..config.upstreams import UpstreamConfig, below
+from .environment import through
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,10 @@ async def _problem(upstream: UpstreamConfig, url: str, session: aiohttp.ClientSe
     """What is wrong with the server. Any answer but HTTP 5xx is fine: it may want a key, or list no models."""
     limit = aiohttp.ClientTimeout(total=upstream.connect_timeout_s)
     try:
-        asked = session.get(below(url, "/models"), headers=upstream.credentials, timeout=limit, allow_redirects=False)
+        way = through(upstream, url)
+        asked = session.get(
+            below(url, "/models"), headers=upstream.credentials, timeout=limit, allow_redirects=False, **way
+        )
         async with asked as answer:
             return f"it answers HTTP {answer.status}" if answer.status >= 500 else None
     except TimeoutError:

@@ -19,6 +19,7 @@ from ..config.upstreams import UpstreamConfig, below
 from ..errors import UpstreamTimeout, UpstreamUnreachable
 from ..types import Header
 from .base import SHORTEST_KEY, KeyMask, NoConnection, NoConnectionInTime, Piece, Request
+from .environment import through
 from .health import Health
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class HttpUpstream:
                     allow_redirects=False,
                     auto_decompress=request.identity,
                     timeout=self._timeout,
+                    **through(upstream, base_url),
                 )
         except aiohttp.ConnectionTimeoutError:
             raise NoConnectionInTime(

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from .....client.no_proxy import NAMES, reached_directly
 from .....proxy.config.run import KubernetesConfig
 from .....proxy.errors import ConfigError
 
@@ -72,6 +73,7 @@ class Manifests:
         container = template["spec"]["containers"][0]
         container.update(self._own, command=self._command)
         container.pop("args", None)
+        env = _directly(env, container.get("env", ()))
         given = [one for one in container.get("env", ()) if one["name"] not in env]
         container["env"] = given + [_variable(key, value, name) for key, value in env.items()]
         return job
@@ -86,6 +88,13 @@ class Manifests:
             "immutable": True,
             "stringData": {key: env[key] for key in SECRET},
         }
+
+
+def _directly(env: Mapping[str, str], template: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The variables with the proxy's host in NO_PROXY, but where the template takes that from elsewhere."""
+    there = {one["name"]: one.get("value", "") for one in template}
+    elsewhere = {one["name"] for one in template if "valueFrom" in one} & {*NAMES}
+    return {name: value for name, value in reached_directly(env, there).items() if name not in elsewhere}
 
 
 def _variable(key: str, value: str, secret: str) -> dict[str, Any]:

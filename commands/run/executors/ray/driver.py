@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray import exceptions as failures
 
+from .....client import no_proxy
 from . import task as sent
 
 WAITS_S = 30.0  # until somebody is told that no node has room
@@ -174,7 +175,8 @@ async def main() -> None:
 if __name__ == "__main__":
     # Ctrl-C reaches every process of the terminal; `run` decides what it means for the programs.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ray.cloudpickle.register_pickle_by_value(sent)
+    for module in (sent, no_proxy):
+        ray.cloudpickle.register_pickle_by_value(module)
     # Ray tells of nodes that die in lines that would stand in the midst of a progress bar.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # noqa: PTH123
         asyncio.run(main())

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
+from .....client.no_proxy import reached_directly
+
 # Becomes the program, which the kernel kills if the task's process dies. A function that the fork runs could hang: the
 # process has threads.
 LAUNCH = """
@@ -62,7 +64,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subpr
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", LAUNCH, str(os.getpid()), *command],
-        env={**inherited, **env},
+        env=inherited | reached_directly(env, inherited),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
