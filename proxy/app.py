@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -36,7 +36,7 @@ from .otel.export import listening, require_sdk
 from .page import alone, feed, page
 from .policy.mode import ModeInUse
 from .policy.model_check import ModelCheck
-from .policy.operator import KEY_HEADER, operator_headers
+from .policy.operator import operator_headers, relay_headers
 from .policy.pins import Pins
 from .policy.probe import Prober
 from .policy.routing import PolicyRouter
@@ -111,7 +111,7 @@ def _control(config: Config, heard_by: Sequence[Listener] = (), *, writes: bool 
 async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, writes: bool = True) -> AsyncIterator[Parts]:
     """Open the proxy's parts, and close them in reverse order at the end. Without `writes`, only read the store."""
     metrics, vouching = Metrics(), _vouching(config)
-    redactor = Redactor(config.recording.redact, [*config.keys(), *(own[KEY_HEADER] for own in vouching.values())])
+    redactor = Redactor(config.recording.redact, [*config.keys(), *_own_keys(config)])
     async with AsyncExitStack() as stack:
         # The store, and the connections to upstreams.
         database = await stack.enter_async_context(opened(config.store, to_write=writes))
@@ -162,7 +162,13 @@ def _exact(
 def _vouching(config: Config) -> dict[str, dict[str, str]]:
     """By the upstream's name, the header that tells the policy's vLLM that a request comes through the proxy."""
     upstream = config.policy_upstream
-    return {} if upstream is None else {upstream.name: operator_headers(config.policy.directory)}
+    return {} if upstream is None else {upstream.name: relay_headers(config.policy.directory)}
+
+
+def _own_keys(config: Config) -> Iterable[str]:
+    """The keys that we show to the policy's vLLM."""
+    directory = config.policy.directory
+    return () if config.policy_upstream is None else (operator_headers(directory) | relay_headers(directory)).values()
 
 
 def _watch(
