@@ -203,6 +203,8 @@ class PolicyServer:
         if not self.sees_files or Path(body["lora_path"], "adapter_config.json").exists():  # without tensors
             said = "/x doesn't contain tensors" if self.sees_files else f"No adapter found for {body['lora_path']}"
             return web.json_response({"error": {"message": said}}, status=500 if self.sees_files else 404)
+        if body["lora_name"] in self.adapters and not body.get("load_inplace"):
+            return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
         self.adapters[body["lora_name"]] = body["lora_path"]
         return web.Response(text="ok")
 

@@ -14,7 +14,7 @@ from ..errors import Conflict, LightningError, NotFound, PublishError, UpstreamT
 from ..store.store import Store
 from ..types import PolicyVersion, PublishMode
 from .vllm import LOADING, VllmError, VllmFault, VllmFleet, VllmServer
-from .weights import LOADED, adapters_of, files_of, labels_of, obstacle
+from .weights import LOADED, adapters_of, fault_of, files_of, labels_of, obstacle
 
 log = logging.getLogger(__name__)
 
@@ -273,11 +273,11 @@ class Swap:
             raise
 
     async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
-        served = {model["id"] for model in await server.models()}
+        served = await server.adapters()
         for version in await self.store.versions.all():
             wanted = version.path and (version.status in ("live", "candidate") or version.version in pinned)
-            if wanted and version.publish == self.mode and not served.issuperset(version.served_models):
-                log.warning("vLLM does not serve policy version %d: loading it again", version.version)
+            if wanted and version.publish == self.mode and (fault := fault_of(version, served)) is not None:
+                log.warning("vLLM %s policy version %d: loading it again", fault, version.version)
                 await self._load_again(server, version)
 
     async def _load_again(self, server: VllmServer, version: PolicyVersion) -> None:

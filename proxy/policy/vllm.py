@@ -74,10 +74,15 @@ class VllmServer:
             raise VllmError(f"{self._root}/v1/models lists no base model")
         return str(self._model if self._model in names else names[0])
 
+    async def adapters(self) -> dict[str, str | None]:
+        """Return the paths that models were loaded from, by name; None where the server does not say."""
+        return {model["id"]: model.get("root") for model in await self.models()}
+
     async def load_adapter(self, name: str, path: str) -> None:
-        """Serve the LoRA adapter at `path` as model `name`; harmless when it is served already."""
-        if name not in {model["id"] for model in await self.models()}:
-            await self._request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        """Serve the LoRA adapter at `path` as model `name`, whatever has this name; harmless when it is served."""
+        if (root := (await self.adapters()).get(name, "")) not in (path, None):
+            body = {"lora_name": name, "lora_path": path} | ({"load_inplace": True} if root else {})
+            await self._request("POST", "/v1/load_lora_adapter", body)
 
     async def unload_adapter(self, name: str) -> None:
         """Stop serving the adapter; harmless when it is not served."""
@@ -166,7 +171,7 @@ class VllmServer:
 
         VllmError where vLLM refuses it, or has no such route: it needs --enable-scale-out.
         """
-        answer = await self._request("POST", f"/v1/{endpoint}/render", dict(body), _anything)
+        answer = await self._request("POST", f"/v1/{endpoint}/render", dict(body), lambda found: found)
         # A completion's route renders a list of prompts.
         answer = answer[0] if isinstance(answer, list) and answer else answer
         if not isinstance(answer, dict) or not isinstance(answer.get("sampling_params"), dict):
@@ -239,10 +244,6 @@ def _has_usage(events: list[Any]) -> bool:
 
 def _requests(text: str) -> int:
     return sum(int(float(count)) for count in _REQUESTS.findall(text))
-
-
-def _anything(answer: Any) -> Any:
-    return answer
 
 
 class VllmFleet:

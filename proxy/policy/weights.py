@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import NotFound
@@ -34,11 +35,27 @@ def adapters_of(version: PolicyVersion) -> dict[str, str]:
     """Return the directory of each adapter, by the name that it is served under; NotFound if one is gone."""
     if version.version == 0:
         return {}
-    path = files_of(version)
-    paths = {str(version.served_model): path} | {name: f"{path}/{own}" for own, name in version.adapters.items()}
+    files_of(version)
+    paths = _named_paths(version)
     if gone := [path for path in paths.values() if not Path(path).is_dir()]:
         raise NotFound(f"files of policy version {version.version} are gone: {gone[0]}")
     return paths
+
+
+def fault_of(version: PolicyVersion, served: Mapping[str, str | None]) -> str | None:
+    """Return what is wrong with the version at a server; None if nothing is.
+
+    `served`: the paths that its models were loaded from, by name, as far as it says.
+    """
+    found = [(path, served.get(name, "")) for name, path in _named_paths(version).items()]
+    if any(root == "" for _, root in found):
+        return "does not serve"
+    return "serves other weights as" if any(root not in (path, None) for path, root in found) else None
+
+
+def _named_paths(version: PolicyVersion) -> dict[str, str]:
+    own = {name: f"{version.path}/{directory}" for directory, name in version.adapters.items()}
+    return {str(version.served_model): str(version.path)} | own
 
 
 def labels_of(version: PolicyVersion) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Serves vLLM's own app and routes with our guard and no engine: `python -m support.vllm_app PORT` prints its routes."""
+"""Serves vLLM's own app with our guard and no engine, and prints its routes: `python -m support.vllm_app PORT`."""
 
 from __future__ import annotations
 

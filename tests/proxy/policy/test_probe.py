@@ -54,6 +54,23 @@ async def test_weights_that_were_replaced_behind_our_back_are_noticed(running: A
         assert "policy" not in await until_it_says(system, "ready")
 
 
+async def test_an_adapter_that_was_replaced_under_its_name_is_loaded_again(
+    running: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, publish="lora") as system:
+        async with system.store() as store:
+            version = await system.earlier_version(store, tmp_path, ["helper"])
+        await system.call("POST", "/policy/promote", {"version": version})
+        right = dict(system.vllm.adapters)
+        assert right == {"policy-v1": str(tmp_path / "v1"), "policy-v1.helper": str(tmp_path / "v1" / "helper")}
+        for name in right:
+            system.vllm.adapters[name] = "/tmp/of-somebody-else"
+            async with asyncio.timeout(20):
+                while system.vllm.adapters != right:
+                    await asyncio.sleep(0.02)
+    assert caplog.text.count("vLLM serves other weights as policy version 1: loading it again") == 2
+
+
 def test_answers_are_compared_as_long_as_the_same_tokens_came_before() -> None:
     one: list[Any] = [("a", {"a": -0.1, "b": -2.0}), ("a", {"a": -0.3}), ("b", {"b": -0.2})]
     assert difference(one, one) == 0
