@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta, tzinfo
 
 from cronsim import CronSim, CronSimError
 
@@ -22,12 +22,45 @@ def expression(text: str) -> str:
 
 def last_time(times: Sequence[str], now: float) -> float | None:
     """Return the last of these times up to `now` (both Unix time); None if there was none for many years."""
-    here = datetime.fromtimestamp(int(now) + 1)  # cronsim looks for what is before that
-    last = (next(CronSim(expression(text), here, reverse=True), None) for text in times)
-    return max((moment.timestamp() for moment in last if moment is not None), default=None)
+    last = (next((t for t in _times(text, now, reverse=True) if t <= now), None) for text in times)
+    return max((moment for moment in last if moment is not None), default=None)
 
 
 def next_time(times: Sequence[str], now: float) -> float:
     """Return the next of these times after `now` (both Unix time)."""
-    here = datetime.fromtimestamp(now)
-    return min(next(CronSim(expression(text), here)).timestamp() for text in times)
+    return min(next(t for t in _times(text, now) if t > now) for text in times)
+
+
+def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
+    """The times from about `now` on. In an hour that a clock change repeats, a time of day counts once, first.
+
+    Within that hour cronsim cannot tell which of the two it is, so it begins before or after both.
+    """
+    changes = _offset(now - _NEAR_S) != _offset(now + _NEAR_S)
+    away_s = _NEAR_S if changes else 1.0
+    begin = datetime.fromtimestamp(now + away_s if reverse else now - away_s, _LOCAL)
+    return (moment.timestamp() for moment in CronSim(expression(text), begin, reverse=reverse))
+
+
+def _offset(moment: float) -> timedelta | None:
+    return datetime.fromtimestamp(moment, _LOCAL).utcoffset()
+
+
+class _Local(tzinfo):
+    """This machine's time zone with its clock changes, which `datetime.astimezone` fixes to one offset."""
+
+    def utcoffset(self, moment: datetime | None) -> timedelta | None:
+        return None if moment is None else moment.replace(tzinfo=None).astimezone().utcoffset()
+
+    def dst(self, moment: datetime | None) -> None:
+        return None
+
+    def tzname(self, moment: datetime | None) -> None:
+        return None
+
+    def fromutc(self, moment: datetime) -> datetime:
+        return datetime.fromtimestamp(moment.replace(tzinfo=UTC).timestamp()).replace(tzinfo=self)
+
+
+_LOCAL = _Local()
+_NEAR_S = 4 * 3600.0
