@@ -19,6 +19,10 @@ KEPT_S = 3600  # a Job that nobody deleted, because `run` itself was killed
 LEFT_S = 5  # for a program to end after SIGTERM
 AWAY_S = 60  # a node that does not answer; Kubernetes itself waits five minutes
 
+# What namespaces with the pod security standard "restricted" ask for. A user by number, since most images name none.
+POD_SECURITY = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
 DEFAULT: dict[str, Any] = {
     "apiVersion": "batch/v1",
     "kind": "Job",
@@ -28,13 +32,12 @@ DEFAULT: dict[str, Any] = {
                 "automountServiceAccountToken": False,
                 "enableServiceLinks": False,  # LIGHTNING_…_PORT=tcp://… would be read as configuration
                 "terminationGracePeriodSeconds": LEFT_S,
-                "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
                 "tolerations": [
                     {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute",
                      "tolerationSeconds": AWAY_S}
                     for what in ("not-ready", "unreachable")
                 ],
-                "containers": [{"name": "agent", "securityContext": {"allowPrivilegeEscalation": False}}],
+                "containers": [{"name": "agent"}],
             }
         }
     },
@@ -70,6 +73,7 @@ class Manifests:
         template = spec["template"]
         template.setdefault("metadata", {}).setdefault("labels", {}).update(labels)
         template["spec"]["restartPolicy"] = "Never"
+        _restrict(template["spec"])
         container = template["spec"]["containers"][0]
         container.update(self._own, command=self._command)
         container.pop("args", None)
@@ -88,6 +92,13 @@ class Manifests:
             "immutable": True,
             "stringData": {key: env[key] for key in SECRET},
         }
+
+
+def _restrict(pod: dict[str, Any]) -> None:
+    """Run the pod without root and privileges, but for what a template says itself."""
+    pod["securityContext"] = POD_SECURITY | pod.get("securityContext", {})
+    for one in (*pod["containers"], *pod.get("initContainers", ())):
+        one["securityContext"] = SECURITY | one.get("securityContext", {})
 
 
 def _directly(env: Mapping[str, str], template: Sequence[Mapping[str, Any]]) -> dict[str, str]:

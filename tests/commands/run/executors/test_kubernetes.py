@@ -74,6 +74,37 @@ async def test_what_is_created_is_valid(
         kubernetes_validate.validate(role, version, strict=True)
 
 
+async def test_a_pod_may_run_in_a_restricted_namespace(
+    proxy: ControlApi, kubernetes: PlayedCluster, program: Program, tmp_path: Path
+) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
+    template = tmp_path / "job.yaml"
+    template.write_text("""
+        apiVersion: batch/v1
+        kind: Job
+        spec:
+          template:
+            spec:
+              securityContext: {runAsUser: 4711, fsGroup: 3}
+              initContainers: [{name: first, image: "mine:2"}]
+              containers: [{name: main, image: "mine:2", securityContext: {readOnlyRootFilesystem: true}}]
+    """)
+    await run_all(proxy, program(tmp_path, "pass"), [task(1)], RunOptions())
+    program.run["kubernetes"] = {"template": str(template)}
+    await run_all(proxy, program(tmp_path, "pass"), [task(1)], RunOptions())
+    plain, own = (made["spec"]["template"]["spec"] for made in kubernetes.created if made["kind"] == "Job")
+    for pod in (plain, own):
+        context = pod["securityContext"]
+        assert (context["runAsNonRoot"], context["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+        for one in (*pod["containers"], *pod.get("initContainers", ())):
+            given = one["securityContext"]
+            assert (given["allowPrivilegeEscalation"], given["capabilities"]) == (False, {"drop": ["ALL"]})
+        assert not {"hostNetwork", "hostPID", "hostIPC", "volumes"} & pod.keys()
+    assert plain["securityContext"]["runAsUser"] == 1000
+    assert (own["securityContext"]["runAsUser"], own["securityContext"]["fsGroup"]) == (4711, 3)
+    assert own["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+
+
 async def test_a_job_is_tried_once_by_kubernetes(
     proxy: ControlApi, kubernetes: PlayedCluster, program: Program, tmp_path: Path
 ) -> None:
