@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from .tool_pieces import ToolCallPieces, ToolCalls
+from .values import join, number, put
+
 Json = dict[str, Any]
 
-# Sent whole, and by some servers again in every chunk: never concatenated.
-_WHOLE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason", "object"})
+# What a choice has in pieces beside its message.
+_PIECES = frozenset({"text", "logprobs", "token_ids"})
 
 
 class Assembler:
-    """Joins strings, merges tool calls by index, extends other lists, and takes the last value of anything else."""
+    """Joins what comes in pieces: texts, tool calls, tokens. Of all else the last value that is not empty counts."""
 
     def __init__(self) -> None:
         self._top: Json = {}
-        self._choices: dict[int, Json] = {}
+        self._choices: dict[int, _Choice] = {}
 
     def feed(self, chunk: Json) -> None:
         top = self._top
         for name, value in chunk.items():
             if name == "choices":
-                for choice in value if isinstance(value, list) else ():
-                    self._feed_choice(choice)
-            elif value is not None or name not in top:
+                for place, choice in enumerate(value if isinstance(value, list) else ()):
+                    if isinstance(choice, dict):
+                        index = number(choice.get("index"))
+                        self._choices.setdefault(place if index is None else index, _Choice()).feed(choice)
+            elif value or value == 0 or name not in top:
                 top[name] = value
 
     def result(self) -> Json | None:
@@ -33,52 +38,57 @@ class Assembler:
         top = dict(self._top)
         if top.get("object") == "chat.completion.chunk":
             top["object"] = "chat.completion"
-        return top | {"choices": [self._choices[index] for index in sorted(self._choices)]}
+        return top | {"choices": [self._choices[index].result() for index in sorted(self._choices)]}
 
-    def _feed_choice(self, choice: Any) -> None:
-        if not isinstance(choice, dict):
-            return
-        index = choice.get("index")
-        merged = self._choices.setdefault(index if isinstance(index, int) else 0, {})
-        so_far = "delta" in choice  # some servers send the message as far as it is beside each delta
+
+class _Choice:
+    """One choice. Its message is made of the deltas; some servers send the message as far as it is beside them."""
+
+    def __init__(self) -> None:
+        self._fields: Json = {}
+        self._message: Json = {}
+        self._calls: ToolCalls | None = None
+        self._call: ToolCallPieces | None = None  # of OpenAI's API before there were tools
+        self._has_deltas = False
+
+    def feed(self, choice: Json) -> None:
+        self._has_deltas |= choice.get("delta") is not None
         for name, value in choice.items():
-            if value is None:
-                merged.setdefault(name, None)
-            elif name == "delta":
-                _merge_field(merged, "message", value)
-            elif not (so_far and name == "message"):
-                _merge_field(merged, name, value)
+            if name == "delta" or (name == "message" and not self._has_deltas):
+                self._feed_message(value)
+            elif name == "message":
+                if isinstance(value, dict) and "delta" not in choice:
+                    self._feed_message({key: item for key, item in value.items() if not self._message.get(key)})
+            elif name in _PIECES:
+                join(self._fields, name, value)
+            else:
+                put(self._fields, name, value)
 
+    def result(self) -> Json:
+        if "message" not in self._fields or not isinstance(self._fields["message"], dict):
+            return dict(self._fields)
+        message = dict(self._message)
+        if self._calls is not None:
+            message["tool_calls"] = self._calls.result()
+        if self._call is not None:
+            message["function_call"] = self._call.result()["function"]
+        return self._fields | {"message": message}
 
-def _merge_field(into: Json, name: str, value: Any) -> None:
-    if value is None:
-        into.setdefault(name, None)
-        return
-    old = into.get(name)
-    if isinstance(value, str):
-        into[name] = old + value if isinstance(old, str) and name not in _WHOLE else value
-    elif isinstance(value, dict):
-        merged = into[name] = old if isinstance(old, dict) else {}  # ours: no chunk's own object is ever put in
-        for key, item in value.items():
-            _merge_field(merged, key, item)
-    elif name == "tool_calls" and isinstance(value, list):
-        into[name] = _merge_tool_calls(old if isinstance(old, list) else [], value)
-    elif isinstance(value, list):
-        into[name] = old + value if isinstance(old, list) else list(value)
-    else:
-        into[name] = value
-
-
-def _merge_tool_calls(old: list[Any], deltas: list[Any]) -> list[Any]:
-    """Merge each delta into the call that its `index` names; the index itself is left out."""
-    for delta in deltas:
+    def _feed_message(self, delta: Any) -> None:
         if not isinstance(delta, dict):
-            continue
-        index = delta.get("index")
-        position = index if isinstance(index, int) and 0 <= index < len(old) else len(old)
-        if position == len(old):
-            old.append({})
+            join(self._fields, "message", delta)
+            return
+        message = self._message
+        if self._fields.get("message") is not message:
+            self._fields["message"] = message
         for name, value in delta.items():
-            if name != "index":
-                _merge_field(old[position], name, value)
-    return old
+            if name == "tool_calls" and isinstance(value, list | dict):
+                self._calls = self._calls or ToolCalls()
+                self._calls.feed(value)
+                message[name] = True  # its place
+            elif name == "function_call" and isinstance(value, dict):
+                self._call = self._call or ToolCallPieces()
+                self._call.add({"function": value})
+                message[name] = True
+            else:
+                join(message, name, value)

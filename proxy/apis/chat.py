@@ -6,7 +6,8 @@ from typing import Any
 
 from ..errors import LightningError
 from .assemble import Assembler
-from .inject import Endpoint, Injection, StreamCleaner, clean, inject
+from .errors import error_in, message_of_error
+from .inject import Endpoint, Injection, StreamCleaner, clean, inject, without
 from .tokens import Tokens
 from .usual_chunks import UsualChunks
 
@@ -64,21 +65,20 @@ class ChatStream:
         return bool(choices) and all(choice.finish_reason for choice in choices)
 
     def feed(self, raw: bytes, event: Json) -> bytes:
-        is_error = self.read(event)
-        out = self.flush() + raw if is_error else self._cleaner.clean(raw, event)
+        is_error = self.read(raw, event) is not None
+        out = self.flush() + without(self._injection, raw, event) if is_error else self._cleaner.clean(raw, event)
         self._assembler.feed(event)
         if self.usual is not None:
             self.usual.learn(raw, is_last=is_error or self._cleaner.holds)
         return out
 
-    def read(self, event: Json) -> bool:
-        """Keep a chunk's tokens, or the error that it is; return whether it is one."""
+    def read(self, raw: bytes, event: Json) -> Any:
+        """Keep a chunk's tokens, and the error that it is or has; return that, or None."""
         self._catch_up()
-        if event.get("error"):
-            self.error = self.error or message_of_error(event["error"])
-            return True
         self._tokens.add(event)
-        return False
+        if (error := error_in(raw, event)) is not None:
+            self.error = self.error or message_of_error(error)
+        return error
 
     def flush(self) -> bytes:
         return self._cleaner.flush()
@@ -96,8 +96,3 @@ class ChatStream:
             self._tokens.add(chunk)
             clean(chunk, self._injection)
             self._assembler.feed(chunk)
-
-
-def message_of_error(error: Any) -> str:
-    message = error.get("message") if isinstance(error, dict) else error
-    return f"the upstream sent an error: {message}"[:1000]

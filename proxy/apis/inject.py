@@ -78,6 +78,11 @@ def clean(body: Json, injection: Injection) -> bool:
     return _take_out(body, injection.fields)
 
 
+def without(injection: Injection, raw: bytes, event: Json) -> bytes:
+    """Return the bytes of an event for the agent, which is cleaned in place."""
+    return _encode(event) if clean(event, injection) else raw
+
+
 def _take_out(body: Json, fields: tuple[str, ...]) -> bool:
     changed = False
     choices = body.get("choices")

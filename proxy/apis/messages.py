@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import LightningError
-from ..json_text import loads
-from .chat import message_of_error
+from .errors import error_in, message_of_error
 from .inject import Injection
+from .message_blocks import Blocks
+from .sse import event_name
 from .tokens import Tokens
+from .values import put
 
 Json = dict[str, Any]
 
@@ -18,6 +20,10 @@ _ERROR_TYPES = {
     413: "request_too_large", 415: "invalid_request_error", 422: "invalid_request_error",
     429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error",
 }  # fmt: skip
+_KINDS = frozenset({
+    "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+    "message_stop", "ping",
+})  # fmt: skip
 
 
 class MessagesApi:
@@ -46,33 +52,39 @@ class MessagesApi:
 class MessagesStream:
     """A stream of message_start, blocks (start, deltas, stop), message_delta and message_stop."""
 
-    whole = False  # before the last one
     rewrites = False
 
     usual = None
 
     def __init__(self, api: MessagesApi) -> None:
-        self.tokens = Tokens()
         self.error: str | None = None
         self.finished = False
         self._api = api
         self._message: Json | None = None
-        self._blocks: dict[int, Json] = {}
-        self._json: dict[int, str] = {}
+        self._blocks = Blocks()
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._api.tokens(self._message or {})
+
+    @property
+    def whole(self) -> bool:
+        """Return whether a reason to stop was told: some servers send no more after it."""
+        return self._message is not None and bool(self._message.get("stop_reason"))
 
     def feed(self, raw: bytes, event: Json) -> bytes:
-        kind, index = event.get("type"), event.get("index")
-        self.finished = kind in ("message_stop", "error")
-        if kind == "error":
-            self.error = message_of_error(event.get("error"))
-        elif kind == "message_start" and isinstance(message := event.get("message"), dict):
-            self._message = dict(message)
+        kind = event.get("type") or event_name(raw)
+        if kind not in _KINDS and (error := error_in(raw, event)) is not None:
+            self.error = message_of_error(error)
+        elif kind == "message_start":
+            self._message = dict(_object(event.get("message")))
         elif kind == "message_delta":
             self._feed_message_delta(event)
-        elif isinstance(index, int):
-            self._feed_block(index, kind, event)
-        if self.finished and self._message is not None:
-            self.tokens = self._api.tokens(self._message)
+        elif kind == "content_block_start":
+            self._blocks.start(event.get("index"), _object(event.get("content_block")))
+        elif kind == "content_block_delta":
+            self._blocks.add(event.get("index"), _object(event.get("delta")))
+        self.finished = kind == "message_stop" or self.error is not None
         return raw
 
     def flush(self) -> bytes:
@@ -82,41 +94,18 @@ class MessagesStream:
         return raw
 
     def response(self) -> Any:
+        blocks = self._blocks.result()
         if self._message is None:
-            return None
-        return self._message | {"content": [self._block(index) for index in sorted(self._blocks)]}
+            return {"type": "message", "role": "assistant", "content": blocks} if blocks else None
+        return self._message | ({"content": blocks} if blocks or not self._message.get("content") else {})
 
     def _feed_message_delta(self, event: Json) -> None:
-        if self._message is not None:
-            self._message |= _object(event.get("delta"))
-            self._message["usage"] = _object(self._message.get("usage")) | _object(event.get("usage"))
-
-    def _feed_block(self, index: int, kind: Any, event: Json) -> None:
-        if kind == "content_block_start" and isinstance(block := event.get("content_block"), dict):
-            self._blocks[index] = dict(block)
-        delta = event.get("delta")
-        if kind != "content_block_delta" or not isinstance(delta, dict) or index not in self._blocks:
-            return
-        block = self._blocks[index]
-        for name, value in delta.items():
-            if name == "partial_json" and isinstance(value, str):
-                self._json[index] = self._json.get(index, "") + value
-            elif name == "citation":
-                before = block.get("citations")
-                block["citations"] = [*(before if isinstance(before, list) else ()), value]
-            elif name != "type":
-                old = block.get(name)
-                block[name] = old + value if isinstance(old, str) and isinstance(value, str) else value
-
-    def _block(self, index: int) -> Json:
-        """A content block as it is without streaming. A tool's input comes in pieces of JSON."""
-        text = self._json.get(index)
-        if not text:
-            return self._blocks[index]
-        try:
-            return self._blocks[index] | {"input": loads(text)}
-        except ValueError:
-            return self._blocks[index] | {"input": text}
+        message = self._message = self._message or {"type": "message", "role": "assistant"}
+        for name, value in _object(event.get("delta")).items():
+            put(message, name, value)
+        before, usage = _object(message.get("usage")), _object(event.get("usage"))
+        # Counts only grow: some servers send 0 for what they have told before.
+        message["usage"] = before | {name: n for name, n in usage.items() if n or not before.get(name)}
 
 
 def _object(value: Any) -> Json:

@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import LightningError
-from .chat import message_of_error
+from .errors import error_in, message_of_error
 from .inject import Injection
+from .response_items import Items, filled
+from .sse import event_name
 from .tokens import Tokens
 from .tools import dicts, is_call
 
 Json = dict[str, Any]
 
-_LAST = frozenset({"response.completed", "response.failed", "response.incomplete"})
+# The last event, in all spellings that are in use, and what it says of the response.
+_LAST = {
+    "response.completed": "completed", "response.done": "completed", "response.incomplete": "incomplete",
+    "response.failed": "failed", "response.cancelled": "cancelled", "response.canceled": "cancelled",
+}  # fmt: skip
 
 
 class ResponsesApi:
@@ -39,7 +45,7 @@ class ResponsesApi:
 
 
 class ResponsesStream:
-    """A stream of events that each say their `type`; the last one holds the whole response."""
+    """A stream of events that each say their `type`; the last one holds the whole response, or should."""
 
     whole = False  # before the last one
     rewrites = False
@@ -47,22 +53,30 @@ class ResponsesStream:
     usual = None
 
     def __init__(self, api: ResponsesApi) -> None:
-        self.tokens = Tokens()
         self.error: str | None = None
         self.finished = False
         self._api = api
         self._response: Json | None = None
-        self._items: dict[int, Any] = {}
+        self._items = Items()
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._api.tokens(self.response() or {})
 
     def feed(self, raw: bytes, event: Json) -> bytes:
-        kind = str(event.get("type"))
-        self.finished = kind in _LAST or kind == "error"
-        if self.finished:
-            self._finish(event)
-        if isinstance(response := event.get("response"), dict):
-            self._response = response
-        if kind == "response.output_item.done" and isinstance(index := event.get("output_index"), int):
-            self._items[index] = event.get("item")
+        response = event if event.get("object") == "response" else event.get("response")
+        response = response if isinstance(response, dict) else {}
+        kind = str(event.get("type") or event_name(raw) or f"response.{response.get('status')}")
+        self._items.feed(kind, event)
+        if response:
+            before = self._response or {}
+            self._response = response | {name: value for name, value in before.items() if name not in response}
+        error = None if kind.startswith("response.") and not _is_bare(event) else error_in(raw, event)
+        self.finished = kind in _LAST or error is not None
+        if error is not None:
+            self.error = message_of_error(error)
+        elif self.finished:
+            self._finish(_LAST[kind], event)
         return raw
 
     def flush(self) -> bytes:
@@ -72,19 +86,34 @@ class ResponsesStream:
         return raw
 
     def response(self) -> Any:
-        """Return the last event's response; after a break, the first event's with the items that were whole."""
-        if self._response is None or self.finished:
-            return self._response
-        return self._response | {"output": [self._items[index] for index in sorted(self._items)]}
+        """Return the newest response that was sent, with the items that it lacks and other events told of."""
+        items = self._items.result()
+        if self._response is None:
+            return {"object": "response", "output": items} if items else None
+        output = self._response.get("output")
+        if isinstance(output, list) and output:
+            items = filled(output, items) if list(map(_type, output)) == list(map(_type, items)) else output
+        return self._response | {"output": items}
 
-    def _finish(self, event: Json) -> None:
-        response = event.get("response")
-        if isinstance(response, dict):
-            self.tokens = self._api.tokens(response)
-            if response.get("error"):
-                self.error = message_of_error(response["error"])
-        if event.get("type") == "error":
-            self.error = message_of_error(event.get("error", event))
+    def _finish(self, status: str, event: Json) -> None:
+        response = self._response = self._response or {"object": "response"}
+        if response.get("status") in (None, "", "in_progress", "queued"):
+            response["status"] = status
+        if not response.get("usage") and isinstance(usage := event.get("usage"), dict):
+            response["usage"] = usage
+        if error := response.get("error") or event.get("error"):
+            self.error = message_of_error(error)
+        elif response["status"] in ("failed", "cancelled", "canceled"):
+            self.error = f"the upstream says that the response is {response['status']}"
+
+
+def _is_bare(event: Json) -> bool:
+    """Whether an event says neither what it is nor what it is about."""
+    return not event.get("type") and not isinstance(event.get("response"), dict)
+
+
+def _type(item: Any) -> Any:
+    return item.get("type") if isinstance(item, dict) else None
 
 
 def _finish_reason(response: Json) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from typing import NamedTuple
 
 DONE = b"[DONE]"
@@ -14,6 +15,7 @@ _BLANK = 3
 # A frame that grows beyond this is not looked through again with each piece of it.
 _LARGE = 64 * 1024
 _LINE_END = re.compile(rb"\r\n|\r|\n")
+_EVENT = re.compile(rb"(?:^|[\r\n])event: ?([^\r\n]*)")
 
 
 class Frame(NamedTuple):
@@ -33,6 +35,7 @@ class SSEDecoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._let_go = False  # the beginning of the frame that has not ended was given out
+        self._begins = True  # no frame has ended: a byte order mark may stand before the first
 
     @property
     def rest(self) -> bytes:
@@ -46,8 +49,9 @@ class SSEDecoder:
 
     def feed(self, data: bytes) -> list[Frame]:
         frames = self._cut(data)
-        if frames and self._let_go:
-            frames[0], self._let_go = Frame(frames[0].raw, None), False
+        if frames and (self._begins or self._let_go):
+            frames[0] = self._whole(frames[0].raw)
+            self._begins = self._let_go = False
         return frames
 
     def let_go(self) -> bytes:
@@ -81,14 +85,25 @@ class SSEDecoder:
 
     def close(self) -> Frame:
         """Return the bytes of a frame that never ended, once the stream is over; they are given out once."""
-        last = _frame(bytes(self._buffer))
+        last = self._whole(bytes(self._buffer))
         self._buffer.clear()
-        return Frame(last.raw, None) if self._let_go else last
+        return last
+
+    def _whole(self, raw: bytes) -> Frame:
+        """A frame that is the first, or of which a part was given out."""
+        text = raw.removeprefix(BOM_UTF8) if self._begins else raw
+        return Frame(raw, None if self._let_go else _frame(text).data)
 
 
 def encode(data: bytes) -> bytes:
     """Return the bytes of one event with one line of data."""
     return b"data: " + data + b"\n\n"
+
+
+def event_name(raw: bytes) -> str:
+    """Return what the `event` field of a frame says; empty without one."""
+    match = _EVENT.search(raw)
+    return match[1].decode(errors="replace") if match else ""
 
 
 def _frame(raw: bytes) -> Frame:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import UpstreamUnreachable
-from ..json_text import encode_as_vllm, loads
+from ..json_text import as_utf8, encode_as_vllm, loads
 from .dialects import Dialect, Stream
+from .errors import message_of_error
 from .inject import Injection
 from .sse import Frame, SSEDecoder
 from .tokens import Tokens
@@ -144,7 +145,7 @@ class WholeTranscript:
             self.done = data
             return b""
         try:
-            body = loads(data)
+            body = loads(data if data[:1] in b"{[" else as_utf8(data))
         except ValueError:
             body = data.decode(errors="replace") or None
         if isinstance(body, dict):
@@ -157,6 +158,8 @@ class WholeTranscript:
 
     def _read(self, body: Json, data: bytes) -> tuple[Json, bytes]:
         """Read the tokens, and return the agent's answer: without what was injected."""
+        if body.get("error"):
+            self.error = message_of_error(body["error"])
         if not self.unkept:
             self.tokens = self._dialect.tokens(body)
         if (agents := self._dialect.agents(body, self._injection)) is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..types import CallStatus, Choice
 from .shaping import GREEDY, is_greedy, not_followed
+from .values import number
 
 Json = dict[str, Any]
 
@@ -36,7 +37,7 @@ class _ChoiceTokens:
         if (logprobs := choice.get("logprobs")) is not None:
             self.logprobs += _logprobs(logprobs)
         if isinstance(reason := choice.get("finish_reason"), str):
-            self.finish_reason = reason
+            self.finish_reason = reason or self.finish_reason
 
     def freeze(self, index: int) -> Choice:
         ids = tuple(self.ids) if _are_ids(self.ids) else ()
@@ -53,16 +54,16 @@ class Tokens:
 
     def add(self, body: Json) -> None:
         if isinstance(usage := body.get("usage"), dict):
-            self.usage = usage
+            self.usage = usage or self.usage
         if "prompt_token_ids" in body:
             self._add_prompt(body)
         choices = body.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
+        for place, choice in enumerate(choices if isinstance(choices, list) else ()):
             if isinstance(choice, dict):
                 if "prompt_token_ids" in choice:
                     self._add_prompt(choice)
-                index = choice.get("index")
-                index = index if isinstance(index, int) else 0
+                if (index := number(choice.get("index"))) is None:
+                    index = place
                 if (tokens := self._choices.get(index)) is None:
                     tokens = self._choices[index] = _ChoiceTokens()
                 tokens.add(choice)

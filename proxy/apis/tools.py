@@ -47,14 +47,15 @@ def _of_chat(response: Json) -> Iterator[ToolCall]:
         message = choice.get("message")
         message = message if isinstance(message, dict) else {}
         for call in dicts(message.get("tool_calls")):
-            yield _function_call(call.get("id"), call.get("function"))
+            function = call.get("function")
+            yield _function_call(call.get("id"), call.get("custom") if function is None else function)
         if isinstance(called := message.get("function_call"), dict):  # of OpenAI's API before there were tools
             yield _function_call(None, called)
 
 
 def _function_call(call_id: Any, function: Any) -> ToolCall:
     function = function if isinstance(function, dict) else {}
-    return ToolCall(_text(call_id), _text(function.get("name")) or "", _text(function.get("arguments")) or "")
+    return ToolCall(_text(call_id), _text(function.get("name")) or "", call_arguments(function))
 
 
 def _of_responses(response: Json) -> Iterator[ToolCall]:

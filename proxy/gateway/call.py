@@ -25,6 +25,7 @@ from ..recording.recorder import Recorder
 from ..types import CallEnd, CallStart, CallStatus, Header, RolloutName
 from ..upstreams.attempts import Attempts, Target, Upstreams
 from ..upstreams.base import Answer, OnePiece, Request, Route
+from ..upstreams.begun import begun
 from .asgi import Reply
 from .body import chat_target, model_of, target_of
 from .question import Question, Rewrite, as_asked
@@ -80,9 +81,13 @@ class Gateway:
         async with call.under_way():
             await call.record_start()
             # The answer comes after retries and fallbacks, and to a prompt of exact tokens where that is possible.
-            async with asyncio.timeout(route.upstream.total_timeout_s) as limit, call.attempts as answer:
-                transcript, head = call.transcript_of(answer), call.head_of(answer)
-                if answer.is_stream:
+            async with asyncio.timeout(route.upstream.total_timeout_s) as limit, call.attempts as opened:
+                head = call.head_of(opened)
+                if opened.is_stream:
+                    await reply.start(*head)
+                answer = await begun(opened, asked_to_stream=bool(question.body.get("stream")))
+                transcript = call.transcript_of(answer)
+                if answer.is_stream and not reply.started:
                     await reply.start(*head)
                 pieces = answer.chunks() if answer.is_stream else OnePiece(answer)
                 async for piece in pieces:
@@ -96,7 +101,7 @@ class Gateway:
                 limit.reschedule(None)  # what comes now is not the upstream's: the commit, and a slow agent
                 await call.record_end("error" if transcript.error else "ok", transcript.error)
                 # Only now the last bytes. Limits, metrics and telemetry were told when the record was durable.
-                if answer.is_stream:
+                if reply.started:
                     await reply.body(transcript.done or b"")
                     async for piece in pieces:
                         await reply.body(piece)
@@ -183,7 +188,6 @@ class Call:
 
     def transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
         """Return the object that turns the answer's bytes into the agent's bytes and the record."""
-        self._http_status = answer.status
         target = self.attempts.target
         dialect = self._way.chat if self._way.chat and target.translated else self._question.dialect
         if answer.is_stream:
@@ -194,6 +198,7 @@ class Call:
 
     def head_of(self, answer: Answer) -> tuple[int, list[Header]]:
         """Return the status and the headers that the agent gets."""
+        self._http_status = answer.status
         return answer.status, [*answer.headers(keep_length=False), *self._headers()]
 
     def keep(self, piece: bytes) -> bytes:

@@ -96,9 +96,9 @@ class ThroughChatStream:
         return self._chat.whole
 
     def feed(self, raw: bytes, event: Json) -> bytes:
-        self._chat.read(event)
+        error = self._chat.read(raw, event)
         try:
-            return self._sent(self._translation.feed(event))
+            return self._sent(self._translation.feed(event if error is None else {"error": error}))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(error) from None
 

@@ -1,0 +1,158 @@
+"""Joins the pieces of streamed tool calls into the calls that the same answer has without streaming. Pure.
+
+`{index 0, id a, name f}`, `{index 0, id "", arguments "{"}`, `{index 0, arguments "}"}` are one call of f with "{}".
+Servers differ: some count every call 0 or give no index, repeat id and name or leave them empty, or send them late.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..json_text import dumps, loads
+from .values import join, number, objects
+
+Json = dict[str, Any]
+
+# What a tool is called with: functions have arguments, custom tools an input.
+_TEXTS = {"function": "arguments", "custom": "input"}
+
+
+class ToolCalls:
+    """The calls of one answer, in the order in which they were opened."""
+
+    def __init__(self) -> None:
+        self._calls: list[ToolCallPieces] = []
+        self._at: dict[int, ToolCallPieces] = {}  # by index: the call opened there last
+        self._last: ToolCallPieces | None = None  # the one that the last piece belonged to
+
+    def feed(self, deltas: Any) -> None:
+        for delta in objects(deltas):
+            call = self._last = self._call_of(delta, number(delta.get("index")))
+            call.add(delta)
+
+    def result(self) -> list[Json]:
+        """Return the calls. One without a name is no call: its pieces came under another id."""
+        named: list[ToolCallPieces] = []
+        for call in self._calls:
+            goes_on = named and not call.name and call.index == named[-1].index
+            named.append(named.pop().with_more(call) if goes_on else call)
+        return [call.result() for call in named]
+
+    def _call_of(self, delta: Json, index: int | None) -> ToolCallPieces:
+        call = self._known(delta, index)
+        if call is None or call.ends_before(delta, index):
+            call = ToolCallPieces(index)
+            self._calls.append(call)
+        if index is not None:
+            self._at[index] = call
+        return call
+
+    def _known(self, delta: Json, index: int | None) -> ToolCallPieces | None:
+        """The call at this index; without an index the one with this id, else the one of the last piece."""
+        if index in self._at:
+            return self._at[index]
+        if index is None:
+            same = (call for call in reversed(self._calls) if delta.get("id") and call.id == delta["id"])
+            return next(same, self._last)
+        begins = bool(delta.get("id") or _named(delta)[0])
+        return None if begins or self._last is None or self._last.index is not None else self._last
+
+
+class ToolCallPieces:
+    """One call, as far as it has come."""
+
+    def __init__(self, index: int | None = None) -> None:
+        self.index = index
+        self.id: Any = None
+        self.name = ""
+        self._said: Any = None  # the arguments: a text, or by some servers an object
+        self._may_be_none = False  # they are an empty object that came with the name: some servers begin so
+        self._fields: Json = {}
+
+    def add(self, delta: Json) -> None:
+        if self._is_again(delta):
+            return
+        self.id = self.id or delta.get("id")
+        for name, value in delta.items():
+            if name in _TEXTS and isinstance(value, dict):
+                inner = self._fields[name] = self._fields.get(name) or {}
+                self._add_named(inner, _TEXTS[name], value)
+            elif name != "index":
+                join(self._fields, name, value)
+
+    def ends_before(self, delta: Json, index: int | None) -> bool:
+        """Return whether a piece that came to this call's place belongs to a new call."""
+        call_id, (name, said) = delta.get("id"), _named(delta)
+        if call_id and self.id and call_id != self.id:
+            return True
+        if not name or not self.name or self._is_again(delta):
+            return False
+        if _is_said(said) and self._is_whole:
+            return True
+        return not name.startswith(self.name) and (index is None or _is_said(self._said))
+
+    def with_more(self, other: ToolCallPieces) -> ToolCallPieces:
+        """Return this call with the arguments of another after its own."""
+        both = ToolCallPieces(self.index)
+        for call in (self, other):
+            both.add({name: value for name, value in call.result().items() if call is self or name in _TEXTS})
+        return both
+
+    def result(self) -> Json:
+        """Return the call; arguments that came as an object are JSON text, as they are where models write them."""
+        text = self._said if isinstance(self._said, str | None) else dumps(self._said)
+        said = {kind: self._fields[kind] | {name: text} for kind, name in _TEXTS.items() if self._has(kind, name)}
+        return self._fields | said
+
+    @property
+    def _is_whole(self) -> bool:
+        if not isinstance(self._said, str):
+            return self._said is not None
+        try:
+            return self._said.rstrip().endswith("}") and isinstance(loads(self._said), dict)
+        except ValueError:
+            return False
+
+    def _is_again(self, delta: Json) -> bool:
+        """Whether this is the whole call once more."""
+        same = bool(self.id) and delta.get("id") == self.id
+        return same and _named(delta) == (self.name, self._said) and self._is_whole
+
+    def _has(self, kind: str, name: str) -> bool:
+        return isinstance(self._fields.get(kind), dict) and name in self._fields[kind]
+
+    def _add_named(self, into: Json, text: str, function: Json) -> None:
+        for name, value in function.items():
+            if name == text:
+                before = None if self._may_be_none and _is_said(value) else self._said
+                self._may_be_none = value == "{}" and bool(function.get("name")) and not _is_said(before)
+                into[name] = self._said = _longer(before, value)
+            elif name == "name" and isinstance(value, str):
+                # Repeated, sent as far as it has come, or in pieces.
+                self.name = into[name] = value if value.startswith(self.name) else self.name + value
+            else:
+                join(into, name, value)
+
+
+def _named(delta: Json) -> tuple[str, Any]:
+    """The name in a piece, empty if there is none, and its arguments."""
+    for kind, text in _TEXTS.items():
+        if isinstance(function := delta.get(kind), dict):
+            name = function.get("name")
+            return name if isinstance(name, str) else "", function.get(text)
+    return "", None
+
+
+def _is_said(arguments: Any) -> bool:
+    return bool(arguments.strip()) if isinstance(arguments, str) else arguments is not None
+
+
+def _longer(before: Any, more: Any) -> Any:
+    """The arguments with another piece of them."""
+    if not _is_said(more):
+        return (
+            before + more if isinstance(before, str) and isinstance(more, str) else more if before is None else before
+        )
+    if isinstance(before, dict) and isinstance(more, dict):
+        return before | more
+    return before + more if isinstance(before, str) and isinstance(more, str) else more

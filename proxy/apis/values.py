@@ -1,0 +1,97 @@
+"""Joins the values that the chunks of a stream have under the same name. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+
+# By the last word of their names, texts that are sent whole, and by some servers again in every chunk.
+_WORDS = frozenset({
+    "role", "id", "type", "name", "reason", "object", "format", "status", "model", "provider", "phase", "channel",
+    "signature",
+})  # fmt: skip
+# Parts of a content that are streamed in pieces, each in a part of its own.
+_TEXT_PARTS = frozenset({"text", "thinking", "output_text", "reasoning"})
+
+
+def join(into: Json, name: str, value: Any) -> None:
+    """Join a value to that of the chunks before: texts and lists get longer; null, and no text, change nothing."""
+    old = into.get(name)
+    if value is None:
+        into.setdefault(name, None)
+    elif isinstance(value, str):
+        into[name] = _with_text(old, value, is_word=name.rpartition("_")[2] in _WORDS)
+    elif isinstance(value, dict):
+        merged = into[name] = old if isinstance(old, dict) else {}  # ours: no chunk's own object is ever put in
+        for key, item in value.items():
+            join(merged, key, item)
+    elif isinstance(value, list):
+        before = (
+            old if isinstance(old, list) else [{"type": "text", "text": old}] if old and isinstance(old, str) else []
+        )
+        into[name] = _with_items(before, value)
+    else:
+        into[name] = value
+
+
+def put(into: Json, name: str, value: Any) -> None:
+    """Take the last value that says something; objects are joined name by name."""
+    old = into.get(name)
+    if isinstance(value, dict) and isinstance(old, dict):
+        merged = into[name] = dict(old)
+        for key, item in value.items():
+            put(merged, key, item)
+    elif value or value == 0 or name not in into:
+        into[name] = value
+
+
+def number(value: Any) -> int | None:
+    """Return an index, which some servers write as a text or with a fraction of 0; None if it is none."""
+    if isinstance(value, str) and value.isdecimal() and len(value) < 10:
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        return None
+    return int(value)
+
+
+def objects(value: Any) -> list[Json]:
+    """Return the objects in a list, or a single one that stands in the place of a list."""
+    items = value if isinstance(value, list) else [value]
+    return [item for item in items if isinstance(item, dict)]
+
+
+def _with_text(old: Any, text: str, *, is_word: bool) -> Any:
+    if isinstance(old, str):
+        return (text or old) if is_word else old + text
+    if isinstance(old, list):
+        return _with_items(old, [{"type": "text", "text": text}]) if text else old
+    return old if isinstance(old, dict) and not text else text
+
+
+def _with_items(old: list[Any], new: list[Any]) -> list[Any]:
+    """The list, longer by the new items. An item that goes on with one of before is joined to it."""
+    items = old  # ours
+    for place, item in enumerate(new):
+        at = _continued(items, item, first=place == 0)
+        if at is None:
+            items.append(item)
+            continue
+        longer = dict(items[at])
+        for name, value in item.items():
+            join(longer, name, value)
+        items[at] = longer
+    return items
+
+
+def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
+    """The place of the item that this one goes on with: that of its index, or the last, of the same type."""
+    if not isinstance(item, dict) or not items:
+        return None
+    kind, index = item.get("type"), item.get("index")
+    if isinstance(index, int):
+        same = (at for at, other in enumerate(items) if isinstance(other, dict) and other.get("index") == index)
+        return next((at for at in same if items[at].get("type") == kind), None)
+    last = items[-1]
+    is_next = first and kind in _TEXT_PARTS and isinstance(last, dict) and last.get("type") == kind
+    return len(items) - 1 if is_next else None
