@@ -15,7 +15,6 @@ from ..upstreams.http import why_not_connected
 from .vllm_worker import RELOAD
 
 LOADING = "loading"  # the label of the weights while they are replaced
-
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)", re.MULTILINE)
 _PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 PROBE_PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]  # tokens that every vocabulary has
@@ -86,7 +85,7 @@ class VllmServer:
 
     async def unload_adapter(self, name: str) -> None:
         """Stop serving the adapter; harmless when it is not served."""
-        if name in {model["id"] for model in await self.models()}:
+        if name in await self.adapters():
             await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def weight_version(self) -> str:
