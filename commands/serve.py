@@ -21,6 +21,7 @@ import typer
 
 from ..proxy.config.root import Config
 from ..proxy.errors import LightningError
+from ..proxy.gateway.connections import calls_at_once, files_allowed, raise_limit
 from ..proxy.gateway.server import ServerProtocol
 from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import publish_mode
@@ -69,6 +70,7 @@ def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None 
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     shown = Shown(log_format, sys.stderr.isatty() if calls is None else calls)
     set_up(log_format)
+    raise_limit()
     if config.proxy.workers == 1:
         _serve_here(config, shown)
     else:
@@ -125,6 +127,15 @@ def _tell(config: Config, port: int) -> None:
     url = f"http://{address(config.proxy.host, port)}/v1"
     kept = config.store.where if config.store.is_postgres else config.store.path
     say(f"serving: OPENAI_BASE_URL={url}; records in {kept}; Ctrl-C stops", event="serving", url=url)
+    files = files_allowed()
+    calls = calls_at_once(files) * config.proxy.workers
+    say(
+        f"{calls:,} calls at once: {files:,} files may be open{_in_each(config)} (ulimit -Hn)", calls=calls, files=files
+    )
+
+
+def _in_each(config: Config) -> str:
+    return f" in each of {config.proxy.workers} workers" if config.proxy.workers > 1 else ""
 
 
 def _tell_of_stopping(proxy: ProxyConfig, running: int) -> None:

@@ -119,7 +119,7 @@ class StoreUnavailable(LightningError):
 
 
 class Overloaded(LightningError):
-    """There is no memory for another large request now."""
+    """There is no memory for another large request now, or no file for another connection."""
 
     status = 503
     type = "server_error"

@@ -1,27 +1,46 @@
-"""Changes three details of the way in which uvicorn reads HTTP/1.1, and tells running answers that the server stops.
+"""Changes some details of how uvicorn reads HTTP/1.1, and tells running answers that the server stops.
 
 Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
 HTTP/2 with every request, and uvicorn would lose its body. A WebSocket is a 501. What is no HTTP is refused in OpenAI's
-shape. Two lengths, a bare line feed and whatever else two parsers might read differently is refused by llhttp. Limits
-on the size and time of a head are for a reverse proxy to set.
+shape. Two lengths, a bare line feed and whatever else two parsers might read differently is refused by llhttp. A head
+has a time limit, also where nothing of it has come, and silent connections are closed when they are many. A limit on
+the size of a head is for a reverse proxy to set.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+from http import HTTPStatus
+from weakref import WeakKeyDictionary
+
 import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
-_BODY = b'{"error":{"message":"this is no valid HTTP request","type":"invalid_request_error","param":null,"code":null}}'
-_HEAD = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-_REFUSAL = _HEAD % (b"400 Bad Request", len(_BODY)) + _BODY
-_SOCKET = (
-    b'{"error":{"message":"WebSockets are not passed on: ask over HTTP","type":"invalid_request_error","param":null,'
-    b'"code":null}}'
-)
-_NO_SOCKETS = _HEAD % (b"501 Not Implemented", len(_SOCKET)) + _SOCKET
+from ..errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, Unsupported
+from .connections import Connections, files_allowed
+
+HEAD_S = 10.0  # that a request's head may take
+_PROBES = (b"/healthz", b"/readyz", b"/metrics")
 
 
+def _refusal(error: LightningError) -> bytes:
+    """Return the whole answer that refuses a request and closes the connection."""
+    body = json.dumps(error.body()).encode()
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+    lines += [b"%s: %s" % header for header in dict([*error.headers, (b"connection", b"close")]).items()]
+    lines += [b"content-type: application/json", b"content-length: %d" % len(body)]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+_REFUSAL = _refusal(InvalidRequest("this is no valid HTTP request"))
+_NO_SOCKETS = _refusal(Unsupported("WebSockets are not passed on: ask over HTTP"))
+_LATE = _refusal(RequestTimeout(f"no whole head of a request within {HEAD_S:g} s"))
+_FULL = _refusal(Overloaded("as many calls are under way as files may be open"))
+
+_of_server: WeakKeyDictionary[ServerState, Connections] = WeakKeyDictionary()
 _STOPPING = "lightning_proxy.stopping"
 
 
@@ -34,8 +53,33 @@ class ServerProtocol(HttpToolsProtocol):
     """The proxy's HTTP protocol for uvicorn: `uvicorn.Config(http=ServerProtocol)`."""
 
     _in_head = False
+    _at_work = False  # from a request's head to the end of its answer
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.server_state not in _of_server:
+            _of_server[self.server_state] = Connections(files_allowed())
+        self._others = _of_server[self.server_state]
+        self._others.opened(self)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._others.lost(self)
+        self._head_came()
+        super().connection_lost(exc)
+
+    def close_silent(self) -> None:
+        self.transport.close()
+        if self.transport.get_write_buffer_size():  # the end of an answer is still to go
+            self.loop.call_later(HEAD_S, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
+        self._read(data)
+        if not self._at_work and self._head_timer is None:
+            self._await_head()  # a part of the next head, or what nobody reads
+
+    def _read(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -54,18 +98,52 @@ class ServerProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if not self.parser.should_upgrade():
-            super().on_headers_complete()
+        if self.parser.should_upgrade():
+            return
+        self._head_came()
+        if not self._others.began(self, is_probe=self.url.startswith(_PROBES)):
+            self._refuse(_FULL)
+            return
+        self._at_work = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._at_work:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade():
+        if not self.parser.should_upgrade() and self._at_work:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        more = bool(self.pipeline)
+        super().on_response_complete()
+        if not more:
+            self._at_work = False
+            if not self.transport.is_closing():
+                self._others.ended(self)
+                if self._in_head and self._head_timer is None:
+                    self._await_head()
 
     def shutdown(self) -> None:
         if self.cycle is not None:
             scope: Scope = self.cycle.scope  # type: ignore[assignment]  # uvicorn's has a fixed set of keys
             scope[_STOPPING] = True
         super().shutdown()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._in_head:
+            self.transport.write(_LATE)
+        self.transport.close()
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Read the request once more, without what asks for the upgrade: the parser would leave its body unread."""
@@ -85,7 +163,7 @@ class ServerProtocol(HttpToolsProtocol):
                 head.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-        self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
+        self._read(b"\r\n".join(head) + b"\r\n\r\n" + rest)
 
     def _refuse(self, refusal: bytes = _REFUSAL) -> None:
         """Answer and close: where the next request begins is not known."""

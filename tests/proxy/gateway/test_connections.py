@@ -1,0 +1,126 @@
+"""Connections that ask nothing: they never take the files that calls need."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from lightning_proxy.proxy.gateway import server
+from lightning_proxy.proxy.gateway.connections import Connections, calls_at_once
+from support.served import Proxy, proxy_in_front
+
+FILES = 192
+CALL = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def files(soft: int, hard: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@asynccontextmanager
+async def scarce(directory: Path, soft: int = FILES, hard: int = FILES) -> AsyncIterator[Proxy]:
+    async with proxy_in_front(directory) as proxy:
+        await proxy.start(files(soft, hard))
+        yield proxy
+        await proxy.end(signal.SIGTERM)
+
+
+async def silent(port: int, count: int, stack: contextlib.AsyncExitStack, sent: bytes = b"") -> None:
+    for _ in range(count):
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(sent)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"])
+async def test_calls_are_answered_whatever_silent_connections_there_are(tmp_path: Path, sent: bytes) -> None:
+    async with scarce(tmp_path) as proxy, contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        url = f"{proxy.url}/v1/chat/completions"
+        streams = [session.post(url, json=CALL | {"stream": True, "pause_s": 1}) for _ in range(20)]
+        begun = [await stream for stream in streams]
+        await silent(proxy.port, 2 * FILES, stack, sent)
+        for _ in range(5):
+            async with aiohttp.ClientSession() as new, new.post(url, json=CALL) as answer:
+                assert answer.status == 200, await answer.text()
+        assert all([(await answer.read()).rstrip().endswith(b"[DONE]") for answer in begun])
+
+
+async def test_as_many_streams_work_at_once_as_the_start_says_and_others_are_told_to_wait(tmp_path: Path) -> None:
+    async with scarce(tmp_path) as proxy, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        url, most = f"{proxy.url}/v1/chat/completions", calls_at_once(FILES)
+        streams = [await session.post(url, json=CALL | {"stream": True, "pause_s": 1}) for _ in range(most)]
+        async with session.post(url, json=CALL) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+            assert "files may be open" in (await refused.json())["error"]["message"]
+        async with session.get(f"{proxy.url}/healthz") as alive:
+            assert alive.status == 200
+        whole = [(await answer.read()).rstrip().endswith(b"[DONE]") for answer in streams]
+        assert {answer.status for answer in streams} == {200} and all(whole)
+        async with session.post(url, json=CALL) as answer:
+            assert answer.status == 200
+
+
+async def test_the_soft_limit_is_raised_and_the_start_says_what_it_allows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with scarce(tmp_path, soft=128, hard=640):
+        pass
+    assert f"{calls_at_once(640)} calls at once: 640 files may be open (ulimit -Hn)" in capfd.readouterr().err
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_head_that_does_not_come_ends_its_connection(running: Any, tmp_path: Path) -> None:
+    whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with running(tmp_path) as system:
+        port = int(system.url.rsplit(":", 1)[1])
+        for first, then, answers in (
+            (b"", b"", []),
+            (b"\r\n", b"", []),
+            (whole[:20], whole[20:24], [b"408"]),
+            (whole + whole[:20], b"", [b"200", b"408"]),
+            (whole, b"\r\n", [b"200"]),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(first)
+            got = await reader.readuntil(b"}") if first.startswith(whole) else b""
+            writer.write(then)
+            got += await asyncio.wait_for(reader.read(), 20)
+            assert [part.split()[0] for part in got.split(b"HTTP/1.1 ")[1:]] == answers, first
+            writer.close()
+
+
+class Peer:
+    closed = False
+
+    def close_silent(self) -> None:
+        self.closed = True
+
+
+def test_the_oldest_that_never_asked_goes_first() -> None:
+    room = Connections(files=64 + 32)  # 8 silent ones
+    asked, *others = [Peer() for _ in range(9)]
+    room.opened(asked)
+    assert room.began(asked)
+    room.ended(asked)
+    for peer in others:
+        room.opened(peer)
+    assert [peer.closed for peer in (asked, *others)] == [False, True, *[False] * 7]
+    assert all(room.began(peer) for peer in others[1:]) and not asked.closed
+    assert all(room.began(peer) for peer in [Peer() for _ in range(8)]) and asked.closed is False
+    assert not room.began(Peer()) and room.began(Peer(), is_probe=True)
