@@ -64,11 +64,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a tool call, which the agent sent back in a later request of the same rollout."""
+    """The result of a tool call, which the agent sent back in a later request of the same rollout.
 
-    tool_call_id: str
+    Some clients send no id; `name`: of the function, where that is said.
+    """
+
+    tool_call_id: str | None
     content: Any
     is_error: bool = False
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,30 @@ def tool_calls(response: Any) -> tuple[ToolCall, ...]:
 
 
 def tool_results(items: Sequence[Any]) -> list[ToolResult]:
-    """Return the tool results in a request: chat's role `tool`, Responses' `…_call_output`, Anthropic's `tool_result`.
+    """Return the tool results in a request, also those that smolagents writes into a text for one call only."""
+    return [result for item in items for result in results_in(item)] + [*written_results(items)]
 
-    Also those that smolagents writes into a text, where that is the result of one call only.
-    """
-    return [*_results(items), *_written_results(items)]
+
+def results_in(item: Any) -> Iterator[ToolResult]:
+    """Yield the results in one message: chat's `tool` and `function`, `…_call_output`, Anthropic's `tool_result`."""
+    if not isinstance(item, dict):
+        return
+    if (role := item.get("role")) in ("tool", "function"):
+        name = _text(item.get("name"))
+        yield ToolResult(_text(item.get("tool_call_id")) or None, item.get("content"), name=name)
+    elif str(item.get("type")).endswith("_call_output"):
+        yield ToolResult(_text(answered_call(item)) or None, item.get("output"))
+    elif role == "user":
+        for block in dicts(item.get("content")):
+            if block.get("type") == "tool_result":
+                called = _text(block.get("tool_use_id")) or None
+                yield ToolResult(called, block.get("content"), block.get("is_error") is True)
+
+
+def item_ids(response: Any) -> list[str | None]:
+    """Return the ids of the items that are an answer's tool calls, in order; Responses alone has such ids."""
+    output = response.get("output") if isinstance(response, dict) else None
+    return [_text(item.get("id")) for item in dicts(output) if is_call(item)]
 
 
 def _of_chat(response: Json) -> Iterator[ToolCall]:
@@ -47,10 +66,14 @@ def _of_chat(response: Json) -> Iterator[ToolCall]:
         message = choice.get("message")
         message = message if isinstance(message, dict) else {}
         for call in dicts(message.get("tool_calls")):
-            function = call.get("function")
-            yield _function_call(call.get("id"), call.get("custom") if function is None else function)
+            yield _function_call(call.get("id"), called_tool(call))
         if isinstance(called := message.get("function_call"), dict):  # of OpenAI's API before there were tools
             yield _function_call(None, called)
+
+
+def called_tool(call: Json) -> Any:
+    """Return what a tool call of chat calls: a function, or a custom tool."""
+    return call.get("custom") if call.get("function") is None else call["function"]
 
 
 def _function_call(call_id: Any, function: Any) -> ToolCall:
@@ -61,8 +84,12 @@ def _function_call(call_id: Any, function: Any) -> ToolCall:
 def _of_responses(response: Json) -> Iterator[ToolCall]:
     for item in dicts(response.get("output")):
         if is_call(item):
-            name = _text(item.get("name")) or item["type"].removesuffix("_call")
-            yield ToolCall(_text(item.get("call_id")), name, call_arguments(item))
+            yield ToolCall(_text(item.get("call_id")), call_name(item), call_arguments(item))
+
+
+def call_name(item: Json) -> str:
+    """Return the name of the tool that an item of Responses calls; of OpenAI's own tools, what the call is of."""
+    return _text(item.get("name")) or str(item["type"]).removesuffix("_call")
 
 
 def is_call(item: Json) -> bool:
@@ -94,19 +121,8 @@ def _of_messages(response: Json) -> Iterator[ToolCall]:
             yield ToolCall(_text(block.get("id")), _text(block.get("name")) or "", arguments)
 
 
-def _results(items: Sequence[Any]) -> Iterator[ToolResult]:
-    for item in dicts(items):
-        if (role := item.get("role")) == "tool" and isinstance(call_id := item.get("tool_call_id"), str):
-            yield ToolResult(call_id, item.get("content"))
-        elif str(item.get("type")).endswith("_call_output") and isinstance(call_id := answered_call(item), str):
-            yield ToolResult(call_id, item.get("output"))
-        elif role == "user" and isinstance(blocks := item.get("content"), list):
-            for block in dicts(blocks):
-                if block.get("type") == "tool_result" and isinstance(call_id := block.get("tool_use_id"), str):
-                    yield ToolResult(call_id, block.get("content"), block.get("is_error") is True)
-
-
-def _written_results(items: Sequence[Any]) -> Iterator[ToolResult]:
+def written_results(items: Sequence[Any]) -> Iterator[ToolResult]:
+    """Yield the results that smolagents writes into a text, where that is the result of one call only."""
     for said, told in pairwise(items):
         _, calling, calls = _words(said, "assistant").rpartition("Calling tools:\n")
         ids = _WRITTEN_CALL.findall(calls) if calling else []

@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import Any
 
-import orjson
-
-from .atoms import Atom
+from ..apis.atoms import Atom, parsed, same_json
 
 # Bytes below which something tells nothing of where it comes from: "ok" is said in many rollouts.
 TELLING, TELLING_ORDER, TELLING_ID = 24, 12, 20
@@ -23,7 +21,6 @@ QUOTING_CHARACTERS = 20_000
 # Where texts are cut into fragments, so that one is found again in whatever it is wrapped in: a transcript, JSON, XML.
 _CUTS = re.compile(r'[\n\r\t"<>{}\[\]|:.!?;。！？]+')
 _TRIMMED = " ,'*_#()-\\"
-_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL | re.IGNORECASE)
 
 
 def digest(caller: str, *parts: bytes | str) -> bytes:
@@ -42,7 +39,7 @@ def beginnings(atoms: Iterable[Atom], state: bytes = b"") -> list[bytes]:
     `state`: the digest of what was said before these atoms.
     """
     digests = []
-    for kind, who, what in atoms:
+    for kind, who, what, _ in atoms:
         is_one_of_a_kind = len(who) >= TELLING_ID
         if kind == "text":
             shown = (same_json(what) if who == "assistant" else None) or what
@@ -51,20 +48,6 @@ def beginnings(atoms: Iterable[Atom], state: bytes = b"") -> list[bytes]:
         state = digest("", state, kind, who, shown)
         digests.append(state)
     return digests
-
-
-def same_json(text: str) -> str | None:
-    """Return one writing of the JSON that a text is, however it is written; None if it is no object and no list."""
-    text = text.strip()
-    if fenced := _FENCED.fullmatch(text):
-        text = fenced[1]
-    value = _parsed(text) if text[:1] in ("{", "[") else None
-    if not isinstance(value, dict | list) or not value:
-        return None
-    try:
-        return orjson.dumps(_even(value), option=orjson.OPT_SORT_KEYS).decode()
-    except (orjson.JSONEncodeError, RecursionError):
-        return None
 
 
 def origins(caller: str, told: str, answer: Iterable[Atom], question: str = "") -> set[bytes]:
@@ -79,10 +62,10 @@ def origins(caller: str, told: str, answer: Iterable[Atom], question: str = "") 
         if len(raw := _bytes(text)) >= telling and text not in told:
             digests.add(digest(caller, name, raw))
 
-    for kind, who, what in answer:
+    for kind, who, what, _ in answer:
         if kind == "call" and who:
             digests.add(digest(caller, "id", who))
-        orders = list(_strings(_parsed(what))) if kind == "call" else []
+        orders = list(_strings(parsed(what))) if kind == "call" else []
         for order in orders:
             add("order", order, TELLING_ORDER)
         if said := same_json(what):
@@ -100,7 +83,7 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
     A prompt tells nothing: what one rollout found may be in the prompt of all that follow.
     """
     question = ""
-    for kind, who, what in atoms:
+    for kind, who, what, _ in atoms:
         if who == "system":
             continue
         if kind == "call" or who == "assistant":
@@ -132,18 +115,9 @@ def _fragments(text: str) -> Iterator[str]:
     return (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
 
 
-def _even(value: Any) -> Any:
-    """The value with 3.0 as 3: a client that knows a field to be a float writes it so."""
-    if isinstance(value, dict):
-        return {name: _even(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_even(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-
-
 def last_question(atoms: Iterable[Atom]) -> str:
     """Return the last thing that was said to the model; a prompt of the system is no question."""
-    asked = [what for kind, who, what in atoms if kind != "call" and who not in ("assistant", "system")]
+    asked = [what for kind, who, what, _ in atoms if kind != "call" and who not in ("assistant", "system")]
     return asked[-1] if asked else ""
 
 
@@ -154,13 +128,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _strings(inner)
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
 
 
 def _bytes(text: str) -> bytes:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from ..apis.atoms import Atom, answer_atoms, request_atoms
 from ..recording.group_commit import Statement
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
 from ..store.store import Store
 from ..types import CallEnd, CallStart, RolloutName
-from .atoms import Atom, answer_atoms, request_atoms
 from .digests import beginnings, digest, last_question, origins, quotations
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def answered(caller: str, start: CallStart, said: Conversation, end: CallEnd) ->
 def _answered(caller: str, start: CallStart, said: Conversation, end: CallEnd, response: Json) -> Iterator[Statement]:
     at = start.started_at + end.latency_ms / 1000
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
-    within, told = _within(caller, start.rollout), _APART.join(what for _, _, what in said.atoms)
+    within, told = _within(caller, start.rollout), _APART.join(atom.what for atom in said.atoms)
     question, is_forced = last_question(said.atoms), _forces_a_call(start.request)
     for answer in answer_atoms(response):
         for whole in said.gone_on_with(answer, is_forced=is_forced):

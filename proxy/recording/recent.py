@@ -11,15 +11,20 @@ from typing import Any
 from ..apis.tools import conversation
 from ..store.delta import same_prefix
 from ..types import CallEnd
+from .places import Told
 
 
 @dataclass(slots=True)
 class RecentCall:
-    """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable."""
+    """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable.
+
+    `told`: what its request tells of its conversation, where there are tool calls.
+    """
 
     call_id: str
     request: dict[str, Any]
     row_ids: array[int] = field(default_factory=lambda: array("i"))
+    told: Told | None = None
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ..apis.tools import conversation, tool_results
+from ..apis.tools import conversation
 from ..aside import aside
 from ..errors import StoreUnavailable
 from ..json_text import dumps, encode
@@ -32,10 +32,13 @@ from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
 from ..types import CallEnd, CallStart
 from .group_commit import GroupCommit, Statement
+from .places import has_results, is_unique, results, spots, told
 from .recent import RecentCall, RecentCalls, parent_of, sharing
 from .redact import Redactor
 
 LARGE_REQUEST = 4_000  # bytes of a request that is stored apart from its call
+# How much an id tells of whose call it is, beside the signs of TOOL_RESULT; what is needed where the call is resent.
+UNIQUE, COUNTED, FITS = 8, 2, 5
 
 
 class Recorder:
@@ -63,7 +66,7 @@ class Recorder:
         self._writer = GroupCommit(store)
         self._starts = asyncio.Semaphore(starts)
         self._recent = RecentCalls(memory, recent)
-        self._parents: dict[str, RecentCall | None] = {}  # of the calls under way
+        self._begun: dict[str, tuple[RecentCall, RecentCall | None]] = {}  # the calls under way, and their parents
         self._shown: set[str] = set()  # the calls under way whose redacted part the model was shown
 
     async def __aenter__(self) -> Recorder:
@@ -95,8 +98,11 @@ class Recorder:
 
     def resume(self, start: CallStart) -> None:
         """Continue a call whose start is recorded already, perhaps by another process, so that its end can follow."""
-        if self._redactor is not None and self._redactor.start(start)[1]:
-            self._shown.add(start.call_id)
+        if self._redactor is not None:
+            start, shown = self._redactor.start(start)
+            if shown:
+                self._shown.add(start.call_id)
+        self._begun[start.call_id] = RecentCall(start.call_id, start.request), None
 
     def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
         """Record the outcome of a call, together with `also`.
@@ -107,17 +113,10 @@ class Recorder:
         if self._redactor is not None:
             end = self._redactor.end(end, shown=end.call_id in self._shown)
             self._shown.discard(end.call_id)
-        parent = self._parents.pop(end.call_id, None)
+        call, parent = self._begun.pop(end.call_id, (None, None))
         shared = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
         row = call_end_row(end, shared, self._merged() and not end.imported)
-        tools = [
-            (
-                TOOL_CALL,
-                {"rollout_id": end.rollout_id, "call_id": end.call_id, "position": position}
-                | {"tool_call_id": tool.id, "name": tool.name, "arguments": tool.arguments},
-            )
-            for position, tool in enumerate(end.tool_calls)
-        ]
+        tools = _tool_calls(end, call)
         size = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
         done = self._writer.put([(CALL_END, row), (ROLLOUT_CALL_ENDED, row), *tools, *also], size)
         done.add_done_callback(lambda committed: self._ended(end, was_trainable, committed))
@@ -131,7 +130,7 @@ class Recorder:
         rollout_id = start.rollout.rollout_id
         made = await aside(size, partial(_made, start, self._recent.of(rollout_id)))
         parent, statements = made.parent, [*made.statements, *also]
-        running = self._parents.keys()
+        running = self._begun.keys()
         if start.is_retry and (earlier := await self._store.calls.superseded(rollout_id, start.request, running)):
             statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
         try:
@@ -143,7 +142,7 @@ class Recorder:
             self.forget(rollout_id)  # another process deleted the parent
             await self._start(start, also, size)
             return
-        self._parents[start.call_id] = parent
+        self._begun[start.call_id] = made.call, parent
         self._recent.add(rollout_id, made.call, made.size)
 
     def _ended(self, end: CallEnd, was_trainable: bool, committed: asyncio.Future[None]) -> None:
@@ -166,14 +165,18 @@ class _Made(NamedTuple):
 def _made(start: CallStart, recent: Sequence[RecentCall]) -> _Made:
     parent, known = parent_of(start.request, recent)
     call = RecentCall(start.call_id, sharing(start.request, parent, known))
+    before = parent.told if parent else None
+    if before or has_results(conversation(start.request), known):
+        call.told = told(call.request, before, known)
     if parent is not None:
         stored = encode(shrink_request(call.request, parent.request))
     else:
         stored = encode(start.request) if start.request_text is None else start.request_text
-    return _Made(_start_statements(start, parent, known, stored), len(stored), call, parent)
+    statements = [*_start_statements(start, parent, stored), *_tool_results(start, call, parent, known)]
+    return _Made(statements, len(stored), call, parent)
 
 
-def _start_statements(start: CallStart, parent: RecentCall | None, known: int, stored: bytes) -> list[Statement]:
+def _start_statements(start: CallStart, parent: RecentCall | None, stored: bytes) -> list[Statement]:
     rollout_id = start.rollout.rollout_id
     large = len(stored) > LARGE_REQUEST
     row = {
@@ -196,8 +199,38 @@ def _start_statements(start: CallStart, parent: RecentCall | None, known: int, s
     statements: list[Statement] = [(ROLLOUT_SEEN, row), (CALL_START, row)]
     if large:
         statements.append((CALL_LARGE_REQUEST, row))
-    # Of results with the same id, which some agents count anew in every turn, only the newest can be new.
-    for result in {r.tool_call_id: r for r in tool_results(conversation(start.request)[known:])}.values():
-        told = {"rollout_id": rollout_id, "tool_call_id": result.tool_call_id, "is_error": result.is_error}
-        statements.append((TOOL_RESULT, told | {"result": dumps(result.content)}))
     return statements
+
+
+def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
+    """The tool calls of an answer. `call`: what was asked; None if that is not known, and so not where they stand."""
+    if end.tool_calls and call is not None and call.told is None:
+        call.told = told(call.request)
+    found = spots(call.told, end.response, end.tool_calls) if call is not None and call.told is not None else []
+    placed = [{"place": spot.place, "signs": spot.signs} for spot in found] or [{"place": None, "signs": None}]
+    return [
+        (
+            TOOL_CALL,
+            {"rollout_id": end.rollout_id, "call_id": end.call_id, "position": position}
+            | {"tool_call_id": tool.id, "name": tool.name, "arguments": tool.arguments}
+            | placed[min(position, len(placed) - 1)],
+        )
+        for position, tool in enumerate(end.tool_calls)
+    ]
+
+
+def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None, known: int) -> Iterator[Statement]:
+    """The results that a request brings, after the first `known` messages."""
+    for result, spot in results(call.told, known) if call.told else ():
+        if result.tool_call_id is None and spot.place is None:
+            continue  # nothing tells whose it is
+        content = dumps(result.content)
+        yield (
+            TOOL_RESULT,
+            spot._asdict()
+            | {"rollout_id": start.rollout.rollout_id, "agent": start.rollout.agent}
+            | {"tool_call_id": result.tool_call_id, "is_error": result.is_error, "result": content}
+            # A call of the same name and arguments that only a counted id leads to may be another conversation's.
+            | {"telling": UNIQUE if is_unique(result.tool_call_id) else COUNTED}
+            | {"least": 0 if spot.what is None else FITS, "known": content if parent is None else None},
+        )

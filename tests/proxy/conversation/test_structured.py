@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.conversation.digests import same_json
+from lightning_proxy.proxy.apis.atoms import same_json
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Json = dict[str, Any]

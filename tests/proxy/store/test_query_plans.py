@@ -12,6 +12,7 @@ import pytest
 from lightning_proxy.proxy import store
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store import waiting
+from lightning_proxy.proxy.store.calls import TOOL_RESULT
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.rollouts import (
@@ -30,7 +31,7 @@ SMALL = {"keys", "policy_log", "policy_versions", "rollout_counts", "steps", "sq
     "wanted",  # a list that a statement is given
 }
 SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
-SMALL |= {"prompt_tests", "prompt_waiting"}
+SMALL |= {"prompt_tests", "prompt_waiting", "maybe"}
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
 # holds, or over the newest calls or rollouts alone.
 WHOLE = {
@@ -92,6 +93,11 @@ async def test_versions_of_running_rollouts_are_read_off_an_index(database: Data
 async def test_a_tip_is_taken_from_those_of_its_digest(database: Database) -> None:
     steps = await plan(database, CONVERSATION_TAKE)
     assert not [step for step in steps if step.startswith("SCAN") and step != "SCAN recent"], steps
+
+
+async def test_the_call_of_a_result_is_found_by_its_place_or_its_id(database: Database) -> None:
+    found = [step.split("(", 1)[1] for step in await plan(database, TOOL_RESULT) if " tool_calls_by" in step]
+    assert set(found) == {"rollout_id=? AND place=?)", "rollout_id=? AND tool_call_id=?)"}
 
 
 @pytest.mark.parametrize(("filters", "index"), [("mode", "rollouts_by_mode"), ("mode status", "rollouts_by_mode_and")])

@@ -1,0 +1,256 @@
+"""Says where tool calls stand in a conversation, so that a result is given to the call that it answers. Pure.
+
+The request that brings a result resends the call, and all that was said before it. That tells whose call it is, also
+where ids are missing, repeated within a turn, written anew by the client, or counted anew in every answer. Example:
+
+    recorded   user: go                                   answer: call f(1), id f:0; call f(2), id f:0
+    sent       user: go · call f(1) · call f(2) · result a · result b     b is of what stands after "go" and f(1)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from ..apis.atoms import Atom, answer_atoms, item_atoms, request_atoms, same_arguments
+from ..apis.tools import dicts, item_ids, results_in, written_results
+from ..store.calls import NO_SIGN, SIGN, SIGNS
+from ..types import ToolCall, ToolResult
+
+Json = dict[str, Any]
+
+NEAR = 2  # how many of the things said right before a call are a sign of it
+# Long enough that two models do not give the same one, and no number in the answer, as `functions.search:0` is.
+_UNIQUE = re.compile(r"(?!.*[:._-]\d{1,5}$).{20,}", re.DOTALL)
+
+
+class Spot(NamedTuple):
+    """Where one tool call stands, as digests; None where that is not known.
+
+    `place`: all that was said before it; `what`: its name and arguments; `near`: what was said last before it; `root`:
+    what was said first; `system`: the system's prompt; `response` and `item`: the ids that Responses gives.
+    """
+
+    place: bytes | None = None
+    what: bytes | None = None
+    near: bytes | None = None
+    root: bytes | None = None
+    system: bytes | None = None
+    response: bytes | None = None
+    item: bytes | None = None
+
+    @property
+    def signs(self) -> bytes:
+        """Return all but the place, packed as the store compares them."""
+        return b"".join(getattr(self, name) or NO_SIGN for name in SIGNS)
+
+
+class Told(NamedTuple):
+    """What a request tells of its conversation. `states`: a digest of all that was said before each item, and at last.
+
+    `spot`: what is the same for all that stands in it.
+    """
+
+    items: Sequence[Any]
+    states: list[bytes]
+    spot: Spot
+
+
+def told(request: Json, parent: Told | None = None, known: int = 0) -> Told:
+    """Return what a request tells. Its first `known` items are those of its parent, which need not be read again."""
+    items = _items(request)
+    previous = request.get("previous_response_id")
+    begun = sign("response", previous) if isinstance(previous, str) else b""
+    states = [begun] if parent is None or parent.states[0] != begun else parent.states[: known + 1]
+    for item in items[len(states) - 1 :]:
+        states.append(_after(states[-1], item_atoms(item)))
+    first = next((a for item in items for a in item_atoms(item) if a.kind == "text" and a.who != "system"), None)
+    root = None if first is None else _sign_of(first)
+    return Told(items, states, Spot(root=root, system=_system(request, items), response=begun or None))
+
+
+def sign(*parts: str | bytes) -> bytes:
+    """Return a short digest of the parts."""
+    hashed = blake2b(digest_size=SIGN)
+    for part in parts:
+        raw = part.encode(errors="replace") if isinstance(part, str) else part
+        hashed.update(len(raw).to_bytes(8, "little"))
+        hashed.update(raw)
+    return hashed.digest()
+
+
+def is_unique(tool_call_id: str | None) -> bool:
+    """Return whether an id looks as if no other call had it."""
+    return tool_call_id is not None and _UNIQUE.fullmatch(tool_call_id) is not None
+
+
+def spots(before: Told, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:
+    """Return where the tool calls of an answer stand, which was given after `before`."""
+    if not calls:
+        return []
+    answers = list(answer_atoms(response)) if isinstance(response, dict) else []
+    if sum(atom.kind == "call" for answer in answers for atom in answer) != len(calls):
+        answers = [[Atom("call", call.id or "", call.arguments, call.name) for call in calls]]
+    said = response.get("id") if isinstance(response, dict) else None
+    everywhere = before.spot._replace(response=sign("response", said) if isinstance(said, str) else None)
+    found = [spot for answer in answers for spot in _calls(answer, before.states[-1], _tail(before), everywhere)]
+    ids = item_ids(response)
+    if len(ids) != len(found):
+        return found
+    return [spot._replace(item=_item_sign(item_id)) for spot, item_id in zip(found, ids, strict=True)]
+
+
+def has_results(items: Sequence[Any], known: int) -> bool:
+    """Return whether there are results after the first `known` messages or items."""
+    return _brings(items[known:]) or any(True for _ in written_results(items[max(known - 1, 0) :]))
+
+
+def results(request: Told, known: int) -> Iterator[tuple[ToolResult, Spot]]:
+    """Yield the results after the first `known` items, with where the calls stand that they answer."""
+    if _brings(request.items[known:]):
+        yield from _Reader(request, known).results()
+    for result in written_results(request.items[max(known - 1, 0) :]):
+        yield result, request.spot
+
+
+def _brings(items: Iterable[Any]) -> bool:
+    return any(True for item in items for _ in results_in(item))
+
+
+@dataclass(slots=True)
+class _Called:
+    """A call that a request resends. `turn` counts the answers that made calls."""
+
+    id: str
+    name: str
+    turn: int
+    spot: Spot
+    is_answered: bool = False
+
+
+class _Reader:
+    """Reads the end of a conversation: the newest calls, and what follows."""
+
+    def __init__(self, request: Told, known: int) -> None:
+        self._items, self._states, self._spot = request
+        self._known = known
+        self._calls: list[_Called] = []
+        self.begin = _begin(request.items, known)
+
+    def results(self) -> Iterator[tuple[ToolResult, Spot]]:
+        turn, is_calling = 0, False
+        tail = _tail(self._part(self.begin))
+        for i in range(self.begin, len(self._items)):
+            item = self._items[i]
+            atoms = item_atoms(item)
+            made = [atom for atom in atoms if atom.kind == "call"] or _references(item)
+            turn += bool(made) and not is_calling
+            spots = _calls(atoms, self._states[i], tail, self._spot)
+            for atom in made:
+                spot = self._spot._replace(item=_item_sign(atom.what)) if atom.kind == "item" else next(spots)
+                self._calls.append(_Called(atom.who, atom.name, turn, spot))
+            tail.extend(_sign_of(atom) for atom in atoms if atom.who != "system")
+            if atoms or made:
+                is_calling = bool(made)
+            for result in results_in(item):
+                spot = self._answered(result)
+                if i >= self._known:
+                    yield result, spot
+
+    def _answered(self, result: ToolResult) -> Spot:
+        """Where the call stands that this answers: by its id, else in the order of the newest turn's calls."""
+        waiting = [call for call in self._calls if not call.is_answered]
+        alike = [call for call in waiting if result.tool_call_id and call.id == result.tool_call_id]
+        if not alike:
+            alike = [call for call in waiting if not call.id or not result.tool_call_id]
+            alike = [call for call in alike if call.name == result.name] or alike
+        if newest := [call for call in alike if call.turn == max(call.turn for call in alike)]:
+            newest[0].is_answered = True
+            return newest[0].spot
+        again = [call for call in self._calls if call.id and call.id == result.tool_call_id]
+        return again[-1].spot if again else self._earlier(result.tool_call_id)
+
+    def _earlier(self, tool_call_id: str | None) -> Spot:
+        """Where a call stands that was made before the newest turn; else only what is the same everywhere."""
+        for i in range(self.begin - 1 if tool_call_id else -1, -1, -1):
+            atoms = item_atoms(self._items[i])
+            called = [atom.who for atom in atoms if atom.kind == "call"]
+            if tool_call_id in called:
+                spots = list(_calls(atoms, self._states[i], _tail(self._part(i)), self._spot))
+                return spots[called.index(tool_call_id)]
+        return self._spot
+
+    def _part(self, end: int) -> Told:
+        return Told(self._items[max(end - 2 * NEAR, 0) : end], self._states, self._spot)
+
+
+def _calls(atoms: Iterable[Atom], state: bytes, tail: Iterable[bytes], everywhere: Spot) -> Iterator[Spot]:
+    """Where each call in these atoms stands, which come after `state`."""
+    last = deque(tail, NEAR)
+    for atom in atoms:
+        if atom.kind == "call":
+            yield everywhere._replace(place=sign(state), what=_sign_of(atom), near=sign(*last))
+        state = _after(state, [atom])
+        last.append(_sign_of(atom))
+
+
+def _after(state: bytes, atoms: Iterable[Atom]) -> bytes:
+    """The digest with what these say. Results do not count: some clients shorten them later, or send them late."""
+    for atom in atoms:
+        if atom.kind != "result" and atom.who != "system":
+            state = sign(state, _sign_of(atom))
+    return state
+
+
+def _sign_of(atom: Atom) -> bytes:
+    """A digest of what is said, but for the id of a call."""
+    if atom.kind == "call":
+        return sign("call", atom.name, same_arguments(atom.what))
+    return sign(atom.kind, "" if atom.kind == "result" else atom.who, atom.what)
+
+
+def _tail(before: Told) -> deque[bytes]:
+    atoms = [atom for item in before.items[-2 * NEAR :] for atom in item_atoms(item) if atom.who != "system"]
+    return deque(map(_sign_of, atoms[-NEAR:]), NEAR)
+
+
+def _system(request: Json, items: Sequence[Any]) -> bytes:
+    named = request_atoms({name: request.get(name) for name in ("system", "instructions")})
+    texts = [atom.what for atom in named]
+    for item in items:
+        if not (atoms := item_atoms(item)) or atoms[0].who != "system":
+            break
+        texts += [atom.what for atom in atoms]
+    return sign(*texts)
+
+
+def _items(request: Json) -> Sequence[Any]:
+    """The messages or items of a request; an input that is a text is a user's message."""
+    found = request.get("messages", request.get("input"))
+    return [found] if isinstance(found, str) else found if isinstance(found, list) else []
+
+
+def _begin(items: Sequence[Any], known: int) -> int:
+    """Where the newest turn with calls begins that a result after the first `known` items may answer."""
+    i = known
+    while i and _brings(items[i - 1 : i]):
+        i -= 1
+    while i and (_references(items[i - 1]) or any(atom.kind == "call" for atom in item_atoms(items[i - 1]))):
+        i -= 1
+    return i
+
+
+def _references(item: Any) -> list[Atom]:
+    """A call that a request to Responses names by the id of its item, where it may be one."""
+    found = dicts([item])
+    named = found[0].get("id") if found and found[0].get("type") == "item_reference" else None
+    is_call = isinstance(named, str) and not named.startswith(("msg_", "rs_"))
+    return [Atom("item", "", named)] if isinstance(named, str) and is_call else []
+
+
+def _item_sign(item_id: str | None) -> bytes | None:
+    return None if item_id is None else sign("item", item_id)
