@@ -50,6 +50,7 @@ from .prompts.prompts import Prompts
 from .recording.metrics import Metrics
 from .recording.recorder import Recorder
 from .recording.redact import Redactor
+from .returns import Rules
 from .reward_function.scoring import Scorer
 from .store.database import opened
 from .store.endings import end_idle_rollouts
@@ -218,6 +219,7 @@ def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, No
     """What runs beside the calls."""
     work = [parts.keys.watch(), parts.bodies.watch(), check_health(parts.config, session, parts.health)]
     work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
+    work.append(parts.store.returns.keep())
     work.append(end_idle_rollouts(parts.store.database, parts.config.rollouts))
     work.append(Scorer(parts.config, parts.store, parts.metrics.rewards.inc).run())
     work += _gates(parts.config, parts.store)
@@ -230,6 +232,7 @@ def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, No
 async def _at_work(parts: Parts, session: ClientSession) -> AsyncIterator[None]:
     """Do what runs beside the calls during the block, and cancel it at its end."""
     await parts.store.endings.use_function(parts.config.rewards.function)
+    await parts.store.returns.adopt(Rules.of(parts.config.trainer))
     await _open_gates(parts.config, parts.store)
     tasks = [asyncio.create_task(one) for one in _beside(parts, session)]
     try:

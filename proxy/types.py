@@ -247,7 +247,8 @@ class Rollout:
     """One run of an agent on one task.
 
     `step` is the training step that took it, `dropped` why the trainer will not take it; both None while it may yet.
-    `dropped_by`: the step before which that was found; None where it was found without one.
+    `dropped_by`: the step before which that was found; None where it was found without one. `reward` is its return
+    (`returns.py`): `own_reward`, its own, or else the sum of its calls'.
     """
 
     rollout_id: str
@@ -264,6 +265,7 @@ class Rollout:
     calls: int = 0
     tokens: int = 0
     reward: float | None = None
+    own_reward: float | None = None
     dropped: str | None = None
     dropped_by: int | None = None
 

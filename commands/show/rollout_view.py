@@ -97,7 +97,7 @@ def _header(rollout: dict[str, Any]) -> Table:
         ("task", rollout["task_id"] or "-"),
         ("mode", rollout["mode"]),
         ("status", " · ".join(filter(None, (rollout["status"], rollout["reason"])))),
-        ("reward", number(rollout["reward"])),
+        ("reward", number(rollout["reward"]) + (", that of its calls" if _is_of_calls(rollout) else "")),
         ("trained", trained),
         ("policy version", ", ".join(map(str, versions)) or "-"),
         ("calls, tokens", f"{len(rollout['calls'])}, {rollout['tokens']}"),
@@ -107,6 +107,10 @@ def _header(rollout: dict[str, Any]) -> Table:
     for reward in rollout["rewards"]:
         table.add_row("  posted", plain(_reward(reward)))
     return table
+
+
+def _is_of_calls(rollout: dict[str, Any]) -> bool:
+    return rollout["reward"] is not None and rollout["own_reward"] is None
 
 
 def _reward(reward: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[E
     """Return one transition for each call, and one for each tool call whose result came back.
 
     A state is what the model was shown, an action its whole answer. The last call's transition carries the rollout's
-    reward. A request that the client sent again counts once: as the last of its calls. An action that the agent told of
-    is a tool transition without a call; its state is the one that the same agent told of last.
+    own reward. A request that the client sent again counts once: as the last of its calls. An action that the agent
+    told of is a tool transition without a call; its state is the one that the same agent told of last.
     """
     answered = [call for call in calls if call.is_decision]
     following = {call.call_id: after for call, after in pairwise(answered)}
@@ -39,7 +39,7 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[E
 
 
 def _call_transitions(t: int, call: ModelCall, after: ModelCall | None, rollout: Rollout) -> list[Transition]:
-    reward = (call.reward or 0.0) + (0.0 if after else rollout.reward or 0.0)
+    reward = (call.reward or 0.0) + (0.0 if after else rollout.own_reward or 0.0)
     action = {"message": message_of(call), "token_ids": call.response_token_ids, "finish_reason": call.finish_reason}
     following = _state(after) if after else None
     own = Transition(t, "llm", call.agent, call.call_id, _state(call), action, reward, following, False)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..aside import LARGE
 from ..errors import NotFound
 from ..json_text import dumps_or_none, loads, loads_in_turns, loads_or_none
-from ..types import CallEnd, CallStatus, Choice, ModelCall, Reward, ToolCall
+from ..types import CallEnd, CallStatus, Choice, ModelCall, ToolCall
 from .database import Database, Row
 from .delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
 from .rewards import Rewards
@@ -144,7 +144,7 @@ class Calls:
         params: dict[str, object] = {"rollout_id": rollout_id}
         tools = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
         calls, made = await self._db.all(CALLS, params), await self._db.all(tools, params)
-        rewards = _call_rewards(await self._rewards.of(rollout_id))
+        rewards = (await self._rewards.earned(rollout_id)).calls
         log = await self._db.all(POLICY_LOG_DURING, params)
         return await asyncio.to_thread(read_calls, calls, made, rewards, log)
 
@@ -220,7 +220,7 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
 def read_calls(
     calls: Iterable[Row],
     tool_calls: Iterable[Row],
-    rewards: dict[str, float],
+    rewards: Mapping[str, float],
     log: Sequence[Row],
 ) -> list[ModelCall]:
     """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
@@ -237,7 +237,7 @@ def _read_call(
     row: Row,
     earlier: dict[str, ModelCall],
     tools: dict[str, list[ToolCall]],
-    rewards: dict[str, float],
+    rewards: Mapping[str, float],
     log: Sequence[Row],
 ) -> ModelCall:
     parent = earlier.get(row["parent_id"])
@@ -318,8 +318,3 @@ def _read_choices(row: Row) -> tuple[Choice, ...]:
 def _read_tool_call(row: Row) -> ToolCall:
     is_error = None if row["is_error"] is None else bool(row["is_error"])
     return ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)
-
-
-def _call_rewards(rewards: Sequence[Reward]) -> dict[str, float]:
-    """The newest reward named `reward` of each call."""
-    return {r.call_id: r.value for r in rewards if r.call_id is not None and r.name == "reward"}

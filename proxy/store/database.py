@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -19,6 +20,8 @@ Params = Mapping[str, object]
 Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
 
 SMALL = 2**14  # bytes; what one write takes where nobody says otherwise
+# Of work in passing: that one transaction may take and write, about, and the pause for everybody else, by that time.
+STEP_S, WRITTEN, PAUSE = 0.01, 2**20, 4
 
 
 # `prompts`: a version or a promotion; `rewards`: a reward, or a rollout that ended; `live`: the live policy version;
@@ -176,3 +179,17 @@ async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator
         yield database
     finally:
         await database.close()
+
+
+async def in_passing(database: Database, work: Callable[[Transaction, float], Awaitable[T]]) -> T:
+    """Do `work` in a transaction, until about the time that it is given (of `perf_counter`); then let others write."""
+    began = 0.0
+
+    async def timed(db: Transaction) -> T:
+        nonlocal began
+        began = time.perf_counter()
+        return await work(db, began + STEP_S)
+
+    done = await database.write(timed, WRITTEN)
+    await asyncio.sleep(PAUSE * (time.perf_counter() - began))
+    return done

@@ -15,8 +15,9 @@ from typing import Any
 from ..config.rollouts import RolloutsConfig
 from ..errors import LightningError
 from ..types import Reward
-from .database import Database, Transaction
-from .retention import ABANDONED_S, LOOK, in_passing
+from .database import Database, Transaction, in_passing
+from .resources.returns import read_counting
+from .retention import ABANDONED_S, LOOK
 from .rewards import post_reward
 
 log = logging.getLogger(__name__)
@@ -107,8 +108,9 @@ class Endings:
         async def work(db: Transaction) -> bool:
             if await db.run(AWAITING_FORGET, {"rollout_id": rollout_id}) == 0:
                 return False
+            counting = await read_counting(db)
             for reward in rewards:
-                await post_reward(db, reward)
+                await post_reward(db, reward, counting)
             return True
 
         return await self._db.write(work)

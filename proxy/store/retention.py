@@ -12,21 +12,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..config.root import Config
 from ..config.server import RetentionConfig
 from ..errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
-from .database import Database, Row, Transaction
+from .database import Database, Row, Transaction, in_passing
 from .idempotency import IDEMPOTENT_FORGET
 from .waiting import HAS_REWARD, IS_OWN
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 DAY = 86400.0
 EVERY_S = 60.0
@@ -35,10 +33,7 @@ IDEMPOTENCY_S = 7 * DAY
 CONVERSATION_S = 30 * DAY
 CONVERSATIONS = 1_000_000  # rows; an answered call of an unnamed rollout takes about five
 LOOK = 200  # rows in one look
-STEP_S = 0.01  # that one of our transactions may take, about
-PAUSE = 4  # times as long as it took, for everybody else
 GIVE_BACK = 256  # pages in one transaction
-WRITTEN = 2**20  # bytes that one transaction writes, about
 SPARE = 0.05  # of the file may stay free: the next records need it
 
 # Nothing happens in a rollout that ended before :before, has no call under way, and does not belong to a step that is
@@ -236,17 +231,3 @@ async def read_totals(database: Database) -> dict[str, Any]:
 def _read_pages(rows: Iterable[Row]) -> Pages:
     (row,) = rows
     return Pages(row["bytes"], row["free"])
-
-
-async def in_passing(database: Database, work: Callable[[Transaction, float], Awaitable[T]]) -> T:
-    """Do `work` in a transaction, until about the time that it is given (of `perf_counter`); then let others write."""
-    began = 0.0
-
-    async def timed(db: Transaction) -> T:
-        nonlocal began
-        began = time.perf_counter()
-        return await work(db, began + STEP_S)
-
-    done = await database.write(timed, WRITTEN)
-    await asyncio.sleep(PAUSE * (time.perf_counter() - began))
-    return done

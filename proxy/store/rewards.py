@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NotFound
+from ..returns import Earned, earned
 from ..types import Reward
 from .database import Database, Row, Transaction
 from .idempotency import Answer, answer_once
+from .resources.returns import Counting, Returns, count_reward, read_counting
 from .rollouts import ROLLOUT
 from .rows import read
 
@@ -18,7 +20,6 @@ INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, c
 VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :at)
 RETURNING reward_id
 """
-ROLLOUT_REWARDED = "UPDATE rollouts SET rewarded_at = COALESCE(rewarded_at, :at) WHERE rollout_id = :rollout_id"
 ROLLOUT_COMPLETE = """
 UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
 """
@@ -32,13 +33,18 @@ WHERE rollout_id = :rollout_id OR (group_id = :group_id AND status <> 'running')
 class Rewards:
     """The table of rewards. Nothing in it is ever changed: the newest reward counts."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, returns: Returns) -> None:
         self._db = database
+        self._returns = returns
 
     async def of(self, rollout_id: str) -> list[Reward]:
         """Return all rewards ever posted for a rollout, oldest first."""
         statement = "SELECT * FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
         return [read_reward(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
+
+    async def earned(self, rollout_id: str) -> Earned:
+        """Return what a rollout and its calls earned, whatever became of it."""
+        return earned(await self.of(rollout_id), await self._returns.rules())
 
     async def newest(self) -> int | None:
         """Return the number of the newest reward; it grows with every reward."""
@@ -53,12 +59,13 @@ class Rewards:
         """
 
         async def work(db: Transaction) -> Answer:
-            return [await post_reward(db, one) for one in rewards]
+            counting = await read_counting(db)
+            return [await post_reward(db, one, counting) for one in rewards]
 
         return await self._db.write(lambda db: answer_once(db, key, body, lambda: work(db)))
 
 
-async def post_reward(db: Transaction, reward: Reward) -> dict[str, Any]:
+async def post_reward(db: Transaction, reward: Reward, counting: Counting) -> dict[str, Any]:
     """Record a reward in a transaction that is under way, and return the answer. Raise NotFound."""
     row: dict[str, Any] = {"rollout_id": reward.rollout_id, "call_id": reward.call_id}
     row |= {"at": time.time(), "value": reward.value}
@@ -70,10 +77,7 @@ async def post_reward(db: Transaction, reward: Reward) -> dict[str, Any]:
         raise NotFound(f"rollout {reward.rollout_id!r} has no call {reward.call_id!r}", param="call_id")
     details = {"name": reward.name, "source": reward.source, "comment": reward.comment, "final": reward.final}
     (inserted,) = await db.all(REWARD, row | details)
-    if reward.name == "reward":
-        await db.run(ROLLOUT_REWARDED, row)
-        if reward.call_id is None:
-            await db.run("UPDATE rollouts SET reward = :value WHERE rollout_id = :rollout_id", row)
+    await count_reward(db, counting, rollout, reward, inserted["reward_id"], row["at"])
     if reward.final:
         await db.run(ROLLOUT_COMPLETE, row)
     if reward.retrain:

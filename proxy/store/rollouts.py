@@ -89,8 +89,10 @@ ALL = 2**62
 CHUNK, MOST = 5_000, 100_000
 TEXT_CHUNK, MOST_TEXTS = 50, 1_000
 MOST_S = 2.0
-ROLLOUT_END = """
-UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at
+_FAILED_REWARD = "CASE WHEN :status = 'failed' THEN (SELECT failed FROM returns WHERE n = 1) END"
+ROLLOUT_END = f"""
+UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at,
+    own_reward = COALESCE(own_reward, {_FAILED_REWARD}), reward = COALESCE(own_reward, {_FAILED_REWARD}, reward)
 WHERE rollout_id = :rollout_id AND status = 'running'
 """
 ROLLOUT_DELETE = """

@@ -17,6 +17,7 @@ from .reports.versions import VersionReport
 from .resources.promotions import Promotions
 from .resources.prompt_tests import PromptTests
 from .resources.prompts import Prompts
+from .resources.returns import Returns
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import Steps
@@ -30,7 +31,8 @@ class Store:
     def __init__(self, database: Database) -> None:
         self.database = database
         self.rollouts = Rollouts(database)
-        self.rewards = Rewards(database)
+        self.returns = Returns(database)
+        self.rewards = Rewards(database, self.returns)
         self.calls = Calls(database, self.rollouts, self.rewards)
         self.events = Events(database)
         self.versions = Versions(database)

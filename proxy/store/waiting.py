@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..types import Reward, Rollout
@@ -68,14 +67,6 @@ SELECT * FROM rollouts
 WHERE task_id = :task_id AND n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
   AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN}
 ORDER BY n DESC LIMIT :limit
-"""
-# Only the trainer's configuration says whether a reward of another name than `reward` counts.
-ROLLOUTS_REWARDED_AS = """
-UPDATE rollouts SET rewarded_at = (
-    SELECT MIN(created_at) FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.name = :name
-)
-WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND rewarded_at IS NULL
-  AND EXISTS (SELECT 1 FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.name = :name)
 """
 # Of the newest rollouts. With `=` SQLite would go through all rollouts of this mode and status.
 _ENDED_SINCE_VERSION = """
@@ -191,11 +182,6 @@ class Waiting:
         params = {"rollout_id": rollout_id, "limit": limit, "failed": failed}
         params |= {} if task_id is None else {"task_id": task_id}
         return [read_rollout(r) for r in await self._db.all(statement, params)]
-
-    async def rewarded_as(self, names: Sequence[str]) -> None:
-        """Mark waiting rollouts as rewarded if a reward of any of these names was posted."""
-        rows = [{"name": name} for name in names]
-        await self._db.commit([(ROLLOUTS_REWARDED_AS, rows)])
 
     async def rewarded_since(self, version: int, newest: int) -> list[tuple[Rollout, list[Reward]]]:
         """Return the ended ones of the `newest` rollouts that began with this version or later, oldest first."""

@@ -14,6 +14,7 @@ from typing import Any
 from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import NotFound
+from ...proxy.returns import Rules
 from ...proxy.store.store import Store
 from ...proxy.store.training import CallCredit, ComparedGroup
 from ...proxy.store.waiting import EQUAL_REWARDS, Group
@@ -129,8 +130,7 @@ class Collector:
 
     async def _found(self) -> list[Group]:
         """All groups that have a rollout to train on, in order."""
-        if names := [name for name in self._config.reward_weights if name != "reward"]:
-            await self._store.waiting.rewarded_as(names)
+        await self._store.returns.use(Rules.of(self._config))
         found = await self._store.waiting.groups(self._failed)
         if self._config.takes_lone_rollouts and (lone := await self._store.waiting.lone(self._failed)):
             found.append(lone)
@@ -210,8 +210,6 @@ class Collector:
         self._roll_call.look(m.sibling.calls for m in members)
         await self._sampled.look(call for m in members for call in self._trained(m.sibling.calls))
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
-        if not rewarded:
-            take.drop("trainer.reward_weights names none of its rewards", await self._with_other_rewards(members))
         found = []
         for rollout, sibling in rewarded:
             if reason := self._unfit(sibling.calls, take.live):
@@ -220,14 +218,10 @@ class Collector:
             elif judged := await self._siblings.judged(rollout, sibling):
                 found.append(Member(rollout, judged))
                 take.counts["rollouts_failed"] += rollout.status == "failed"
-                take.seen.reward(rollout.task_id, judged.rewards.posted)
+                take.seen.reward(rollout.task_id, rollout.reward)
                 took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
                 take.compared.update(took_part or {DEFAULT_ADAPTER})
         return found
-
-    async def _with_other_rewards(self, members: Sequence[Member]) -> list[Rollout]:
-        """Rollouts with rewards of any name. They are offered because a name counted once that no longer does."""
-        return [m.rollout for m in members if await self._store.rewards.of(m.rollout.rollout_id)]
 
     def _unfit(self, calls: Sequence[ModelCall], live: int) -> str | None:
         """Why a rollout with these calls is not trained on; None if it is."""

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from ...proxy.apis.shaping import can_be_imitated
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import LightningError, NotFound
-from ...proxy.returns import Rules, earned
+from ...proxy.returns import Rules
 from ...proxy.store.store import Store
 from ...proxy.types import Choice, ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
@@ -70,14 +70,14 @@ class RolloutReader:
 
         Those that a reward function is still to be asked about have not got all of theirs.
         """
+        await self._store.returns.use(Rules.of(self._config))
         found: list[Rewarded] = []
         awaiting = set(await self._store.endings.awaiting())
         cursor: int | None = None
         while True:
             page, cursor = await self._store.rollouts.page({"mode": "train", "status": "completed"}, PAGE, cursor)
             for rollout in (r for r in page if r.rollout_id not in awaiting):
-                posted = await self._store.rewards.of(rollout.rollout_id)
-                reward = earned(posted, Rules.of(self._config)).returned
+                reward = rollout.reward
                 if reward is not None and (among is None or rollout.rollout_id in among):
                     seen.reward(rollout.task_id, reward)
                     found.append(Rewarded(rollout, reward))

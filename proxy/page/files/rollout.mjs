@@ -35,7 +35,7 @@ export function RolloutHead({ rollout, rows, part }) {
   return html`<div class="title-line">
       <a href="#/rollouts" title="all rollouts (u)">rollouts</a> / <h1 class="id">${rollout.rollout_id}</h1>
       <${RolloutStatus} status=${rollout.status} /> <${Badge}>${rollout.mode}<//>
-      <span>reward <${Reward} value=${rollout.reward} /></span>
+      <span>reward <${Reward} value=${rollout.reward} />${rollout.reward !== null && rollout.own_reward === null && " of its calls"}</span>
     </div>
     <p class="why">${fate(rollout, rows)}</p>
     <nav class="parts" aria-label="Parts of the rollout">${parts.map(([name, href]) => html`<a href=${href} aria-current=${name === part && "page"}>${name}</a>`)}</nav>`;

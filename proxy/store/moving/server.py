@@ -90,6 +90,7 @@ async def new_on_server(config: StoreConfig) -> AsyncIterator[ServerStore]:
         await _switch_triggers(connection, "DISABLE")
         await connection.execute("DELETE FROM policy_log")
         await connection.execute("DELETE FROM policy_versions")
+        await connection.execute("DELETE FROM returns")
         yield ServerStore(connection)
 
 

@@ -23,6 +23,7 @@ ORDERS = {
     "prompt_tests": "n",
     "prompt_waiting": "name",
     "reward_function": "function",
+    "returns": "n",
     "rollouts": "n",
     "rollout_counts": "mode status",
     "rollout_models": "rollout_id",

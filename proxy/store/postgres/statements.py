@@ -8,7 +8,7 @@ from ..resources import prompts
 from ..retention import PAGES
 from ..rollouts import ROLLOUT_OF_ANOTHER_KEY, ROLLOUT_REWARDS, ROLLOUT_SEEN, ROLLOUTS_OF_NUMBERS
 from ..training import STEPS_FIRST, STEPS_NEWEST, TRAINED_DATA
-from ..waiting import REWARDS_SINCE_VERSION, ROLLOUTS_REWARDED_AS
+from ..waiting import REWARDS_SINCE_VERSION
 
 # A number is used up only by a rollout that is new: the newest of so many are counted by their numbers.
 _SEEN = """
@@ -69,7 +69,6 @@ TEXTS = {
         "CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id",
         "CROSS JOIN LATERAL (SELECT * FROM rewards WHERE rollout_id = rollouts.rollout_id OFFSET 0) AS rewards",
     ),
-    ROLLOUTS_REWARDED_AS: ROLLOUTS_REWARDED_AS.rstrip().removesuffix(")") + " OFFSET 0)",
     PAGES: """
 SELECT COALESCE(SUM(pg_total_relation_size(oid)), 0)::BIGINT AS bytes, 0::BIGINT AS free
 FROM pg_class WHERE relkind = 'r' AND relnamespace = current_schema()::regnamespace

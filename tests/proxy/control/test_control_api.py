@@ -97,7 +97,7 @@ async def test_a_reward_of_a_call_leaves_the_rollout_open(running: Running, tmp_
         call_id = rollout["calls"][0]["call_id"]
         await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 0.3, "call_id": call_id})
         _, rollout = await system.call("GET", "/rollouts/r1")
-        assert (rollout["status"], rollout["reward"], rollout["calls"][0]["reward"]) == ("running", None, 0.3)
+        assert (rollout["status"], rollout["reward"], rollout["calls"][0]["reward"]) == ("running", 0.3, 0.3)
 
 
 async def test_an_idempotency_key_makes_a_repeated_post_harmless(running: Running, tmp_path: Path) -> None:

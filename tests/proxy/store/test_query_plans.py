@@ -44,7 +44,7 @@ SORTS = {
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "CLAIMABLE_GROUPS",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT", "COMPARED_WITH",
     "PROMPT_BEFORE", "PROMPT_REWARDS", "PROMPT_RUN", "OBSERVED", "OBSERVED_REWARDS",
-    "PROMPT_OBSERVED_REWARDS",
+    "PROMPT_OBSERVED_REWARDS", "STALE_REWARDS",
 }  # fmt: skip
 SORTED = ("SELECT * FROM rollouts WHERE step =", "SELECT * FROM tool_calls WHERE", "SELECT * FROM rewards WHERE")
 
@@ -112,7 +112,6 @@ async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Data
         ("CLAIMABLE_LONE", "rollouts_lone"),
         ("LONE", "rollouts_lone"),
         ("EARLIER_OF_TASK", "rollouts_by_task"),
-        ("ROLLOUTS_REWARDED_AS", "rollouts_unrewarded"),
     ],
 )
 async def test_what_waits_or_came_before_is_read_off_its_index(database: Database, statement: str, index: str) -> None:

@@ -22,6 +22,7 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.control.transitions import message_of
 from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.returns import Rules
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
@@ -269,20 +270,22 @@ async def test_rewards_of_other_names_count_by_their_weights(traffic: Traffic) -
     assert advantages(await traffic.batch(reward_weights={"style": 0.5})) == {"a-0": -0.5, "b-0": 0.5}
 
 
-async def test_looking_for_rewards_of_other_names_writes_nothing_where_there_are_none(
+async def test_counting_rewards_writes_nothing_while_the_weights_stay_the_same(
     traffic: Traffic, tmp_path: Path
 ) -> None:
     await traffic.rollout("a", "t", None)
     with closing(sqlite3.connect(tmp_path / "store.db")) as other:
         before = other.execute("PRAGMA data_version").fetchone()
-        await traffic.store.waiting.rewarded_as(["style"])
+        await traffic.store.returns.use(Rules({"reward": 1.0}))
         assert other.execute("PRAGMA data_version").fetchone() == before
 
 
-async def test_what_is_offered_for_a_reward_that_counts_no_more_is_dropped(traffic: Traffic) -> None:
-    await traffic.rollout("a", "t", 1.0)
+async def test_what_has_no_reward_that_counts_any_more_waits_for_one(traffic: Traffic) -> None:
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        await traffic.rollout(name, "t", value)
     assert await traffic.batch(reward_weights={"style": 0.5}, group_timeout_s=1e-9) is None
-    assert await traffic.dropped("a") == ["trainer.reward_weights names none of its rewards"]
+    assert await traffic.dropped("a", "b") == [None, None]
+    assert advantages(await traffic.batch()) == {"a-0": -1.0, "b-0": 1.0}  # with the weights that they had
 
 
 @pytest.mark.parametrize(("failed", "reward"), [("zero", 0.0), (-1.0, -1.0)])
