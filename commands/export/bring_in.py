@@ -28,7 +28,7 @@ from ..signals import run_until_signal
 
 Json = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 UPSTREAM = SOURCE = "import"
 
 
@@ -86,9 +86,9 @@ def conversations(file: Path, model: str, reward: float) -> Iterator[Conversatio
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
+                if text := line.strip("\ufeff \t\r\n"):  # a byte-order mark begins files that were saved on Windows
                     try:
-                        yield _read(line, model, reward)
+                        yield _read(text, model, reward)
                     except (InvalidRequest, ValueError) as error:
                         raise ConfigError(f"{file}, line {number}: {error}") from None
     except OSError as error:
@@ -102,7 +102,8 @@ def _read(line: str, model: str, reward: float) -> Conversation:
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError("it is no object with `messages`")
-    messages = [_message(message, i) for i, message in enumerate(row["messages"], 1)]
+    messages = _with_tools([_message(message, i) for i, message in enumerate(row["messages"], 1)])
+    tools = dicts(row.get("tools")) or [{"type": "function", "function": one} for one in dicts(row.get("functions"))]
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and row["messages"][i].get("weight") != 0]
     if not answers or answers[0] == 0:
         raise ValueError("no message of the assistant answers another one")
@@ -111,12 +112,12 @@ def _read(line: str, model: str, reward: float) -> Conversation:
         raise ValueError(f"`mode` is train or eval, got {mode!r}")
     task = row.get("task_id")
     # The same line is the same rollout, however often it is imported.
-    digest = hashlib.sha256(dumps([messages, row.get("tools"), task]).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(dumps([messages, row.get("tools", row.get("functions")), task]).encode()).hexdigest()[:32]
     return Conversation(
         name=RolloutName(f"import-{digest}", task and check_id(str(task), "task_id"), mode=cast(Mode, mode)),
         model=str(row.get("model") or model),
         messages=messages,
-        tools=dicts(row.get("tools")),
+        tools=tools,
         answers=answers,
         reward=_reward(row, reward),
         failed=row.get("status") == "failed",
@@ -139,8 +140,11 @@ def _message(message: Any, place: int) -> Json:
         raise ValueError(f"message {place} has no role among {', '.join(ROLES)}")
     if not isinstance(message.get("content"), str | list | None):
         raise ValueError(f"message {place}: `content` is neither text nor a list")
-    kept = {name: value for name, value in message.items() if name != "weight"}
-    if not (calls := message.get("tool_calls")):
+    kept = {name: value for name, value in message.items() if name not in ("weight", "function_call")}
+    calls = message.get("tool_calls")
+    if not calls and (called := message.get("function_call")):
+        calls = [{"function": called}]
+    if not calls:
         return kept
     if not isinstance(calls, list) or not all(
         isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
@@ -157,6 +161,21 @@ def _tool_call(call: Json, place: int, i: int) -> Json:
     text = arguments if isinstance(arguments, str) else dumps(arguments or {})
     made = {"name": function["name"], "arguments": text}
     return {"id": str(call.get("id") or f"call_{place}_{i}"), "type": "function", "function": made}
+
+
+def _with_tools(messages: list[Json]) -> list[Json]:
+    """Results of functions as results of tools: each of the first call of its name that has none yet."""
+    found, open_calls = list[Json](), list[tuple[str, str]]()
+    for message in messages:
+        open_calls += [(call["function"]["name"], call["id"]) for call in message.get("tool_calls") or ()]
+        if message["role"] != "function":
+            found.append(message)
+            continue
+        alike = [call for call in open_calls if call[0] == message.get("name")] or open_calls
+        answers = {"tool_call_id": alike[0][1]} if alike else {}
+        open_calls = [call for call in open_calls if call not in alike[:1]]
+        found.append({**message, "role": "tool", **answers})
+    return found
 
 
 async def _is_known(store: Store, one: Conversation) -> bool:

@@ -22,7 +22,7 @@ class Task:
 def read_tasks(path: Path) -> list[Task]:
     """Read all tasks of a file, without its empty lines. A ConfigError names file, line and fault."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -1,7 +1,8 @@
 """Reads OpenTelemetry's GenAI attributes of a span as a chat call or an action. Pure.
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. Two ways of telling what was said are known: that of
-the conventions (`gen_ai.input.messages`), and the older one of numbered attributes (`gen_ai.prompt.0.content`).
+the conventions (`gen_ai.input.messages`), and the older one of numbered attributes (`gen_ai.prompt.0.content`), which
+OpenLLMetry sends. others.py makes GenAI's attributes of other conventions.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..apis.tokens import Tokens
-from ..json_text import dumps, loads
+from ..json_text import dumps
 from ..types import Event
+from .others import joined, parsed
 
 Json = dict[str, Any]
 Attributes = Mapping[str, Any]
@@ -44,11 +46,11 @@ def action_of(attributes: Attributes, error: str | None) -> Event:
     """Return the agent's action and its result."""
     if attributes.get("gen_ai.operation.name") == RETRIEVAL:
         told = {name: attributes.get(f"gen_ai.{key}") for name, key in _ASKED.items()}
-        name, result = RETRIEVAL, _parsed(attributes.get("gen_ai.retrieval.documents"))
+        name, result = RETRIEVAL, parsed(attributes.get("gen_ai.retrieval.documents"))
         arguments: Any = {name: value for name, value in told.items() if value is not None}
     else:
-        name, result = attributes.get("gen_ai.tool.name") or "tool", _parsed(attributes.get("gen_ai.tool.call.result"))
-        arguments = _parsed(attributes.get("gen_ai.tool.call.arguments"))
+        name, result = attributes.get("gen_ai.tool.name") or "tool", parsed(attributes.get("gen_ai.tool.call.result"))
+        arguments = parsed(attributes.get("gen_ai.tool.call.arguments"))
     return Event(
         "action",
         name=str(name)[:200],
@@ -67,7 +69,9 @@ def request_of(attributes: Attributes) -> Json:
             found[as_name] = value
     if isinstance(stop := attributes.get("gen_ai.request.stop_sequences"), list):
         found["stop"] = stop
-    if isinstance(tools := _parsed(attributes.get("gen_ai.tool.definitions")), list):
+    tools = parsed(attributes.get("gen_ai.tool.definitions"))
+    tools = tools if isinstance(tools, list) else _numbered(attributes, "llm.request.functions")
+    if tools:
         found["tools"] = [_tool(tool) for tool in tools]
     return found
 
@@ -108,16 +112,16 @@ def tokens_of(attributes: Attributes, response: Json) -> Tokens:
 
 
 def _asked(attributes: Attributes) -> Iterator[Json]:
-    system = _parsed(attributes.get("gen_ai.system_instructions"))
+    system = parsed(attributes.get("gen_ai.system_instructions"))
     if system:
         yield from _message({"role": "system", "parts": system if isinstance(system, list) else [system]})
-    messages = _parsed(attributes.get("gen_ai.input.messages"))
+    messages = parsed(attributes.get("gen_ai.input.messages"))
     for message in messages if isinstance(messages, list) else _numbered(attributes, "gen_ai.prompt"):
         yield from _message(message)
 
 
 def _answers(attributes: Attributes) -> Iterator[Json]:
-    messages = _parsed(attributes.get("gen_ai.output.messages"))
+    messages = parsed(attributes.get("gen_ai.output.messages"))
     for message in messages if isinstance(messages, list) else _numbered(attributes, "gen_ai.completion"):
         if isinstance(message, dict):
             reason = {"finish_reason": message["finish_reason"]} if message.get("finish_reason") else {}
@@ -141,21 +145,14 @@ def _message(message: Any) -> Iterator[Json]:
                 yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text(result)}
             case "text":
                 content.append({"type": "text", "text": _text(part.get("content"))})
-            case "reasoning":
+            case "reasoning" | "thinking":
                 thought.append(_text(part.get("content")))
             case _:
                 content.append(part)
     if content or calls or thought:
         more = {"reasoning_content": "".join(thought) or None, "tool_calls": calls or None}
-        found = {"role": message.get("role"), "content": _joined(content)}
+        found = {"role": message.get("role"), "content": joined(content)}
         yield found | {name: value for name, value in more.items() if value is not None}
-
-
-def _joined(content: list[Json]) -> Any:
-    """A message's content: a string where it is text alone, as most clients send it."""
-    if all(part.get("type") == "text" and "text" in part for part in content):
-        return "".join(part["text"] for part in content) if content else None
-    return content
 
 
 def _call(part: Json) -> Json:
@@ -174,14 +171,25 @@ def _numbered(attributes: Attributes, prefix: str) -> list[Json]:
             calls.setdefault((int(match[1]), int(match[2])), {})[match[3]] = value
     for (index, _), call in sorted(calls.items()):
         found.setdefault(index, {}).setdefault("tool_calls", []).append(_call(call))
-    return [message for _, message in sorted(found.items())]
+    return [message | _content(message.get("content")) for _, message in sorted(found.items())]
+
+
+def _content(content: Any) -> Json:
+    """The content that was text of a list of parts, as OpenLLMetry writes it; nothing for any other."""
+    parts = parsed(content) if isinstance(content, str) and content.startswith("[{") else None
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("type"), str) for p in parts):
+        return {}
+    return {"content": joined(parts)}
 
 
 def _tool(tool: Any) -> Any:
     """A tool's definition, with the `function` around it that chat has."""
     if not isinstance(tool, dict) or "function" in tool or "name" not in tool:
         return tool
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    function = {name: value for name, value in tool.items() if name != "type"}
+    if "parameters" in function:
+        function["parameters"] = parsed(function["parameters"])  # OpenLLMetry has them as text
+    return {"type": "function", "function": function}
 
 
 def _usage(attributes: Attributes) -> Json | None:
@@ -194,16 +202,6 @@ def _usage(attributes: Attributes) -> Json | None:
 
 def _first(attributes: Attributes, *names: str) -> Any:
     return next((attributes[name] for name in names if attributes.get(name) is not None), None)
-
-
-def _parsed(value: Any) -> Any:
-    """The value of an attribute: on spans, most structures are JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return loads(value)
-    except ValueError:
-        return value
 
 
 def _text(value: Any) -> str:

@@ -6,11 +6,13 @@ https://opentelemetry.io/docs/specs/otlp/#otlphttp. `opentelemetry-proto` is imp
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import InvalidRequest, LightningError, Unsupported, UnsupportedMediaType
 from ..json_text import dumps, loads_in_turns
+from .others import as_genai
 
 Encoding = Literal["protobuf", "json"]
 MEDIA = {"protobuf": "application/x-protobuf", "json": "application/json"}
@@ -26,7 +28,8 @@ _ERROR = 2  # a span's status
 class Span:
     """One span: ids in hexadecimal, times in Unix seconds, attributes with those of its resource.
 
-    `error`: what its status says, None where it did not fail.
+    `error`: what its status says, None where it did not fail. `parent_id`: empty for a trace's first span.
+    `agent`: the name of the agent that it is part of, by the spans around it.
     """
 
     trace_id: str
@@ -35,7 +38,9 @@ class Span:
     started_at: float
     ended_at: float
     error: str | None
-    attributes: dict[str, Any]
+    attributes: Mapping[str, Any]
+    parent_id: str = ""
+    agent: str | None = None
 
 
 def encoding_of(content_type: str) -> Encoding:
@@ -116,7 +121,8 @@ def _span(span: Any, resource: dict[str, Any], encoding: Encoding) -> Span:
         started_at=span.start_time_unix_nano / 1e9,
         ended_at=span.end_time_unix_nano / 1e9,
         error=(span.status.message or "the span's status is an error") if failed else None,
-        attributes=attributes,
+        attributes=as_genai(attributes),
+        parent_id=_id(span.parent_span_id, encoding),
     )
 
 

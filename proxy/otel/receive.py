@@ -23,6 +23,7 @@ from ..errors import InvalidRequest, LightningError
 from ..gateway.asgi import ClientDisconnected, read_headers
 from ..gateway.packed import unpack
 from ..types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
+from .agents import Agents
 from .genai_read import action_of, is_action, is_call, request_of, response_of, tokens_of
 from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
 
@@ -39,6 +40,7 @@ BY_ITS_OWN_KEY = "told of by OpenTelemetry, with the rollout's own key"
 class Imported:
     """A call that a span tells of."""
 
+    span: Span
     start: CallStart
     end: CallEnd
 
@@ -78,12 +80,38 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
     with counted(caller.counted):
         body = await p.bodies.read(request.receive, headers)
         compression = headers.get("content-encoding", "")
-        # In a thread: a large export takes a while to read, and agents wait for their answers meanwhile.
-        found, problems = await asyncio.to_thread(_read, body, compression, p.bodies.limit, encoding)
+        # In threads: a large export takes a while to read, and agents wait for their answers meanwhile.
+        spans = await asyncio.to_thread(_decode, body, compression, p.bodies.limit, encoding)
+        agents, owner = _agents(request), (caller.key_id, caller.rollout_id)
+        for span in spans:
+            agents.tell(owner, span, _own_agent(span))
+        within = [replace(one, agent=agents.agent_of(owner, one.trace_id, one.span_id)) for one in spans]
+        found, problems = await asyncio.to_thread(read_all, within)
         if found:
             await p.keys.require(caller, (one.rollout.rollout_id for one in found))
-        await _record_all(p, [_admitted(caller, one) for one in found])
+        admitted = [_admitted(caller, one) for one in found]
+        await _record_all(p, admitted)
+        await _name_agents(p, agents, owner, admitted, {span.trace_id for span in spans})
     return accepted(encoding, len(problems), "; ".join(problems[:3]))
+
+
+def _agents(request: Request) -> Agents:
+    """What this app remembers of the spans around calls."""
+    state = request.app.state
+    if not hasattr(state, "span_agents"):
+        state.span_agents = Agents()
+    return cast(Agents, state.span_agents)
+
+
+async def _name_agents(
+    p: Parts, agents: Agents, owner: object, recorded: Iterable[Imported | Action], traces: Iterable[str]
+) -> None:
+    """Give recorded calls the names of agents whose spans came later."""
+    for one in recorded:
+        if isinstance(one, Imported) and one.rollout.agent is None:
+            agents.wait(owner, one.span.trace_id, one.span.span_id, one.rollout.rollout_id, one.start.call_id)
+    for rollout_id, call_id, agent in [*agents.found(owner, traces)]:
+        await p.store.calls.name_agent(rollout_id, call_id, agent)
 
 
 def _admitted(caller: Caller, told: Imported | Action) -> Imported | Action:
@@ -92,7 +120,7 @@ def _admitted(caller: Caller, told: Imported | Action) -> Imported | Action:
     if isinstance(told, Action):
         return replace(told, rollout=name)
     end = told.end if caller.rollout is None else told.end._replace(untrainable_reason=BY_ITS_OWN_KEY)
-    return Imported(told.start._replace(rollout=name), end)
+    return Imported(told.span, told.start._replace(rollout=name), end)
 
 
 async def _record_all(p: Parts, found: Iterable[Imported | Action]) -> None:
@@ -103,8 +131,8 @@ async def _record_all(p: Parts, found: Iterable[Imported | Action]) -> None:
             await _record_call(p, one)
 
 
-def _read(body: bytes, compression: str, limit: int, encoding: Encoding) -> tuple[list[Imported | Action], list[str]]:
-    return read_all(read_spans(unpack(body, compression, limit), encoding))
+def _decode(body: bytes, compression: str, limit: int, encoding: Encoding) -> list[Span]:
+    return read_spans(unpack(body, compression, limit), encoding)
 
 
 def read_all(spans: Iterable[Span]) -> tuple[list[Imported | Action], list[str]]:
@@ -159,7 +187,7 @@ def read_call(span: Span) -> Imported:
         latency_ms=(span.ended_at - span.started_at) * 1000,
         imported=True,
     )
-    return Imported(start, end)
+    return Imported(span, start, end)
 
 
 async def _record_call(p: Parts, call: Imported) -> None:
@@ -194,9 +222,14 @@ def _rollout(span: Span) -> RolloutName:
             check_id(cast(str, found[name]), f"lightning.{name}")
     if found["rollout_mode"] not in (None, "train", "eval"):
         raise InvalidRequest(f"lightning.rollout_mode must be train or eval, got {found['rollout_mode']!r}")
-    agent = found["agent_name"] or _as_id(_text(span.attributes.get("gen_ai.agent.name")))
+    agent = found["agent_name"] or _as_id(_text(span.attributes.get("gen_ai.agent.name"))) or span.agent
     mode = cast(Mode, found["rollout_mode"] or "train")
     return RolloutName(found["rollout_id"] or span.trace_id, found["task_id"], agent, mode)
+
+
+def _own_agent(span: Span) -> str | None:
+    """The agent that the span names itself, as an id."""
+    return _as_id(_named(span.attributes, "agent_name") or _text(span.attributes.get("gen_ai.agent.name")))
 
 
 def _named(attributes: Mapping[str, Any], name: str) -> str | None:

@@ -10,7 +10,7 @@ from ..aside import LARGE
 from ..errors import NotFound
 from ..json_text import dumps_or_none, loads, loads_in_turns, loads_or_none
 from ..types import CallEnd, CallStatus, Choice, ModelCall, ToolCall
-from .database import Database, Row
+from .database import Database, Row, Transaction
 from .delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
 from .rewards import Rewards
 from .rollouts import Rollouts
@@ -112,6 +112,15 @@ CALLS = """
 SELECT calls.*, large_requests.request AS large_request FROM calls LEFT JOIN large_requests USING (call_id)
 WHERE rollout_id = :rollout_id ORDER BY seq
 """
+AGENT_OF_CALL = (
+    "UPDATE calls SET agent = :agent WHERE call_id = :call_id AND rollout_id = :rollout_id AND agent IS NULL"
+)
+AGENT_CALLED = """
+INSERT INTO rollout_agents (agent, n)
+SELECT calls.agent, rollouts.n FROM calls JOIN rollouts ON rollouts.rollout_id = calls.rollout_id
+WHERE call_id = :call_id AND calls.agent IS NOT NULL ON CONFLICT (agent, n) DO NOTHING
+"""
+AGENT_OF_ROLLOUT = "UPDATE rollouts SET agent = :agent WHERE rollout_id = :rollout_id AND agent IS NULL"
 CALL_STATUS = """
 SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
 """
@@ -164,6 +173,16 @@ class Calls:
         failed = [c for c in alike if c.status in ("error", "cancelled")]
         failed = failed or [c for c in alike if c.status == "incomplete"]
         return failed[-1] if failed else next((c for c in alike if c is calls[-1]), None)
+
+    async def name_agent(self, rollout_id: str, call_id: str, agent: str) -> None:
+        """Say which agent made a call that was recorded without one."""
+        row: dict[str, object] = {"rollout_id": rollout_id, "call_id": call_id, "agent": agent}
+
+        async def work(db: Transaction) -> None:
+            for statement in (AGENT_OF_CALL, AGENT_CALLED, AGENT_OF_ROLLOUT):
+                await db.run(statement, row)
+
+        await self._db.write(work)
 
     async def status(self, rollout_id: str, call_id: str) -> CallStatus | None:
         """Return a call's status, or None if there is no such call. A call of another rollout counts as ok."""

@@ -15,6 +15,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.sft.traces import TraceReader, Traces
+from support.cases import Case, cases_with
 from support.command_line import Done, lightning
 from support.small_model import save_small_model
 from support.tool_template import TEMPLATE
@@ -132,3 +133,47 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path / "binary"):
         code, _, err = run(tmp_path, "import", path)
         assert (code, err.count("\n"), str(path) in err) == (2, 1, True), err
+
+
+@pytest.mark.parametrize("case", cases_with("import_file"), ids=lambda case: case["name"])
+def test_files_of_others_are_taken_as_they_are(tmp_path: Path, case: Case) -> None:
+    (file := tmp_path / "theirs.jsonl").write_text(case["import_file"], encoding="utf-8")
+    done = run(tmp_path, "import", file)
+    assert (done.returncode, f"{case['imported']} rollouts" in done.stderr) == (0, True), done.stderr
+
+
+async def test_functions_of_older_files_become_tools_with_their_results(tmp_path: Path) -> None:
+    def called(name: str) -> Json:
+        return {"role": "assistant", "content": None, "function_call": {"name": name, "arguments": "{}"}}
+
+    row = {
+        "messages": [
+            {"role": "user", "content": "w1"},
+            called("f"),
+            {"role": "function", "name": "f", "content": "one"},
+            called("f"),
+            {"role": "function", "name": "f", "content": "two"},
+            {"role": "assistant", "content": "w2"},
+        ],
+        "functions": [{"name": "f", "parameters": {}}],
+    }
+    bom = "\ufeff"
+    file = written(tmp_path, bom + json.dumps(row) + "\r", bom + json.dumps(PLAIN)
+    done = await asyncio.to_thread(run, tmp_path, "import", file)
+    assert done.returncode == 0, done.stderr
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
+        store = Store(database)
+        page, _ = await store.rollouts.page({}, 10)
+        (calls,) = [of for one in page if len(of := await store.calls.of(one.rollout_id)) == 3]
+    made = [[(tool.name, tool.result) for tool in call.tool_calls] for call in calls]
+    assert made == [[("f", "one")], [("f", "two")], []]
+    assert calls[2].request["tools"] == [{"type": "function", "function": row["functions"][0]}]  # type: ignore[index]
+    roles = [message["role"] for message in calls[2].request["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool"]
+
+
+@pytest.mark.parametrize("call", [{"arguments": "{}"}, "f", ["f"]])
+def test_a_function_call_that_is_none_is_named(tmp_path: Path, call: Any) -> None:
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "function_call": call}]}
+    done = run(tmp_path, "import", written(tmp_path, row))
+    assert done.returncode != 0 and "line 1" in done.stderr and "Traceback" not in done.stderr

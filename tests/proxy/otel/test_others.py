@@ -1,0 +1,214 @@
+"""Spans of other conventions become calls, and calls get the agents of the spans around them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_proxy.proxy.otel.genai_read import is_action, is_call, request_of, response_of
+from lightning_proxy.proxy.otel.others import as_genai
+from support.cases import Case, cases_with
+
+pytest.importorskip("opentelemetry.sdk")
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+TRACE = "0123456789abcdef0123456789abcdef"
+CHAT = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m"}
+
+
+def read(span: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    attributes = as_genai(span)
+    assert is_call(attributes)
+    return request_of(attributes), response_of(attributes)
+
+
+@pytest.mark.parametrize("case", cases_with("span"), ids=lambda case: case["name"])
+def test_what_was_said_is_read_from_spans_of_others(case: Case) -> None:
+    request, response = read(case["span"])
+    assert [m["content"] for m in request["messages"] if m["role"] == "user"] == [case["user_text"]]
+    assert request["model"] == "m" or "model" not in str(case["span"])
+    assert response["choices"][0]["message"]["role"] == "assistant"
+
+
+OPENINFERENCE = {
+    "openinference.span.kind": "LLM",
+    "llm.model_name": "m",
+    "llm.invocation_parameters": json.dumps({"temperature": 0.5, "max_tokens": 9, "other": [1]}),
+    "llm.tools.0.tool.json_schema": json.dumps({"type": "function", "function": {"name": "look", "parameters": {}}}),
+    "llm.input_messages.0.message.role": "user",
+    "llm.input_messages.0.message.contents.0.message_content.type": "text",
+    "llm.input_messages.0.message.contents.0.message_content.text": "see",
+    "llm.input_messages.0.message.contents.1.message_content.type": "image",
+    "llm.input_messages.0.message.contents.1.message_content.image.image.url": "data:x",
+    "llm.input_messages.1.message.role": "assistant",
+    "llm.input_messages.1.message.tool_calls.0.tool_call.id": "c1",
+    "llm.input_messages.1.message.tool_calls.0.tool_call.function.name": "look",
+    "llm.input_messages.1.message.tool_calls.0.tool_call.function.arguments": "{}",
+    "llm.input_messages.2.message.role": "tool",
+    "llm.input_messages.2.message.tool_call_id": "c1",
+    "llm.input_messages.2.message.content": "stairs",
+    "llm.output_messages.0.message.role": "assistant",
+    "llm.output_messages.0.message.content": "ok",
+    "llm.token_count.prompt": 3,
+    "llm.token_count.completion": 1,
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+MADE = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+
+
+def test_openinference_tells_tools_parts_and_results() -> None:
+    request, response = read(OPENINFERENCE)
+    image = {"type": "image_url", "image_url": {"url": "data:x"}}
+    assert request == {
+        "model": "m",
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "tools": TOOLS,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "see"}, image]},
+            {"role": "assistant", "content": None, "tool_calls": MADE},
+            {"role": "tool", "tool_call_id": "c1", "content": "stairs"},
+        ],
+    }
+    assert response["choices"][0]["message"] == {"role": "assistant", "content": "ok"}
+    assert response["usage"]["total_tokens"] == 4
+    plain = {"openinference.span.kind": "LLM", "input.value": "hi", "output.value": "ho"}
+    request, response = read(plain)
+    assert request["messages"] == [{"role": "user", "content": "hi"}]
+    assert response["choices"][0]["message"]["content"] == "ho"
+
+
+def test_vercel_tells_tools_and_results_by_its_newer_and_older_names() -> None:
+    for given_as, result_as, schema in (("input", "output", "inputSchema"), ("args", "result", "parameters")):
+        call = {"type": "tool-call", "toolCallId": "c1", "toolName": "look", given_as: {}}
+        result = {"type": "tool-result", "toolCallId": "c1", "toolName": "look"}
+        result |= {result_as: {"type": "text", "value": "stairs"} if result_as == "output" else "stairs"}
+        asked = [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "see"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "so"}, call]},
+            {"role": "tool", "content": [result]},
+        ]
+        tool = {"type": "function", "name": "look", schema: {}}
+        request, response = read(
+            {
+                "ai.operationId": "ai.streamText.doStream",
+                "ai.model.id": "m",
+                "ai.prompt.messages": json.dumps(asked),
+                "ai.prompt.tools": [json.dumps(tool)],
+                "ai.response.toolCalls": json.dumps([{"toolCallId": "c1", "toolName": "look", given_as: "{}"}]),
+                "ai.response.finishReason": "tool-calls",
+            }
+        )
+        assert request["tools"] == TOOLS
+        assert request["messages"][1:] == [
+            {"role": "user", "content": "see"},
+            {"role": "assistant", "content": "so", "tool_calls": MADE},
+            {"role": "tool", "tool_call_id": "c1", "content": "stairs"},
+        ]
+        choice = response["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["tool_calls"]) == ("tool_calls", MADE)
+
+
+def test_pydantic_ai_tells_tools_and_results() -> None:
+    events = [
+        {"event.name": "gen_ai.system.message", "content": "be brief", "role": "system"},
+        {"event.name": "gen_ai.user.message", "content": ["see ", {"kind": "text", "text": "this"}], "role": "user"},
+        {"event.name": "gen_ai.assistant.message", "role": "assistant", "tool_calls": MADE},
+        {"event.name": "gen_ai.tool.message", "role": "tool", "id": "c1", "name": "look", "content": "stairs"},
+        {"event.name": "gen_ai.choice", "index": 0, "message": {"role": "assistant", "content": "ok"}},
+    ]
+    tools = {"function_tools": [{"name": "look", "description": "", "parameters_json_schema": {}}]}
+    request, response = read(CHAT | {"events": json.dumps(events), "model_request_parameters": json.dumps(tools)})
+    assert request["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "see this"},
+        {"role": "assistant", "tool_calls": MADE},
+        {"role": "tool", "name": "look", "content": "stairs", "tool_call_id": "c1"},
+    ]
+    assert request["tools"] == TOOLS
+    assert response["choices"][0]["message"]["content"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        *({"openinference.span.kind": kind, "llm.model_name": "m"} for kind in ("CHAIN", "TOOL", "AGENT", "EMBEDDING")),
+        {"ai.operationId": "ai.generateText", "ai.model.id": "m", "ai.prompt": "{}", "ai.response.text": "ok"},
+        {"ai.operationId": "ai.toolCall", "ai.toolCall.name": "look"},
+        {"request_data": json.dumps({"model": "m", "stream": True, "messages": []}), "gen_ai.request.model": "m"},
+    ],
+    ids=str,
+)
+def test_spans_around_calls_are_none_themselves(attributes: dict[str, Any]) -> None:
+    found = as_genai(attributes)
+    assert not is_call(found) and not is_action(found)
+
+
+def test_a_retriever_of_openinference_is_one() -> None:
+    told = {
+        "openinference.span.kind": "RETRIEVER",
+        "input.value": "stairs",
+        "retrieval.documents.0.document.content": "up",
+    }
+    found = as_genai(told)
+    assert is_action(found) and found["gen_ai.retrieval.documents"] == [{"content": "up"}]
+
+
+NAMES = [*OPENINFERENCE, "llm.input_messages.0", "llm.input_messages.0.message", "llm.tools.0.tool", "events"]
+NAMES += ["ai.operationId", "ai.prompt.messages", "ai.prompt.tools", "ai.response.toolCalls", "gen_ai.request.model"]
+NAMES += ["request_data", "response_data", "model_request_parameters", "input.value", "retrieval.documents.0.document"]
+KEYS = ["role", "content", "type", "text", "message", "messages", "tool_calls", "event.name", "function", "stream"]
+VALUES = st.recursive(
+    st.none() | st.text(max_size=3) | st.integers() | st.sampled_from(["gen_ai.choice", "tool-call", "LLM"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES | VALUES.map(json.dumps), max_size=8))
+def test_no_attributes_of_others_break_the_reader(attributes: dict[str, Any]) -> None:
+    found = as_genai(attributes)
+    request_of(found), response_of(found), is_action(found)
+
+
+@pytest.mark.parametrize("processor", [SimpleSpanProcessor, BatchSpanProcessor], ids=["one by one", "at once"])
+async def test_calls_have_the_agent_of_the_nearest_span_around_them(
+    running: Running, tmp_path: Path, processor: Any
+) -> None:
+    def agent(url: str) -> str:
+        provider = TracerProvider(resource=Resource({}), shutdown_on_exit=False)
+        provider.add_span_processor(processor(OTLPSpanExporter(endpoint=f"{url}/otlp/v1/traces", timeout=5)))
+        tracer = provider.get_tracer("agent")
+        planner = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "the planner"}
+        critic = {"openinference.span.kind": "AGENT", "agent.name": "critic"}
+        with tracer.start_as_current_span("invoke_agent", attributes=planner) as outer:
+            tracer.start_span("chat", attributes=CHAT).end()
+            with tracer.start_as_current_span("chain"):
+                tracer.start_span("chat", attributes=CHAT).end()
+            with tracer.start_as_current_span("critic", attributes=critic):
+                tracer.start_span("chat", attributes=CHAT).end()
+                tracer.start_span("chat", attributes=CHAT | {"gen_ai.agent.name": "own"}).end()
+            trace = f"{outer.get_span_context().trace_id:032x}"
+        provider.shutdown()
+        return trace
+
+    async with running(tmp_path) as system:
+        trace = await asyncio.to_thread(agent, system.url)
+        _, rollout = await system.call("GET", f"/rollouts/{trace}")
+        assert [call["agent"] for call in rollout["calls"]] == ["the_planner", "the_planner", "critic", "own"]
+        for name in ("the_planner", "critic"):
+            _, found = await system.call("GET", f"/rollouts?agent={name}")
+            assert [one["rollout_id"] for one in found["data"]] == [trace]
