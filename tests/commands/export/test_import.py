@@ -158,7 +158,7 @@ async def test_functions_of_older_files_become_tools_with_their_results(tmp_path
         "functions": [{"name": "f", "parameters": {}}],
     }
     bom = "\ufeff"
-    file = written(tmp_path, bom + json.dumps(row) + "\r", bom + json.dumps(PLAIN)
+    file = written(tmp_path, bom + json.dumps(row) + "\r", bom + json.dumps(PLAIN))
     done = await asyncio.to_thread(run, tmp_path, "import", file)
     assert done.returncode == 0, done.stderr
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
