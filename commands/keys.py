@@ -37,6 +37,9 @@ def create(
     scope: Annotated[
         str, typer.Option(help="`all` rollouts, or `own`: it sees and rewards only those opened with it")
     ] = "all",
+    evaluator: Annotated[
+        bool, typer.Option("--evaluator", help="its rewards count where a new version is tested, as an admin's do")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make a key and print it. It is shown only once: the store keeps its hash."""
@@ -51,7 +54,8 @@ def create(
     limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
     role: Role = "admin" if admin else "agent"
     reach: Scope = "own" if scope == "own" else "all"
-    key, stored = _with_keyring(context, lambda ring: ring.create(name, role, limits, recording=recording, scope=reach))
+    more: dict[str, Any] = {"recording": recording, "scope": reach, "evaluator": evaluator}
+    key, stored = _with_keyring(context, lambda ring: ring.create(name, role, limits, **more))
     if as_json:
         print_json({"key": key} | _view(stored))
         return
@@ -128,7 +132,7 @@ def _table(keys: list[StoredKey]) -> Table:
         table.add_column(name, no_wrap=True)
     for key in keys:
         limits = (key.limits.requests_per_minute, key.limits.tokens_per_minute, key.limits.concurrent)
-        role = key.role if key.scope == "all" else f"{key.role}, own"
+        role = key.role + ", own" * (key.scope == "own") + ", evaluator" * key.evaluator
         cells = [key.name, role, *("-" if limit is None else str(limit) for limit in limits)]
         cells += ["yes" if key.recording else "no", _when(key.created_at), _when(key.revoked_at)]
         table.add_row(*cells)

@@ -40,7 +40,8 @@ def check_id(value: str, what: str) -> str:
 class RolloutName(NamedTuple):
     """The rollout that a request belongs to.
 
-    `named`: a header, URL or key named it. `key_id`: the stored key that it is opened with, if it is new.
+    `named`: a header, URL or key named it. `key_id`: the stored key that it is opened with, if it is new; `evidence`:
+    whether that key gives evidence (`Sender`).
     """
 
     rollout_id: str
@@ -49,6 +50,22 @@ class RolloutName(NamedTuple):
     mode: Mode = "train"
     named: bool = True
     key_id: str | None = None
+    evidence: bool = True
+
+
+class Sender(NamedTuple):
+    """Who rewards, opens or ends rollouts; by default the operator, who runs a program on the store itself.
+
+    `key_id`: the stored key, if one. `own`: it decides only over rollouts that were opened with that key. `evidence`:
+    its word counts where a new version is tested.
+    """
+
+    key_id: str | None = None
+    own: bool = False
+    evidence: bool = True
+
+
+OPERATOR = Sender()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
 from pydantic import SecretStr
@@ -17,7 +18,7 @@ from ..errors import Forbidden, NotFound, StoreUnavailable, Unauthorized
 from ..store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
 from ..store.rollouts import RolloutKey
 from ..store.store import Store
-from ..types import Limits, RolloutName
+from ..types import Limits, RolloutName, Sender
 from .limits import Limiter
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Caller:
     """The sender of a request: its rollout, if the key was made for one, and its right to use a keyless upstream.
 
     `key_id`: the stored key that it comes down to, if one. `own`: it sees and rewards only what was opened with it.
+    `evidence`: what it says of rollouts counts where a new version is tested.
     """
 
     rollout: RolloutKey | None
@@ -41,6 +43,12 @@ class Caller:
     key_id: str | None = None
     is_admin: bool = False
     own: bool = False
+    evidence: bool = False
+
+    @property
+    def sender(self) -> Sender:
+        """Return who rewards and ends rollouts, for the store."""
+        return Sender(self.key_id, self.own, self.evidence)
 
     @property
     def rollout_id(self) -> str | None:
@@ -58,8 +66,9 @@ class Caller:
         read that key, and could choose what its rollout is compared with, or that it is not trained on.
         """
         of = self.rollout
+        name = name._replace(key_id=self.key_id, evidence=self.evidence)
         if of is None:
-            return name if self.key_id is None else name._replace(key_id=self.key_id)
+            return name
         if name.rollout_id != of.rollout_id:
             raise Forbidden(f"this key is for rollout {of.rollout_id!r} only")
         if name.task_id not in (None, of.task_id):
@@ -91,7 +100,8 @@ class Keys:
         self._admins_configured = bool(config.admin_keys)
         self._has_admins = self._admins_configured
         self.required = self._always_required
-        self._anybody = Caller(None, True, _limiter(self._default))
+        # Let in only while no key is needed: then everybody is an admin, unless there are admins' keys.
+        self._anybody = Caller(None, True, _limiter(self._default), evidence=not self._has_admins)
         self._rollouts: OrderedDict[str, tuple[RolloutKey, float]] = OrderedDict()
 
     async def refresh(self) -> None:
@@ -103,6 +113,7 @@ class Keys:
         self._callers = self._configured | {self._digest(k.key_hash): known[k.key_id] for k in stored if k.live}
         self._stored, self._by_id = stored, known
         self._has_admins = self._admins_configured or any(key.role == "admin" for key in stored)
+        self._anybody = replace(self._anybody, evidence=not self._has_admins)
         self.required = self._always_required or bool(stored)
 
     async def watch(self) -> None:
@@ -148,11 +159,13 @@ class Keys:
 
     def _of_config(self, keys: list[SecretStr], *, is_admin: bool) -> dict[bytes, Caller]:
         limiters = ((hash_key(key.get_secret_value()), _limiter(self._default)) for key in keys)
-        return {self._digest(hashed): Caller(None, False, limiter, is_admin=is_admin) for hashed, limiter in limiters}
+        caller = partial(Caller, None, False, is_admin=is_admin, evidence=is_admin)
+        return {self._digest(hashed): caller(limiter) for hashed, limiter in limiters}
 
     def _caller(self, key: StoredKey) -> Caller:
         limiter, is_admin = _limiter(key.limits | self._default), key.role == "admin"
-        return Caller(None, False, limiter, key.recording, key.key_id, is_admin, key.scope == "own")
+        evidence = is_admin or key.evaluator
+        return Caller(None, False, limiter, key.recording, key.key_id, is_admin, key.scope == "own", evidence)
 
     def _digest(self, key_hash: str) -> bytes:
         return hashlib.blake2b(key_hash.encode(), key=self._salt, digest_size=32).digest()
@@ -169,7 +182,9 @@ class Keys:
         self._rollouts[digest] = (found, until)
         if len(self._rollouts) > CACHED_KEYS:
             self._rollouts.popitem(last=False)
-        return Caller(found, False, giver.limiter, giver.recorded, found.key_id)
+        # Where none is needed, a rollout's key might as well be left out.
+        evidence = found.evidence or (self._anybody.evidence and not self.required)
+        return Caller(found, False, giver.limiter, giver.recorded, found.key_id, evidence=evidence)
 
 
 def _keys(headers: Mapping[str, str]) -> list[str]:

@@ -31,7 +31,7 @@ async def post_reward(
     if caller.rollout is not None and any(b.retrain for b in bodies):
         raise Forbidden("a rollout's own key cannot offer rollouts to the trainer again (retrain)")
     rewards = await aside(len(sent), lambda: [_reward(p, b) for b in bodies])
-    answer = await p.store.rewards.post(rewards, own_key(request, idempotency_key), sent)
+    answer = await p.store.rewards.post(rewards, own_key(request, idempotency_key), sent, caller.sender)
     p.metrics.rewards.inc(len(answer))
     return json_response(answer if isinstance(body, list) else answer[0])
 

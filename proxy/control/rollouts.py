@@ -49,8 +49,9 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     await p.store.prompts.check(body.prompts)
     metadata = await aside(len(await request.body()), partial(_metadata, p, body))
     chosen: dict[str, Any] = {"policy_version": body.policy_version, "model": body.model}
-    key_id = caller_of(request).key_id
-    await p.store.rollouts.open(hashed, metadata, key_id, may_reward=body.may_reward, **chosen)
+    caller = caller_of(request)
+    chosen |= {"may_reward": body.may_reward, "evidence": caller.evidence}
+    await p.store.rollouts.open(hashed, metadata, caller.key_id, **chosen)
     await p.store.prompts.pin([n.rollout_id for n in names], body.prompts)
     root = str(request.base_url).rstrip("/")
     return [
@@ -179,8 +180,8 @@ async def post_events(
 @router.post("/{rollout_id}/end", response_model=None, responses=answers(Rollout))
 async def end_rollout(request: Request, rollout_id: PathId, body: EndBody) -> Response:
     """End a rollout without a reward."""
-    p = await parts_for(request, rollout_id)
-    ended = await p.store.rollouts.end(rollout_id, body.status, redacted_text(p, body.reason))
+    p, by = await parts_for(request, rollout_id), caller_of(request).sender
+    ended = await p.store.rollouts.end(rollout_id, body.status, redacted_text(p, body.reason), by)
     return await large_response(partial(record_view, ended))
 
 

@@ -13,7 +13,7 @@ from .evidence import Evidence, interval
 from .metrics import Metric
 from .sides import LONE, group_of
 
-Key = tuple[str | None, int]  # a task and the number of a group
+Key = tuple[str, str | None, int]  # who opened it, a task, and the number of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,10 @@ def _groups(
     """
     members: Mapping[Key, list[Observed]] = defaultdict(list)
     for rollout in rollouts:
-        members[rollout.task_id, group_of(rollout.place, rollout.task_id, rules.group_size)].append(rollout)
+        number = group_of(rollout.place, rollout.task_id, rules.group_size)
+        members[rollout.opened_by, rollout.task_id, number].append(rollout)
     groups = list[Group]()
-    for (task_id, _), found in members.items():
+    for (_, task_id, _), found in members.items():
         siblings = _in_time(found, rules.group_timeout_s)
         at = max(_settled_at(rollout, rules) for rollout in siblings)
         is_whole = len(found) >= (LONE if task_id is None else rules.group_size) or len(siblings) < len(found)
@@ -109,8 +110,8 @@ def _settled_at(rollout: Observed, rules: Rules) -> float:
 
 
 def _counts_at_all(rollout: Observed) -> bool:
-    """Whether one version alone answered a rollout that nobody discarded."""
-    return rollout.status != "discarded" and not rollout.foreign_calls and not rollout.mixed
+    """Whether its version alone answered a rollout that nobody discarded."""
+    return rollout.status != "discarded" and rollout.shown > 0 and not rollout.foreign_calls and not rollout.mixed
 
 
 def _compared(metric: Metric, groups: Sequence[Group], rules: Rules) -> tuple[dict[str, Any], Evidence]:

@@ -185,6 +185,7 @@ def _start_statements(start: CallStart, parent: RecentCall | None, stored: bytes
         "agent": start.rollout.agent,
         "mode": start.rollout.mode,
         "key_id": start.rollout.key_id,
+        "evidence": start.rollout.evidence,
         "policy_version": start.policy_version,
         "pin": start.policy_version if start.pins else None,
         "at": start.started_at,

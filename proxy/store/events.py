@@ -40,6 +40,7 @@ class Events:
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "agent": rollout.agent}
         row |= {"mode": rollout.mode, "pin": None, "key_id": rollout.key_id, "at": time.time()}
+        row["evidence"] = rollout.evidence
 
         async def work(db: Transaction) -> Answer:
             await db.run(ROLLOUT_SEEN, row)

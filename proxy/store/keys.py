@@ -17,10 +17,11 @@ from .rows import read
 
 KEY_NEW = """
 INSERT INTO keys
-    (key_id, key_hash, name, role, scope, requests_per_minute, tokens_per_minute, concurrent, recording, created_at)
+    (key_id, key_hash, name, role, scope, evaluator, requests_per_minute, tokens_per_minute, concurrent, recording,
+     created_at)
 VALUES (
-    :key_id, :key_hash, :name, :role, :scope, :requests_per_minute, :tokens_per_minute, :concurrent, :recording,
-    :created_at
+    :key_id, :key_hash, :name, :role, :scope, :evaluator, :requests_per_minute, :tokens_per_minute, :concurrent,
+    :recording, :created_at
 )
 """
 KEY_REVOKE = "UPDATE keys SET revoked_at = :at WHERE name = :name AND revoked_at IS NULL RETURNING *"
@@ -49,7 +50,8 @@ def hash_key(key: str) -> str:
 class StoredKey:
     """What the store knows of a key. `recording`: whether its calls are recorded.
 
-    `scope`: whether it sees and rewards all rollouts, or only those that were opened with it.
+    `scope`: whether it sees and rewards all rollouts, or only those that were opened with it. `evaluator`: what it says
+    of rollouts is evidence where a new version is tested, as an admin's key's is.
     """
 
     key_id: str
@@ -61,6 +63,7 @@ class StoredKey:
     created_at: float
     revoked_at: float | None = None
     scope: Scope = "all"
+    evaluator: bool = False
 
     @property
     def live(self) -> bool:
@@ -78,12 +81,21 @@ class Keyring:
         return [_read(row) for row in await self._db.all("SELECT * FROM keys ORDER BY created_at, key_id")]
 
     async def create(
-        self, name: str, role: Role, limits: Limits, *, recording: bool, scope: Scope = "all"
+        self,
+        name: str,
+        role: Role,
+        limits: Limits,
+        *,
+        recording: bool,
+        scope: Scope = "all",
+        evaluator: bool = False,
     ) -> tuple[str, StoredKey]:
         """Make a key, which only the caller ever sees; Conflict if a live one has this name."""
         key = new_key(role)
         key_id, key_hash = uuid4().hex[:12], hash_key(key)
-        stored = StoredKey(key_id, key_hash, check_id(name, "name"), role, limits, recording, time.time(), scope=scope)
+        stored = StoredKey(
+            key_id, key_hash, check_id(name, "name"), role, limits, recording, time.time(), None, scope, evaluator
+        )
         try:
             await self._db.commit([(KEY_NEW, [_row(stored)])])
         except Refused:
@@ -125,4 +137,4 @@ def _row(key: StoredKey) -> dict[str, Any]:
 
 def _read(row: Row) -> StoredKey:
     limits = Limits(row["requests_per_minute"], row["tokens_per_minute"], row["concurrent"])
-    return read(StoredKey, row, limits=limits, recording=bool(row["recording"]))
+    return read(StoredKey, row, limits=limits, **{name: bool(row[name]) for name in ("recording", "evaluator")})

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import NotFound
 from ..returns import Earned, earned
-from ..types import Reward
+from ..types import OPERATOR, Reward, Sender
 from .database import Database, Row, Transaction
 from .idempotency import Answer, answer_once
 from .resources.returns import Counting, Returns, count_reward, read_counting
@@ -16,17 +16,17 @@ from .rollouts import ROLLOUT
 from .rows import read
 
 REWARD = """
-INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, created_at)
-VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :at)
+INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, key_id, evidence, created_at)
+VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :key_id, :evidence, :at)
 RETURNING reward_id
 """
 ROLLOUT_COMPLETE = """
 UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
 """
-# With its whole group, whichever steps took or dropped its siblings.
+# With its whole group, whichever steps took or dropped its siblings; of those, what the sender may decide over.
 ROLLOUT_OFFER_AGAIN = """
 UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL
-WHERE rollout_id = :rollout_id OR (group_id = :group_id AND status <> 'running')
+WHERE rollout_id = :rollout_id OR (group_id = :group_id AND status <> 'running' AND (NOT :own OR key_id IS :key_id))
 """
 
 
@@ -51,8 +51,10 @@ class Rewards:
         row = await self._db.one("SELECT MAX(reward_id) AS n FROM rewards")
         return None if row is None else row["n"]
 
-    async def post(self, rewards: Sequence[Reward], key: str | None = None, body: bytes = b"") -> Answer:
-        """Record all of `rewards` or none, and return one answer for each.
+    async def post(
+        self, rewards: Sequence[Reward], key: str | None = None, body: bytes = b"", by: Sender = OPERATOR
+    ) -> Answer:
+        """Record all of `rewards` or none, and return one answer for each. `by`: who posts them.
 
         A second post with the same `key` (Idempotency-Key) and body gets the first answer again; with another body it
         is a Conflict.
@@ -60,15 +62,17 @@ class Rewards:
 
         async def work(db: Transaction) -> Answer:
             counting = await read_counting(db)
-            return [await post_reward(db, one, counting) for one in rewards]
+            return [await post_reward(db, one, counting, by) for one in rewards]
 
         return await self._db.write(lambda db: answer_once(db, key, body, lambda: work(db)))
 
 
-async def post_reward(db: Transaction, reward: Reward, counting: Counting) -> dict[str, Any]:
+async def post_reward(
+    db: Transaction, reward: Reward, counting: Counting, by: Sender = OPERATOR
+) -> dict[str, Any]:
     """Record a reward in a transaction that is under way, and return the answer. Raise NotFound."""
     row: dict[str, Any] = {"rollout_id": reward.rollout_id, "call_id": reward.call_id}
-    row |= {"at": time.time(), "value": reward.value}
+    row |= {"at": time.time(), "value": reward.value} | by._asdict()
     rollout = await db.one(ROLLOUT, row)
     if rollout is None:
         raise NotFound(f"no rollout {reward.rollout_id!r}", param="rollout_id")

@@ -12,15 +12,15 @@ from typing import Any
 from ..aside import aside
 from ..errors import Conflict, NotFound
 from ..json_text import dumps, loads
-from ..types import Mode, Rollout, RolloutName, RolloutStatus
+from ..types import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
 from .database import Database, Row
 from .rows import read
 
 # Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
 ROLLOUT_SEEN = """
-INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, created_at)
-VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, :at)
+INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
+VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at)
 ON CONFLICT (rollout_id) DO UPDATE SET
     task_id = COALESCE(rollouts.task_id, excluded.task_id),
     agent = COALESCE(rollouts.agent, excluded.agent),
@@ -28,8 +28,8 @@ ON CONFLICT (rollout_id) DO UPDATE SET
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
 """
 ROLLOUT_OPEN = """
-INSERT INTO rollouts (rollout_id, task_id, mode, policy_version, metadata, key_id, created_at)
-VALUES (:rollout_id, :task_id, :mode, :policy_version, :metadata, :key_id, :at)
+INSERT INTO rollouts (rollout_id, task_id, mode, policy_version, metadata, key_id, evidence, created_at)
+VALUES (:rollout_id, :task_id, :mode, :policy_version, :metadata, :key_id, :evidence, :at)
 """
 ROLLOUT_SIZE = 1_000  # bytes, about, of a rollout and its key, the metadata apart
 ROLLOUT_MODEL = "INSERT INTO rollout_models (rollout_id, model) VALUES (:rollout_id, :model)"
@@ -38,7 +38,7 @@ INSERT INTO rollout_keys (key_hash, rollout_id, key_id, may_reward)
 VALUES (:key_hash, :rollout_id, :key_id, :may_reward)
 """
 ROLLOUT_OF_KEY = """
-SELECT rollout_id, task_id, mode, status <> 'running' AS ended, may_reward, rollout_keys.key_id
+SELECT rollout_id, task_id, mode, status <> 'running' AS ended, may_reward, rollout_keys.key_id, evidence
 FROM rollout_keys JOIN rollouts USING (rollout_id) WHERE key_hash = :key_hash
 """
 ROLLOUT_OF_ANOTHER_KEY = """
@@ -91,7 +91,7 @@ TEXT_CHUNK, MOST_TEXTS = 50, 1_000
 MOST_S = 2.0
 _FAILED_REWARD = "CASE WHEN :status = 'failed' THEN (SELECT failed FROM returns WHERE n = 1) END"
 ROLLOUT_END = f"""
-UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at,
+UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at, end_counts = :evidence,
     own_reward = COALESCE(own_reward, {_FAILED_REWARD}), reward = COALESCE(own_reward, {_FAILED_REWARD}, reward)
 WHERE rollout_id = :rollout_id AND status = 'running'
 """
@@ -123,7 +123,8 @@ class Wanted:
 class RolloutKey:
     """A key that was made for one rollout, and what is known of the rollout.
 
-    `key_id`: the stored key that asked for it. Without `may_reward` it may only call the model.
+    `key_id`: the stored key that asked for it; `evidence`: it gave evidence then (`Sender`). Without `may_reward` this
+    key may only call the model.
     """
 
     rollout_id: str
@@ -132,6 +133,7 @@ class RolloutKey:
     ended: bool = False
     may_reward: bool = True
     key_id: str | None = None
+    evidence: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ class Rollouts:
         metadata: dict[str, Any],
         key_id: str | None = None,
         *,
+        evidence: bool = True,
         policy_version: int | None = None,
         model: str | None = None,
         may_reward: bool = True,
@@ -162,8 +165,8 @@ class Rollouts:
 
         Unless they `may_reward`, these keys may only call the model.
 
-        `key_id`: the stored key that asked for them. `policy_version`, `model`: what answers the alias in them, if not
-        the live version.
+        `key_id`: the stored key that asked for them; `evidence`: it gives evidence (`Sender`). `policy_version`,
+        `model`: what answers the alias in them, if not the live version.
         """
         same: dict[str, Any] = {
             "metadata": dumps(metadata),
@@ -171,7 +174,7 @@ class Rollouts:
             "model": model,
             "at": time.time(),
         }
-        same |= {"key_id": key_id, "may_reward": may_reward}
+        same |= {"key_id": key_id, "evidence": evidence, "may_reward": may_reward}
         opened = [same | {"rollout_id": n.rollout_id, "task_id": n.task_id, "mode": n.mode} for n, _ in names]
         chosen = [(ROLLOUT_MODEL, opened)] if model is not None else []
         named = [row | {"key_hash": key_hash} for row, (_, key_hash) in zip(opened, names, strict=True)]
@@ -194,9 +197,9 @@ class Rollouts:
     async def of_key(self, key_hash: str) -> RolloutKey | None:
         """Return the rollout's key with this hash, as its rollout is now; None if there is none."""
         row = await self._db.one(ROLLOUT_OF_KEY, {"key_hash": key_hash})
-        return (
-            None if row is None else read(RolloutKey, row, ended=bool(row["ended"]), may_reward=bool(row["may_reward"]))
-        )
+        if row is None:
+            return None
+        return read(RolloutKey, row, **{name: bool(row[name]) for name in ("ended", "may_reward", "evidence")})
 
     async def of_another_key(self, rollout_ids: Iterable[str], key_id: str | None) -> str | None:
         """Return one of these rollouts that was not opened with this key, or None if there is none."""
@@ -251,9 +254,10 @@ class Rollouts:
         rows = await self._db.all(ROLLOUT_REWARDS, {"versions": dumps([*versions])})
         return {(r["mode"], r["policy_version"]): MeanReward(r["mean"], r["rollouts"]) for r in rows}
 
-    async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None) -> Rollout:
+    async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:
         """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""
-        row = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
+        row: dict[str, Any] = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
+        row["evidence"] = by.evidence
         await self._db.commit([(ROLLOUT_END, [row])])
         rollout = await self.get(rollout_id)
         if rollout.status != status:

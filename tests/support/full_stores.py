@@ -17,7 +17,7 @@ INSERT INTO policy_versions (version, status, publish, created_at) VALUES (7, 'r
 INSERT INTO policy_log (version, at) VALUES (7, 1732000000.123456)
 UPDATE policy_versions SET verified = 1 WHERE version = 7
 INSERT INTO promotions (version, against, status, began_at) VALUES (7, 0, 'testing', 1.5)
-INSERT INTO promotion_rollouts VALUES ('b', 1, NULL, 0, 7, 1)
+INSERT INTO promotion_rollouts VALUES ('b', 1, NULL, 0, 7, 1, '', 1)
 INSERT INTO steps (step, status, base, created_at) VALUES (3, 'trained', 7, 2)
 UPDATE rollouts SET step = 3, group_id = 1, reward = 0.1 WHERE rollout_id = 'a'
 INSERT INTO rollout_models VALUES ('a', 'gpt')

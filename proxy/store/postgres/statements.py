@@ -20,8 +20,8 @@ WITH known AS (
         policy_version = COALESCE(policy_version, :pin)
     WHERE rollout_id = :rollout_id RETURNING 1
 )
-INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, created_at)
-SELECT :rollout_id, :task_id, :agent, :mode, :pin, :key_id, :at WHERE NOT EXISTS (SELECT 1 FROM known)
+INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
+SELECT :rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at WHERE NOT EXISTS (SELECT 1 FROM known)
 ON CONFLICT (rollout_id) DO UPDATE SET
     task_id = COALESCE(rollouts.task_id, excluded.task_id),
     agent = COALESCE(rollouts.agent, excluded.agent),

@@ -20,6 +20,7 @@ from ..versions import POLICY_LOG, TEST_ENDED, VERSION_LIVE, VERSION_RETIRE, VER
 Outcome = Literal["promoted", "rejected"]
 PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
 
+NO_STORED_KEY = "configured"  # `opened_by` of what was opened with one of proxy.api_keys
 NOT_GATED = "policy.promotion was set to immediate"  # why a test ended
 
 TESTING = "SELECT n FROM promotions WHERE status = 'testing'"
@@ -40,19 +41,23 @@ INSERT INTO promotions (version, against, status, began_at) VALUES (:version, :a
 BEGUN = """
 UPDATE policy_versions SET status = 'candidate', verified = 1 WHERE version = :version AND status = 'waiting'
 """
-ROLLOUT_OF = "SELECT policy_version, mode, task_id FROM rollouts WHERE rollout_id = :rollout_id"
+ROLLOUT_OF = "SELECT policy_version, mode, task_id, key_id, evidence FROM rollouts WHERE rollout_id = :rollout_id"
 PROMOTED_IN = "SELECT version FROM promotion_rollouts WHERE rollout_id = :rollout_id AND promotion = :n"
 NEXT_PLACE = """
-SELECT COALESCE(MAX(place) + 1, 0) AS place FROM promotion_rollouts WHERE promotion = :n AND task_id IS :task_id
+SELECT COALESCE(MAX(place) + 1, 0) AS place FROM promotion_rollouts
+WHERE promotion = :n AND task_id IS :task_id AND opened_by = :opened_by
 """
-COMPARED = "SELECT COUNT(*) AS rollouts FROM promotion_rollouts WHERE promotion = :n AND compared = 1"
+COMPARED = """
+SELECT COUNT(*) AS rollouts FROM promotion_rollouts WHERE promotion = :n AND compared = 1 AND evidence = 1
+"""
 ASSIGN = """
-INSERT INTO promotion_rollouts (rollout_id, promotion, task_id, place, version, compared)
-VALUES (:rollout_id, :n, :task_id, :place, :version, :compared)
+INSERT INTO promotion_rollouts (rollout_id, promotion, task_id, place, version, compared, opened_by, evidence)
+VALUES (:rollout_id, :n, :task_id, :place, :version, :compared, :opened_by, :evidence)
 """
-# What is known of a rollout so far, whatever is tested by it.
+# What is known of a rollout so far, whatever is tested by it. That it failed or was discarded counts only where a key
+# that gives evidence has said so.
 FACTS = """
-status, ended_at, calls, tokens,
+CASE WHEN end_counts = 0 AND status <> 'running' THEN 'completed' ELSE status END AS status, ended_at, calls, tokens,
     (SELECT AVG(CASE WHEN finish_reason = 'length' THEN 1.0 ELSE 0.0 END) FROM calls
         WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok') AS truncated,
     (SELECT AVG(latency_ms) FROM calls
@@ -60,23 +65,25 @@ status, ended_at, calls, tokens,
     (SELECT AVG(CASE WHEN is_error = 1 THEN 1.0 ELSE 0.0 END) FROM tool_calls
         WHERE tool_calls.rollout_id = rollouts.rollout_id) AS tool_errors
 """
-# `mixed`: calls that the policy answered by another version.
+# Of rollouts that are evidence. `shown`: calls that the policy answered by this version, `mixed`: by another one.
 OBSERVED = f"""
-SELECT promotion_rollouts.rollout_id, promotion_rollouts.task_id, place, version, created_at, foreign_calls,
+SELECT promotion_rollouts.rollout_id, promotion_rollouts.task_id, opened_by, place, version, created_at, foreign_calls,
+    (SELECT COUNT(*) FROM calls WHERE calls.rollout_id = promotion_rollouts.rollout_id
+        AND calls.policy_version = promotion_rollouts.version) AS shown,
     (SELECT COUNT(*) FROM calls WHERE calls.rollout_id = promotion_rollouts.rollout_id
         AND calls.policy_version <> promotion_rollouts.version) AS mixed, {FACTS}
 FROM promotion_rollouts JOIN rollouts USING (rollout_id)
-WHERE promotion = :n AND compared = 1 ORDER BY rollouts.n
+WHERE promotion = :n AND compared = 1 AND promotion_rollouts.evidence = 1 ORDER BY rollouts.n
 """
 OBSERVED_REWARDS = """
 SELECT rewards.* FROM promotion_rollouts JOIN rewards ON rewards.rollout_id = promotion_rollouts.rollout_id
-WHERE promotion = :n AND compared = 1 ORDER BY reward_id
+WHERE promotion = :n AND compared = 1 AND promotion_rollouts.evidence = 1 AND rewards.evidence = 1 ORDER BY reward_id
 """
 # What changes with every reward and every end of a rollout.
 STAMP = """
 SELECT (SELECT MAX(reward_id) FROM rewards) AS rewards, (SELECT MAX(n) FROM rollouts) AS opened,
     (SELECT COUNT(*) FROM promotion_rollouts JOIN rollouts USING (rollout_id)
-        WHERE promotion = :n AND compared = 1 AND status <> 'running') AS ended
+        WHERE promotion = :n AND compared = 1 AND promotion_rollouts.evidence = 1 AND status <> 'running') AS ended
 """
 EVIDENCE = "UPDATE promotions SET evidence = :evidence WHERE n = :n AND status = 'testing' AND evidence <> :evidence"
 DECIDE = """
@@ -134,9 +141,10 @@ Chooser = Callable[[str | None, int], Assigned]  # by a rollout's task, and its 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A rollout of a test as it is now. `mixed`: so many calls were answered by another version than `version`.
+    """A rollout that is evidence in a test, as it is now. `rewards`: those that are evidence.
 
-    `truncated`, `tool_errors`: the share of answers that were cut off, and of tool calls that failed.
+    `opened_by`: places are counted apart for each. `shown`: so many calls were answered by `version`, `mixed`: so many
+    by another one. `truncated`, `tool_errors`: the share of answers that were cut off, and of tool calls that failed.
     """
 
     rollout_id: str
@@ -154,6 +162,8 @@ class Observed:
     latency_ms: float | None
     tool_errors: float | None
     rewards: tuple[Reward, ...] = ()
+    opened_by: str = ""
+    shown: int = 1
 
 
 class Promotions:
@@ -217,7 +227,8 @@ class Promotions:
         with the live version.
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "n": test.n}
-        row |= {"agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id, "at": time.time()}
+        row |= {"agent": rollout.agent, "mode": rollout.mode, "at": time.time()}
+        row |= {"key_id": rollout.key_id, "evidence": rollout.evidence}
 
         async def work(db: Transaction) -> int:
             if (kept := await db.one(PROMOTED_IN, row)) is not None:
@@ -226,7 +237,7 @@ class Promotions:
             if known is not None and (known["policy_version"] is not None or known["mode"] == "eval"):
                 return test.against
             task_id = rollout.task_id if known is None else known["task_id"] or rollout.task_id
-            of_task = row | {"task_id": task_id}
+            of_task = row | {"task_id": task_id, **opened(row if known is None else known)}
             done, place = await db.one(COMPARED, row), await db.one(NEXT_PLACE, of_task)
             testing = await db.one(TESTING)
             if testing is None or testing["n"] != test.n or done is None or place is None or done["rollouts"] >= most:
@@ -287,6 +298,12 @@ class Promotions:
 
 def _read(row: Row) -> Promotion:
     return read(Promotion, row, evidence=loads(row["evidence"]))
+
+
+def opened(rollout: Row | Mapping[str, Any]) -> dict[str, Any]:
+    """Return in whose name a rollout is counted, and whether it is evidence already."""
+    evidence = bool(rollout["evidence"])
+    return {"opened_by": "" if evidence else rollout["key_id"] or NO_STORED_KEY, "evidence": evidence}
 
 
 def with_rewards(rollouts: Sequence[Row], rewards: Sequence[Row]) -> list[Observed]:

@@ -13,7 +13,7 @@ from ...types import RolloutName
 from ..database import Database, Row, Transaction
 from ..rollouts import ROLLOUT_SEEN
 from ..rows import read
-from .promotions import FACTS, Chooser, Observed, Outcome, Promotion, with_rewards
+from .promotions import FACTS, Chooser, Observed, Outcome, Promotion, opened, with_rewards
 from .prompts import PROMPT_LIVE, PROMPT_LOG, PROMPT_WAITS_NO_MORE, ROLLOUT_PROMPT, ROLLOUT_PROMPT_KEPT
 
 NOT_GATED = "prompts.promotion was set to immediate"  # why a test ended
@@ -36,38 +36,44 @@ INSERT INTO prompt_tests (name, version, against, status, began_at) VALUES (:nam
 PROMPT_TEST_STATUS = "SELECT 1 FROM prompt_tests WHERE n = :n AND status = 'testing'"
 # `comes_late`: its side would be drawn when something of its outcome is known.
 ROLLOUT_NOW = """
-SELECT task_id, mode = 'eval' OR status <> 'running' OR EXISTS (
+SELECT task_id, key_id, evidence, mode = 'eval' OR status <> 'running' OR EXISTS (
     SELECT 1 FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id
 ) AS comes_late FROM rollouts WHERE rollout_id = :rollout_id
 """
 PROMPT_NEXT_PLACE = """
-SELECT COALESCE(MAX(place) + 1, 0) AS place FROM prompt_test_rollouts WHERE test = :n AND task_id IS :task_id
+SELECT COALESCE(MAX(place) + 1, 0) AS place FROM prompt_test_rollouts
+WHERE test = :n AND task_id IS :task_id AND opened_by = :opened_by
 """
-PROMPT_COMPARED = "SELECT COUNT(*) AS rollouts FROM prompt_test_rollouts WHERE test = :n AND compared = 1"
+PROMPT_COMPARED = """
+SELECT COUNT(*) AS rollouts FROM prompt_test_rollouts WHERE test = :n AND compared = 1 AND evidence = 1
+"""
 PROMPT_ASSIGN = """
-INSERT INTO prompt_test_rollouts (test, rollout_id, task_id, place, version, compared, at)
-VALUES (:n, :rollout_id, :task_id, :place, :version, :compared, :at)
+INSERT INTO prompt_test_rollouts (test, rollout_id, task_id, place, version, compared, opened_by, evidence, at)
+VALUES (:n, :rollout_id, :task_id, :place, :version, :compared, :opened_by, :evidence, :at)
 """
-# A rollout is in the test since it first used the prompt. `mixed`: calls that were shown another version.
+# A rollout is in the test since it first used the prompt. `shown`: calls that were shown its version, `mixed`: another.
 PROMPT_OBSERVED = f"""
-SELECT prompt_test_rollouts.rollout_id, prompt_test_rollouts.task_id, place, version, at AS created_at,
+SELECT prompt_test_rollouts.rollout_id, prompt_test_rollouts.task_id, opened_by, place, version, at AS created_at,
     0 AS foreign_calls,
+    (SELECT COUNT(*) FROM calls JOIN call_prompts USING (call_id)
+        WHERE calls.rollout_id = prompt_test_rollouts.rollout_id AND call_prompts.name = :name
+        AND call_prompts.version = prompt_test_rollouts.version) AS shown,
     (SELECT COUNT(*) FROM calls JOIN call_prompts USING (call_id)
         WHERE calls.rollout_id = prompt_test_rollouts.rollout_id AND call_prompts.name = :name
         AND call_prompts.version <> prompt_test_rollouts.version) AS mixed, {FACTS}
 FROM prompt_test_rollouts JOIN rollouts USING (rollout_id)
-WHERE test = :n AND compared = 1 ORDER BY prompt_test_rollouts.n
+WHERE test = :n AND compared = 1 AND prompt_test_rollouts.evidence = 1 ORDER BY prompt_test_rollouts.n
 """
 PROMPT_OBSERVED_REWARDS = """
 SELECT rewards.* FROM prompt_test_rollouts JOIN rewards ON rewards.rollout_id = prompt_test_rollouts.rollout_id
-WHERE test = :n AND compared = 1 ORDER BY reward_id
+WHERE test = :n AND compared = 1 AND prompt_test_rollouts.evidence = 1 AND rewards.evidence = 1 ORDER BY reward_id
 """
 # What changes with every reward and every end of a rollout.
 PROMPT_TEST_STAMP = """
 SELECT (SELECT MAX(reward_id) FROM rewards) AS rewards,
     (SELECT MAX(n) FROM prompt_test_rollouts WHERE test = :n) AS begun,
     (SELECT COUNT(*) FROM prompt_test_rollouts JOIN rollouts USING (rollout_id)
-        WHERE test = :n AND compared = 1 AND status <> 'running') AS ended
+        WHERE test = :n AND compared = 1 AND prompt_test_rollouts.evidence = 1 AND status <> 'running') AS ended
 """
 PROMPT_EVIDENCE = """
 UPDATE prompt_tests SET evidence = :evidence WHERE n = :n AND status = 'testing' AND evidence <> :evidence
@@ -149,8 +155,8 @@ class PromptTests:
         unless this `opens` it, is unknown, goes on with the live version.
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "n": test.n}
-        row |= {"name": test.name, "agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id}
-        row |= {"pin": None, "at": time.time()}
+        row |= {"name": test.name, "agent": rollout.agent, "mode": rollout.mode, "pin": None, "at": time.time()}
+        row |= {"key_id": rollout.key_id, "evidence": rollout.evidence}
 
         async def work(db: Transaction) -> int:
             if (kept := await db.one(ROLLOUT_PROMPT, row)) is not None:
@@ -158,7 +164,8 @@ class PromptTests:
             known = await db.one(ROLLOUT_NOW, row)
             if not opens if known is None else known["comes_late"]:
                 return test.against
-            of_task = row | {"task_id": rollout.task_id if known is None else known["task_id"] or rollout.task_id}
+            of_task = row | opened(row if known is None else known)
+            of_task["task_id"] = rollout.task_id if known is None else known["task_id"] or rollout.task_id
             done, place = await db.one(PROMPT_COMPARED, row), await db.one(PROMPT_NEXT_PLACE, of_task)
             is_tested = await db.one(PROMPT_TEST_STATUS, row) is not None
             if not is_tested or done is None or place is None or done["rollouts"] >= most:
