@@ -67,9 +67,7 @@ class Rewards:
         return await self._db.write(lambda db: answer_once(db, key, body, lambda: work(db)))
 
 
-async def post_reward(
-    db: Transaction, reward: Reward, counting: Counting, by: Sender = OPERATOR
-) -> dict[str, Any]:
+async def post_reward(db: Transaction, reward: Reward, counting: Counting, by: Sender = OPERATOR) -> dict[str, Any]:
     """Record a reward in a transaction that is under way, and return the answer. Raise NotFound."""
     row: dict[str, Any] = {"rollout_id": reward.rollout_id, "call_id": reward.call_id}
     row |= {"at": time.time(), "value": reward.value} | by._asdict()
