@@ -17,6 +17,7 @@ from ..proxy.config.root import Config
 from ..proxy.config.server import ProxyConfig, StoreConfig
 from ..proxy.config.upstreams import UpstreamConfig
 from ..proxy.errors import LightningError
+from ..proxy.store.copies import is_in_use
 from ..proxy.store.database import opened
 from .serve import UVICORN
 from .system.processes import require_free_port
@@ -46,24 +47,38 @@ def dashboard(store: StoreConfig, port: int) -> None:
     server = Server(Settings(create_dashboard(config), host=HOST, port=port, **UVICORN))
     typer.echo(f"{store.where}: http://{HOST}:{port}/#/?key={key}")
     typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
-    idle = None if path is None or _is_in_use(path) else path  # a server says to all what is new
+    idle = None if path is None or is_in_use(path) else IdleFile(path)  # a server says to all what is new
     if idle is not None:
-        threading.Thread(target=_end_when_used, args=(idle, server), daemon=True).start()
+        threading.Thread(target=_end_when_written, args=(idle, server), daemon=True).start()
     with suppress(KeyboardInterrupt):
         server.run()
-    if idle is not None and _is_in_use(idle):
+    if idle is not None and idle.is_written():
         raise LightningError(f"{path} is in use now, and what was shown grows old: start the dashboard again")
 
 
-def _is_in_use(path: Path) -> bool:
-    return path.with_name(f"{path.name}-wal").exists()
+class IdleFile:
+    """A file that nobody used was opened as one that does not change. Others may read it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._was = self._now()
+
+    def is_written(self) -> bool:
+        """Return whether anything was written to the file, or to SQLite's log beside it."""
+        return self._now() != self._was
+
+    def _now(self) -> tuple[int, ...]:
+        log = self._path.with_name(f"{self._path.name}-wal")
+        with suppress(OSError):  # removed
+            file = self._path.stat()
+            return file.st_ino, file.st_size, file.st_mtime_ns, log.stat().st_size if log.exists() else 0
+        return ()
 
 
-def _end_when_used(path: Path, server: Any) -> None:
-    """A file that nobody used was opened as one that does not change."""
+def _end_when_written(file: IdleFile, server: Any) -> None:
     while not server.should_exit:
         time.sleep(0.5)
-        server.should_exit = server.should_exit or _is_in_use(path)
+        server.should_exit = server.should_exit or file.is_written()
 
 
 async def _require_readable(store: StoreConfig) -> None:

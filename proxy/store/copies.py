@@ -30,7 +30,7 @@ def copy_store(source: Path, target: Path) -> None:
     """Copy a store as of one moment. A store in use by nobody is not opened, so SQLite leaves no files beside it."""
     make_private(target)
     try:
-        with closing(_only_read(source)) as connection:
+        with closing(only_read(source)) as connection:
             connection.execute("VACUUM INTO ?", (str(target),))
     except sqlite3.Error as error:
         raise LightningError(f"the store {source} cannot be copied to {target}: {error}") from None
@@ -60,7 +60,7 @@ def restore(backup: Path, store: Path) -> None:
     if not backup.is_file() or not is_sqlite(backup):
         raise LightningError(f"{backup} is no backup of a store")
     try:
-        with closing(_only_read(backup)) as connection:
+        with closing(only_read(backup)) as connection:
             require_ours(connection)
     except sqlite3.Error as error:
         raise LightningError(f"{backup} cannot be restored: {error}") from None
@@ -87,19 +87,19 @@ def remove_store(path: Path) -> None:
 
 def newest_end(store: Path) -> float:
     """Return the Unix time at which the newest rollout ended, or 0 if none has. Raises sqlite3.Error."""
-    with closing(_only_read(store)) as connection:
+    with closing(only_read(store)) as connection:
         return float(connection.execute("SELECT COALESCE(MAX(ended_at), 0) FROM rollouts").fetchone()[0])
 
 
 def ended_after(store: Path, at: float) -> int:
     """Return how many rollouts ended after this time. Raises sqlite3.Error."""
-    with closing(_only_read(store)) as connection:
+    with closing(only_read(store)) as connection:
         return int(connection.execute("SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", {"at": at}).fetchone()[0])
 
 
 def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
     """Open a store that can be read as it is, for any thread. Nothing is written. Raise sqlite3.Error."""
-    connection = _only_read(store, wait_s)
+    connection = only_read(store, wait_s)
     try:
         require_ours(connection)
         require_up_to_date(connection)
@@ -110,8 +110,12 @@ def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
     return connection
 
 
-def _only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
+def is_in_use(store: Path) -> bool:
+    """Return whether a process has the store open, or was killed while it had."""
+    return any(store.with_name(store.name + suffix).exists() for suffix in FILES[1:])
+
+
+def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
     """Open the file so that SQLite writes nothing, not even a log beside it."""
-    in_use = any(store.with_name(store.name + suffix).exists() for suffix in ("-wal", "-shm"))
-    mode = "mode=ro" if in_use else "immutable=1"
+    mode = "mode=ro" if is_in_use(store) else "immutable=1"
     return sqlite3.connect(f"file:{quote(str(store))}?{mode}", wait_s, check_same_thread=False, uri=True)

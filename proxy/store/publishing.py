@@ -13,6 +13,7 @@ from typing import Any
 from ..config.server import StoreConfig
 from ..errors import StoreUnavailable
 from ..types import PublishMode
+from .copies import only_read
 from .database import Database, opened
 from .rows import read
 
@@ -73,7 +74,7 @@ def _at_once(config: StoreConfig, statement: str) -> Any:
     if not path.is_file():
         return None
     try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(only_read(path)) as connection:
             row = connection.execute(statement).fetchone()
     except sqlite3.Error:  # an older store; whoever opens it for good says what is wrong with any other
         return None

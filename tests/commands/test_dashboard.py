@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from lightning_proxy.commands.dashboard import IdleFile
 from support.command_line import lightning
 from support.postgres import postgres_server
 from support.whole_system import free_port
@@ -80,6 +81,33 @@ async def test_a_store_alone_can_be_looked_at_and_stays_as_it_is(running: Runnin
             assert (await answer.content.readline()).startswith(b"id: ")
     assert copy.read_bytes() == before
     assert not [*tmp_path.glob("copy.db-*")]
+
+
+async def test_the_store_of_a_stopped_proxy_can_be_looked_at_and_gets_no_files_beside_it(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+    async with dashboard(tmp_path / "store.db") as (url, key), aiohttp.ClientSession() as session:
+        for path in ("/policy", "/policy/versions", "/status", "/rollouts/r1"):
+            async with session.get(url + path, headers={"Authorization": f"Bearer {key}"}) as answer:
+                assert answer.status == 200
+        assert [file.name for file in tmp_path.glob("store.db-*") if not file.name.endswith("-keeper")] == []
+
+
+def test_a_file_is_written_when_it_or_its_log_is_and_not_when_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("CREATE TABLE x (y)")
+    idle = IdleFile(path)
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as reader:
+        reader.execute("SELECT * FROM x").fetchall()
+        assert Path(f"{path}-wal").exists() and not idle.is_written()
+    with closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        writer.execute("INSERT INTO x VALUES (1)")
+        assert idle.is_written()
+    assert idle.is_written()  # also when the log is in the file
 
 
 async def test_it_ends_when_somebody_else_uses_the_store(running: Running, tmp_path: Path) -> None:
