@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from ..errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from .postgres.database import PostgresDatabase
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Params = Mapping[str, object]
@@ -28,6 +31,8 @@ STEP_S, WRITTEN, PAUSE = 0.01, 2**20, 4
 # `calls`: whatever recorders write.
 Topic = Literal["keys", "prompts", "rewards", "live", "steps", "calls"]
 
+REFUSED_S = 5.0  # that a record which could not be written counts
+TELL_S = 60.0
 LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended before it told
 
 
@@ -41,6 +46,33 @@ class Changes:
         `seconds`; without news after `longest` s.
         """
         await asyncio.sleep(seconds)
+
+
+class Writing:
+    """Says whether records can be written: to the log at most once a minute, and to whoever asks for readiness."""
+
+    def __init__(self) -> None:
+        self.why: str | None = None  # the newest record could not be written
+        self._at = self._told_at = -TELL_S
+        self._told = False
+
+    def failed(self, why: str) -> None:
+        """Note that a record could not be written."""
+        self.why, self._at = why, time.monotonic()
+        if self._at >= self._told_at + TELL_S:
+            self._told_at, self._told = self._at, True
+            log.error("records cannot be written, and what needs one is refused (503): %s", why)
+
+    def succeeded(self) -> None:
+        """Note that a record was written."""
+        if self._told:
+            log.warning("records can be written again")
+        self.why, self._told = None, False
+
+    def require(self, has_room: bool = True) -> None:
+        """Raise StoreUnavailable if the newest record could not be written, lately or for lack of room."""
+        if self.why is not None and (time.monotonic() < self._at + REFUSED_S or not has_room):
+            raise StoreUnavailable(f"the newest record could not be written: {self.why}")
 
 
 class Refused(Exception):

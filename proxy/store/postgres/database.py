@@ -13,7 +13,7 @@ import orjson
 
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
-from ..database import SMALL, Changes, Database, Params, Runs, Topic, Transaction, Work
+from ..database import SMALL, Changes, Database, Params, Runs, Topic, Transaction, Work, Writing
 from .alone import locked, require_held
 from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
 from .listening import Listener
@@ -34,7 +34,6 @@ SESSION = {
     "tcp_keepalives_count": "3",
 }  # fmt: skip
 AGAIN_S = 0.05  # until the next attempt
-REFUSED_S = 5.0  # that a record which could not be written counts
 
 BEGIN = "BEGIN"
 # Whoever reads before it writes has the store to itself, but for the recorders: they only add, and end what they added.
@@ -52,7 +51,7 @@ class PostgresDatabase(Database):
         self.where = config.where
         self._config = config
         self._pool = pool
-        self._refused: tuple[float, str] | None = None  # when and why the newest record could not be committed
+        self._writes = Writing()
         self._listener = Listener(config, SESSION)
         self._under_way: set[asyncio.Task[object]] = set()
         self._reading, self._alone = asyncio.Semaphore(READING), asyncio.Semaphore(ALONE)
@@ -111,9 +110,9 @@ class PostgresDatabase(Database):
                 if not await self._is_recorded(runs):
                     raise
         except StoreUnavailable as error:
-            self._refused = (monotonic(), error.message)
+            self._writes.failed(error.message)
             raise
-        self._refused = None
+        self._writes.succeeded()
 
     async def _is_recorded(self, runs: Runs) -> bool:
         """Whether a call of a commit is in the store, and with it all of the commit. Raise StoreUnavailable."""
@@ -123,13 +122,16 @@ class PostgresDatabase(Database):
         return False
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
-        async with self._alone:
-            return await self._to_the_end(work, BEGIN_ALONE)
+        try:
+            async with self._alone:
+                return await self._to_the_end(work, BEGIN_ALONE)
+        except StoreUnavailable as error:
+            self._writes.failed(error.message)
+            raise
 
     async def require_writable(self) -> None:
         await self.write(lambda db: db.all("SELECT pg_current_xact_id()::TEXT AS id"))
-        if self._refused is not None and monotonic() < self._refused[0] + REFUSED_S:
-            raise StoreUnavailable(f"the newest record could not be written: {self._refused[1]}")
+        self._writes.require()
 
     async def _to_the_end(self, work: Work[T], begin: str) -> T:
         """Shielded: a transaction that has begun ends, also when its caller is cancelled."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
-from time import monotonic
+from tempfile import TemporaryFile
 from typing import Any, NoReturn, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
@@ -16,7 +17,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
 from ..copies import connect_to_read, make_private
-from ..database import SMALL, Database, Params, Refused, Runs, Work
+from ..database import SMALL, Database, Params, Refused, Runs, Work, Writing
 from ..migrate import migrate, require_ours
 from .locks import keeping
 from .transaction import SqliteTransaction, finish
@@ -29,7 +30,7 @@ LARGE = 2**18  # bytes, from which on a commit is done in the writer's thread
 LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for a moment so that it begins anew
 # Of the file, its disk or another process; the second: the file is damaged. Others are of what was to be written.
 FAULTS = (sqlite3.OperationalError, sqlite3.DatabaseError)
-REFUSED_S = 5.0  # that a record which could not be written counts
+ROOM = 2**20  # bytes that a disk has to have for more records
 CHECKPOINT_S = 0.05  # that a checkpoint waits for others
 
 
@@ -48,7 +49,7 @@ class SqliteDatabase(Database):
         self._writer, self._reader, self._quick = connections
         self._writing, self._reading = ThreadPoolExecutor(1, "store-writer"), ThreadPoolExecutor(1, "store-reader")
         self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
-        self._refused: tuple[float, str] | None = None  # when and why the newest record could not be committed
+        self._writes = Writing()
         self._commits = self._written = 0  # since the last checkpoint; bytes, about
         self._checkpoint: asyncio.Task[None] | None = None  # that a commit began
         self._checkpointing = asyncio.Lock()  # SQLite turns a second one away without waiting
@@ -105,10 +106,8 @@ class SqliteDatabase(Database):
             if not at_once or not _try_at_once(self._writer, work):
                 await self._in_writers_thread(self._wait_and_do, work)
         except sqlite3.DatabaseError as error:
-            if type(error) in FAULTS:
-                self._refused = (monotonic(), str(error))
-            _raise_ours(error, "written")
-        self._refused = None
+            self._failed(error)
+        self._writes.succeeded()
         self._committed(size)
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
@@ -116,9 +115,14 @@ class SqliteDatabase(Database):
         try:
             done = await self._in_writers_thread(self._wait_and_do, lambda db: finish(work(SqliteTransaction(db))))
         except sqlite3.DatabaseError as error:
-            _raise_ours(error, "written")
+            self._failed(error)
         self._committed(size)
         return done
+
+    def _failed(self, error: sqlite3.DatabaseError) -> NoReturn:
+        if type(error) in FAULTS:
+            self._writes.failed(str(error))
+        _raise_ours(error, "written")
 
     async def require_writable(self) -> None:
         """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
@@ -127,10 +131,9 @@ class SqliteDatabase(Database):
         try:
             await self._in_writers_thread(self._wait_and_do, _write_the_same)
         except sqlite3.DatabaseError as error:
-            _raise_ours(error, "written")
+            self._failed(error)
         # That is a page, which may fit where a record does not.
-        if self._refused is not None and monotonic() < self._refused[0] + REFUSED_S:
-            raise StoreUnavailable(f"the newest record could not be written: {self._refused[1]}")
+        self._writes.require(self._writes.why is None or await asyncio.to_thread(_has_room, self.path.parent))
 
     async def _in_writers_thread(self, job: Callable[..., T], *args: Any) -> T:
         """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
@@ -205,6 +208,16 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def _has_room(directory: Path) -> bool:
+    """Whether the disk takes as much as some records need."""
+    try:
+        with TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM)
+    except OSError:
+        return False
+    return True
 
 
 def _write_the_same(connection: sqlite3.Connection) -> None:

@@ -13,9 +13,11 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
+from lightning_proxy.proxy.store import database as databases
 from lightning_proxy.proxy.store import migrate
 from lightning_proxy.proxy.store.copies import copy_store
 from lightning_proxy.proxy.store.database import Database, Refused, Transaction, opened
+from lightning_proxy.proxy.store.sqlite import database as files
 from lightning_proxy.proxy.store.sqlite.database import SqliteDatabase
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import RolloutName
@@ -193,3 +195,31 @@ async def test_a_transaction_that_waits_for_something_else_is_undone(database: S
     with pytest.raises(RuntimeError, match="awaited something else"):
         await database.write(waits)
     assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]
+
+
+async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(
+    database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = "INSERT INTO large_requests (call_id, request) SELECT call_id, :text FROM calls"
+    await database.commit([(AT, [{"at": 1.0}])])
+    database._writer.execute("PRAGMA foreign_keys = OFF")
+    row = "INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, started_at, request) VALUES "
+    await database.commit([(f"{row} ('c', 'r', 0, 'x', 'ok', 1, '')", [{}])])
+    database._writer.execute("PRAGMA max_page_count = 1")  # as small as it is: no page more
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable, match="disk is full"):
+            await database.commit([(large, [{"text": "x" * 100_000}])])
+    with pytest.raises(StoreUnavailable, match="the newest record could not be written: .* is full"):
+        await database.require_writable()
+    assert [record.message for record in caplog.records] == [
+        "records cannot be written, and what needs one is refused (503): database or disk is full"
+    ]
+    monkeypatch.setattr(databases, "REFUSED_S", 0.0)
+    monkeypatch.setattr(files, "ROOM", 2**62)  # as if the disk had less
+    with pytest.raises(StoreUnavailable, match="could not be written"):
+        await database.require_writable()
+    monkeypatch.setattr(files, "ROOM", 1)
+    await database.require_writable()
+    database._writer.execute("PRAGMA max_page_count = 1000000")
+    await database.commit([(large, [{"text": "x" * 100_000}])])
+    assert caplog.records[-1].message == "records can be written again"
