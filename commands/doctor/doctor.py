@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
+from ...proxy.config.address import shown, without_secrets
 from ...proxy.config.file import load_config
 from ...proxy.config.root import Config
 from ...proxy.config.upstreams import UpstreamConfig, below
@@ -100,9 +101,9 @@ async def _check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig
         async with session.get(below(url, "/models"), headers=upstream.credentials, timeout=limit, **way) as answer:
             status = answer.status
     except (aiohttp.ClientError, TimeoutError) as error:
-        return failed(name, f"{url} is not reachable: {error or 'no answer in time'}", fix)
+        return failed(name, f"{shown(url)} is not reachable: {without_secrets(str(error)) or 'no answer in time'}", fix)
     if status in (401, 403) and upstream.api_key is None:
-        return Check(name, "ok", f"{url} wants a key: the agents' own keys are passed on")
+        return Check(name, "ok", f"{shown(url)} wants a key: the agents' own keys are passed on")
     if status >= 400:
-        return failed(name, f"{url}/models answers HTTP {status}", "correct its base_url or api_key")
-    return ok(name, url)
+        return failed(name, f"{shown(url)}/models answers HTTP {status}", "correct its base_url or api_key")
+    return ok(name, shown(url))

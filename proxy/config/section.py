@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
+from .address import shown
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -38,9 +40,9 @@ def check_url(key: str, url: str, *, is_vllm: bool) -> None:
     """Raise ValueError unless `url`, the value of `key`, can be asked."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
-        raise ValueError(f"{key} must be an http(s) URL, got {url!r}")
+        raise ValueError(f"{key} must be an http(s) URL, got {shown(url)!r}")
     if is_vllm and (parts.query or not parts.path.strip("/")):
-        raise ValueError(f"{key} of a vLLM must have a path, which ends in /v1 as a rule, and no query; got {url!r}")
+        raise ValueError(f"{key} of a vLLM must have a path, as a rule /v1, and no query; got {shown(url)!r}")
 
 
 def _off(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -10,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
+from .address import SECRET_NAME, secrets_in, shown
 from .section import NOT_SENDABLE, Seconds, Section, check_url, is_sendable
 
-_SECRET_NAME = re.compile(r"key|token|secret|password|authorization|credential", re.IGNORECASE)
+SHORTEST_KEY = 12
 
 
 def below(url: str, path: str = "") -> str:
@@ -62,9 +62,15 @@ class UpstreamConfig(Section):
         return {header: f"Bearer {key}" if header == "authorization" else key}
 
     def secrets(self) -> list[str]:
-        """Return its key, and the values in `litellm_params` whose names sound secret."""
+        """Return its key, what is secret of its addresses, and values in `litellm_params` whose names sound secret."""
         own = [] if self.api_key is None else [self.api_key.get_secret_value()]
-        return [*own, *_secret_texts(self.litellm_params, secret=False)]
+        urls = [secret for url in (self.base_url or "", *self.replicas, *self.servers) for secret in secrets_in(url)]
+        return [*own, *urls, *_secret_texts(self.litellm_params, secret=False)]
+
+    @cached_property
+    def masked(self) -> tuple[str, ...]:
+        """Return the secrets to mask in its answers, the longest first. A short one ("EMPTY") might be any word."""
+        return tuple(sorted({one for one in self.secrets() if len(one) >= SHORTEST_KEY}, key=len, reverse=True))
 
     @model_validator(mode="after")
     def _urls(self) -> UpstreamConfig:
@@ -98,7 +104,7 @@ class UpstreamConfig(Section):
         if self.replicas or self.servers or self.session_header:
             raise ValueError("replicas, servers and session_header are not for kind litellm")
         if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url must be an http(s) URL, got {self.base_url!r}")
+            raise ValueError(f"base_url must be an http(s) URL, got {shown(self.base_url)!r}")
         if self.health_check_s and not self.base_url:
             raise ValueError("health_check_s needs a base_url to ask")
 
@@ -122,6 +128,6 @@ def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
         yield value
         yield value.rpartition(" ")[2]  # without its scheme, as in "Bearer …"
     for name, inner in value.items() if isinstance(value, dict) else ():
-        yield from _secret_texts(inner, secret=secret or _SECRET_NAME.search(str(name)) is not None)
+        yield from _secret_texts(inner, secret=secret or SECRET_NAME.search(str(name)) is not None)
     for inner in value if isinstance(value, list) else ():
         yield from _secret_texts(inner, secret=secret)

@@ -50,7 +50,7 @@ class Prober:
                 try:
                     await self._look_at(server)
                 except LightningError as error:  # it is away, has no such route, or the store is
-                    log.debug("%s is not probed: %s", server.base_url, error)
+                    log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
     async def _look_at(self, server: VllmServer) -> None:
         url, live = server.base_url, await self._store.versions.live_now()

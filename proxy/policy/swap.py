@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
 
+from ..config.address import shown
 from ..errors import Conflict, LightningError, NotFound, PublishError, UpstreamTimeout, UpstreamUnreachable
 from ..store.store import Store
 from ..types import PolicyVersion, PublishMode
@@ -98,7 +99,7 @@ class Swap:
                 try:
                     await self._give(server, path, label, check)
                 except VllmError as error:  # it is out of line, which the proxy's watch sees and mends
-                    log.warning("%s does not have the live weights yet: %s", server.base_url, error)
+                    log.warning("%s does not have the live weights yet: %s", shown(server.base_url), error)
 
     async def stage(self, version: PolicyVersion, *, check: Check, begin: Callable[[], Awaitable[None]]) -> None:
         """Give a candidate's merged weights to the server of candidates, as `roll` does, then `begin` its test."""
@@ -138,7 +139,7 @@ class Swap:
                 if await server.weight_version() == LOADED + label:
                     raise
             if await server.weight_version() != LOADED + label:
-                raise UpstreamUnreachable(f"{server.base_url} restarted while its weights were verified")
+                raise UpstreamUnreachable(f"{shown(server.base_url)} restarted while its weights were verified")
             await server.name_weights(label)
         except (UpstreamUnreachable, UpstreamTimeout) as error:
             log.warning("a server is left out of publishing: %s", error)
@@ -153,7 +154,7 @@ class Swap:
                     await server.load_weights(await self._weights(live))
                     await server.go_on(labels_of(live)[0])
             except LightningError as error:
-                log.warning("%s does not have the live weights again yet: %s", server.base_url, error)
+                log.warning("%s does not have the live weights again yet: %s", shown(server.base_url), error)
 
     async def promote(self, number: int) -> PolicyVersion:
         """Make a version live by hand; Conflict if its files are gone or it failed."""
@@ -332,6 +333,6 @@ async def _drained(server: VllmServer) -> None:
     begun = monotonic()
     while left := await server.requests():
         if monotonic() > begun + DRAIN_S:
-            log.warning("%s has %d requests under way: they go on with the new weights", server.base_url, left)
+            log.warning("%s has %d requests under way: they go on with the new weights", shown(server.base_url), left)
             return
         await asyncio.sleep(DRAIN_POLL_S)

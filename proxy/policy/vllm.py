@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from ..config.address import shown
 from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
-from ..upstreams.http import why_not_connected
+from ..upstreams.http import why_it_failed
 from .vllm_worker import RELOAD
 
 LOADING = "loading"  # the label of the weights while they are replaced
@@ -70,7 +71,7 @@ class VllmServer:
                 raise
             return self._model
         if not names:
-            raise VllmError(f"{self._root}/v1/models lists no base model")
+            raise VllmError(f"{shown(self._root)}/v1/models lists no base model")
         return str(self._model if self._model in names else names[0])
 
     async def adapters(self) -> dict[str, str | None]:
@@ -192,11 +193,10 @@ class VllmServer:
             async with asked as answer:
                 text = (await answer.read()).decode(errors="replace")
         except TimeoutError as error:
-            raise UpstreamTimeout(f"vLLM at {self._root} did not answer {method} {path} in time") from error
-        except aiohttp.ClientConnectorError as error:
-            raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {why_not_connected(error)}") from error
+            raise UpstreamTimeout(f"vLLM at {shown(self._root)} did not answer {method} {path} in time") from error
         except aiohttp.ClientError as error:
-            raise UpstreamUnreachable(f"vLLM at {self._root} is not reachable: {error}") from error
+            why = why_it_failed(error)
+            raise UpstreamUnreachable(f"vLLM at {shown(self._root)} is not reachable: {why}") from None
         if answer.status >= 400:
             kind = VllmFault if answer.status >= 500 else VllmError
             raise kind(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")

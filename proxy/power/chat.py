@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 
 from ..apis import sse
+from ..config.address import without_secrets
 from ..conversation.renderer import RENDER
 from ..errors import InvalidRequest, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ..json_text import encode
@@ -175,7 +176,7 @@ class _Vllm:
         except TimeoutError as error:
             raise UpstreamTimeout("power sampling: vLLM did not answer in time") from error
         except aiohttp.ClientError as error:
-            raise UpstreamUnreachable(f"power sampling: vLLM is not reachable: {error}") from error
+            raise UpstreamUnreachable(f"power sampling: vLLM is not reachable: {without_secrets(str(error))}") from None
         if answer.status in (403, 404, 405, 501) and path != CHAT:
             raise Unsupported(f"power sampling: vLLM has no {path}: start it with --enable-scale-out")
         if answer.status != 200:

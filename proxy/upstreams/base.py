@@ -11,8 +11,6 @@ from ..errors import UpstreamTimeout, UpstreamUnreachable
 from ..types import Header
 
 Piece = bytes | memoryview
-# A shorter key is no secret ("EMPTY"), and might be a word of an answer.
-SHORTEST_KEY = 12
 
 
 class Route(NamedTuple):
@@ -137,29 +135,36 @@ class NoConnectionInTime(UpstreamTimeout, NoConnection):
 
 
 class KeyMask:
-    """Masks the upstream's own key in one answer: some upstreams name it when they refuse it, or echo headers.
+    """Masks the upstream's own keys in one answer: some upstreams name it when they refuse it, or echo headers.
 
-    As many asterisks stand in its place, so that lengths stay true.
+    As many asterisks stand in the place of a key, so that lengths stay true.
     """
 
-    def __init__(self, key: str) -> None:
-        self._key = key.encode()
+    def __init__(self, *keys: str) -> None:
+        self._keys = [key.encode() for key in keys]
         self._held = b""
 
     def once(self, data: bytes) -> bytes:
         """Mask the key in data that is complete."""
-        return data.replace(self._key, b"*" * len(self._key))
+        for key in self._keys:
+            data = data.replace(key, b"*" * len(key))
+        return data
 
     def feed(self, data: bytes) -> bytes:
         """Return the next piece of a body, without an end that may be the beginning of the key."""
         data = self.once(self._held + data)
-        size = next((n for n in range(min(len(self._key) - 1, len(data)), 0, -1) if data.endswith(self._key[:n])), 0)
+        size = max((_begun(key, data) for key in self._keys), default=0)
         self._held = data[len(data) - size :]
         return data[: len(data) - size]
 
     def end(self) -> bytes:
         held, self._held = self._held, b""
         return held
+
+
+def _begun(key: bytes, data: bytes) -> int:
+    """How many bytes at the end of the data may be the beginning of the key."""
+    return next((n for n in range(min(len(key) - 1, len(data)), 0, -1) if data.endswith(key[:n])), 0)
 
 
 class OnePiece:

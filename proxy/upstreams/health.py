@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 import aiohttp
 
+from ..config.address import shown
 from ..config.root import Config
 from ..config.upstreams import UpstreamConfig, below
 from .environment import through
@@ -61,7 +62,7 @@ def _weight(url: str, rollout_id: str) -> bytes:
 
 def replica_name(url: str) -> str:
     """Return the URL's host, port and path, without any part that may be secret."""
-    return url.partition("://")[2].rpartition("@")[2].partition("?")[0].removesuffix("/v1")
+    return shown(url).partition("://")[2].removesuffix("/v1")
 
 
 async def check_health(config: Config, session: aiohttp.ClientSession, health: Health) -> None:

@@ -15,10 +15,11 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
+from ..config.address import without_secrets
 from ..config.upstreams import UpstreamConfig, below
 from ..errors import UpstreamTimeout, UpstreamUnreachable
 from ..types import Header
-from .base import SHORTEST_KEY, KeyMask, NoConnection, NoConnectionInTime, Piece, Request
+from .base import KeyMask, NoConnection, NoConnectionInTime, Piece, Request
 from .environment import through
 from .health import Health
 
@@ -124,7 +125,7 @@ class HttpUpstream:
                 f"upstream {upstream.name}: no answer within {upstream.first_byte_timeout_s} s"
             ) from None
         except aiohttp.ClientConnectorError as error:
-            raise NoConnection(f"upstream {upstream.name} cannot be reached: {why_not_connected(error)}") from None
+            raise NoConnection(f"upstream {upstream.name} cannot be reached: {why_it_failed(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise _broken_off(upstream, error) from None
         if not 200 <= response.status <= 599:
@@ -225,7 +226,7 @@ def _is_decoded(response: aiohttp.ClientResponse) -> bool:
 
 
 def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[str, str]]:
-    identity = request.identity or upstream.api_key is not None  # compressed, the key could not be found
+    identity = request.identity or upstream.api_key is not None or bool(upstream.masked)  # to find the key in it
     dropped = _NOT_PASSED_ON[upstream.api_key is not None or not request.forward_authorization, identity]
     if named := _named_by_connection(request.headers):
         dropped |= named
@@ -284,19 +285,20 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
-def why_not_connected(error: aiohttp.ClientConnectorError) -> str:
-    """Return the system's reason (Connection refused), which asyncio would replace by an address."""
+def why_it_failed(error: aiohttp.ClientError) -> str:
+    """Return the system's reason (Connection refused), which asyncio would replace by an address, or aiohttp's own."""
+    if not isinstance(error, aiohttp.ClientConnectorError):
+        return without_secrets(str(error))
     cause = error.os_error
     return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or type(cause).__name__
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
     """The error to show for an answer that broke off. aiohttp's own may be empty, or quote what was received."""
-    text, mask = str(error), _key_mask(upstream)
+    text, mask = without_secrets(str(error)), _key_mask(upstream)
     text = text if mask is None else mask.once(text.encode()).decode()
     return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text[:200] or type(error).__name__}")
 
 
 def _key_mask(upstream: UpstreamConfig) -> KeyMask | None:
-    key = "" if upstream.api_key is None else upstream.api_key.get_secret_value()
-    return KeyMask(key) if len(key) >= SHORTEST_KEY else None
+    return KeyMask(*upstream.masked) if upstream.masked else None

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ...proxy.config.address import shown
 from ...proxy.config.tinker import TinkerConfig
 from ...proxy.errors import ConfigError, TrainingUnavailable
 from .adapter_files import files_of_archive
@@ -41,7 +42,7 @@ class TinkerService:
 
     @property
     def where(self) -> str:
-        return self._config.base_url or "the Tinker service"
+        return shown(self._config.base_url or "the Tinker service")
 
     @property
     def has_model(self) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from ...proxy.config.address import shown
 from ...proxy.config.trainer import TeacherConfig
 from ...proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
 from ...proxy.policy.vllm import VllmError, VllmServer
@@ -57,8 +58,8 @@ class Teacher:
             raise GuideError(f"trainer.teacher: {error}") from None
         if theirs != tokens_of(self._tokenizer, text):
             raise ConfigError(
-                f"trainer.teacher: {model} at {self._server.base_url} has other tokens than policy.model; a teacher "
-                "needs the policy's own tokenizer, as models of one family have"
+                f"trainer.teacher: {model} at {shown(self._server.base_url)} has other tokens than policy.model; a "
+                "teacher needs the policy's own tokenizer, as models of one family have"
             )
         # Of an adapter vLLM says no length. After each row it samples a token.
         longest = served.get(model) or max(filter(None, served.values()), default=None)

@@ -20,6 +20,7 @@ from ..copies import connect_to_read, make_private
 from ..database import SMALL, Database, Params, Refused, Runs, Work, Writing
 from ..migrate import migrate, require_ours
 from .locks import keeping
+from .place import Place
 from .transaction import SqliteTransaction, finish
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class SqliteDatabase(Database):
 
     def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
         self.path, self.where = path, str(path)
-        self._file = _identity(path)
+        self._place = Place(path)
         self._config = config
         self._writer, self._reader, self._quick = connections
         self._writing, self._reading = ThreadPoolExecutor(1, "store-writer"), ThreadPoolExecutor(1, "store-reader")
@@ -94,7 +95,8 @@ class SqliteDatabase(Database):
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
         """Run statements, each with many rows of parameters, in one transaction, which writes about `size` bytes.
 
-        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, damaged, ….
+        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, damaged, …; also
+        when the store's file was removed or replaced.
         """
 
         def work(connection: sqlite3.Connection) -> None:
@@ -107,6 +109,7 @@ class SqliteDatabase(Database):
                 await self._in_writers_thread(self._wait_and_do, work)
         except sqlite3.DatabaseError as error:
             self._failed(error)
+        self._place.require()
         self._writes.succeeded()
         self._committed(size)
 
@@ -116,6 +119,7 @@ class SqliteDatabase(Database):
             done = await self._in_writers_thread(self._wait_and_do, lambda db: finish(work(SqliteTransaction(db))))
         except sqlite3.DatabaseError as error:
             self._failed(error)
+        self._place.require()
         self._committed(size)
         return done
 
@@ -126,8 +130,7 @@ class SqliteDatabase(Database):
 
     async def require_writable(self) -> None:
         """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
-        if _identity(self.path) != self._file:
-            raise StoreUnavailable(f"the file {self.path} was removed or replaced: start the proxy again")
+        self._place.require()
         try:
             await self._in_writers_thread(self._wait_and_do, _write_the_same)
         except sqlite3.DatabaseError as error:
@@ -199,15 +202,6 @@ class SqliteDatabase(Database):
     async def alone(self, work: str) -> AsyncIterator[bool]:
         with keeping(self.path, work) as alone:
             yield alone
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file has this name: its device and number; None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _has_room(directory: Path) -> bool:

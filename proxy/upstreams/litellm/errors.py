@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ...config.address import without_secrets
 from ...errors import LightningError, Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ...types import Header
 from ..base import NoConnection
@@ -60,7 +61,7 @@ def redacted(text: str, secrets: Iterable[str]) -> str:
     for secret in sorted({*secrets, *known}, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "[redacted]")
-    return text
+    return without_secrets(text)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

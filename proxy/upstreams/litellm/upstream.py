@@ -13,7 +13,7 @@ from ...apis.dialects import DIALECTS
 from ...config.upstreams import UpstreamConfig
 from ...errors import InvalidRequest, LightningError, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ...types import Header
-from ..base import SHORTEST_KEY, KeyMask, Request
+from ..base import KeyMask, Request
 from .engine import FUNCTIONS, Engine, LitellmStream
 from .errors import ProviderError, translated
 
@@ -92,7 +92,7 @@ class _Call:
         self._engine = engine
         self._path = path
         self._key = key
-        self._secrets = [secret for secret in config.secrets() if len(secret) >= SHORTEST_KEY]
+        self._mask = KeyMask(*config.masked)
 
     async def begin(self, body: dict[str, Any]) -> LitellmAnswer:
         seconds = self._config.first_byte_timeout_s
@@ -137,9 +137,7 @@ class _Call:
 
     def _masked(self, data: bytes) -> bytes:
         """The data without the upstream's own key, as in the answers of other upstreams."""
-        for secret in self._secrets:
-            data = KeyMask(secret).once(data)
-        return data
+        return self._mask.once(data)
 
     def _params(self) -> dict[str, Any]:
         """The operator's settings win over the agent's request; litellm's own time limit is only a net under ours."""
@@ -149,7 +147,7 @@ class _Call:
         return self._config.litellm_params | given | {"num_retries": 0, "max_retries": 0}
 
     def _translated(self, error: Exception) -> LightningError:
-        return translated(error, self._config.name, [self._key or "", *self._secrets])
+        return translated(error, self._config.name, [self._key or "", *self._config.masked])
 
 
 class LitellmAnswer:

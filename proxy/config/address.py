@@ -1,0 +1,39 @@
+"""Addresses of servers as a person may see them: whoever writes one into an error, a log or a record uses this."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+SECRET_NAME = re.compile(r"key|token|secret|passw|auth|credential|sig$|signature", re.IGNORECASE)
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]+", re.IGNORECASE)
+
+
+def shown(url: str) -> str:
+    """Return an address without its user, password, query and fragment."""
+    scheme, mark, rest = url.rpartition("://")
+    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+    authority, slash, path = rest.partition("/")
+    return scheme + mark + authority.rpartition("@")[2] + slash + path
+
+
+def without_secrets(text: str) -> str:
+    """Return a text, such as a library's error, with every address in it as `shown` has it."""
+    return _ADDRESS.sub(lambda found: shown(found[0]), text)
+
+
+def secrets_in(url: str) -> Iterator[str]:
+    """Yield what is secret of an address: its user and password, and parts of its query whose names sound so."""
+    try:
+        parts = urlsplit(url)
+        held = [parts.username, parts.password]
+    except ValueError:
+        return
+    held += [value for name, value in parse_qsl(parts.query) if SECRET_NAME.search(name)]
+    for secret in filter(None, held):
+        yield from {secret, unquote(secret)}
+    for pair in parts.query.split("&"):  # as it was written
+        name, _, value = pair.partition("=")
+        if value and SECRET_NAME.search(unquote(name)):
+            yield value

@@ -1,0 +1,37 @@
+"""Tells whether the files that are open are still those that have the store's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...errors import StoreUnavailable
+
+Identity = tuple[int, int]
+
+
+class Place:
+    """The store's file and its write-ahead log. What is written to files without a name is gone with the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._log = path, Path(f"{path}-wal")
+        self._known = (_identity(self._path), _identity(self._log))
+
+    def require(self) -> None:
+        """Raise StoreUnavailable if a file was removed, moved or replaced. Ask after a commit, before it is told of."""
+        found = (_identity(self._path), _identity(self._log))
+        if found == self._known:
+            return
+        if self._known[1] is None and found[0] == self._known[0]:
+            self._known = found  # the log came with the first commit
+            return
+        which = self._path if found[0] != self._known[0] else self._log
+        raise StoreUnavailable(f"the file {which} was removed or replaced: start the proxy again")
+
+
+def _identity(path: Path) -> Identity | None:
+    """Which file has this name: its device and number; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
