@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..apis.atoms import Atom, parsed, same_json
+from ..apis.atoms import Atom, parsed, same_arguments, same_json
+from ..apis.marks import is_counted
 
 # Bytes below which something tells nothing of where it comes from: "ok" is said in many rollouts.
-TELLING, TELLING_ORDER, TELLING_ID = 24, 12, 20
+TELLING, TELLING_ORDER = 24, 12
 # Of a long text that the model says, as many fragments are remembered from either end.
 FRAGMENTS = 4
 # How much of a long text's ends is searched for fragments.
@@ -33,29 +34,48 @@ def digest(caller: str, *parts: bytes | str) -> bytes:
     return hashed.digest()
 
 
-def beginnings(atoms: Iterable[Atom], state: bytes = b"") -> list[bytes]:
-    """Return a digest for every beginning of the conversation. A call or result counts by its id if that is unique.
+class State(NamedTuple):
+    """Digests of a conversation up to a point: with the results of tools (`exact`), and as if they did not count."""
 
-    `state`: the digest of what was said before these atoms.
+    exact: bytes = b""
+    loose: bytes = b""
+
+    def then(self, atom: Atom, shown: str) -> State:
+        """Return the state with one thing more."""
+        who = atom.who if atom.kind == "text" else atom.name
+        exact = digest("", self.exact, atom.kind, who, shown)
+        if self.exact == self.loose and atom.kind != "result":
+            return State(exact, exact)
+        return State(exact, digest("", self.loose, atom.kind, who, "" if atom.kind == "result" else shown))
+
+
+def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
+    """Return a state for every beginning of the conversation. `state`: of what was said before these atoms.
+
+    The ids of calls do not count: clients write them anew. What an assistant says in pieces is one text: a client may
+    have the model write on where an answer ended.
     """
-    digests = []
-    for kind, who, what, _ in atoms:
-        is_one_of_a_kind = len(who) >= TELLING_ID
-        if kind == "text":
-            shown = (same_json(what) if who == "assistant" else None) or what
+    states, before, said = [], state, ""
+    for atom in atoms:
+        if atom.kind == "text" and atom.who == "assistant":
+            said += atom.what
+            state = before.then(atom, same_json(said) or "".join(said.split()))
         else:
-            shown = same_json(what) or what if kind == "call" and not is_one_of_a_kind else ""
-        state = digest("", state, kind, who, shown)
-        digests.append(state)
-    return digests
+            state = state.then(atom, same_arguments(atom.what) if atom.kind == "call" else atom.what)
+            before, said = state, ""
+        states.append(state)
+    return states
 
 
-def origins(caller: str, told: str, answer: Iterable[Atom], question: str = "") -> set[bytes]:
+def origins(
+    caller: str, told: str, answer: Iterable[Atom], question: str = "", marks: Iterable[str] = ()
+) -> set[bytes]:
     """Return digests that identify this answer: of its ids, and of text that the model alone produced.
 
-    `told`: all that the request says, in one text. `question`: the last of it that was said to the model.
+    `told`: all that the request says, in one text. `question`: the last of it that was said to the model. `marks`: what
+    only this answer has.
     """
-    digests = set()
+    digests = {identified(caller, mark) for mark in marks}
 
     def add(name: str, text: str, telling: int) -> None:
         """Add a text, unless it is short or repeated. The question and a shared page are repeated, for example."""
@@ -63,8 +83,8 @@ def origins(caller: str, told: str, answer: Iterable[Atom], question: str = "") 
             digests.add(digest(caller, name, raw))
 
     for kind, who, what, _ in answer:
-        if kind == "call" and who:
-            digests.add(digest(caller, "id", who))
+        if kind == "call" and who and not is_counted(who):
+            digests.add(identified(caller, who))
         orders = list(_strings(parsed(what))) if kind == "call" else []
         for order in orders:
             add("order", order, TELLING_ORDER)
@@ -75,6 +95,11 @@ def origins(caller: str, told: str, answer: Iterable[Atom], question: str = "") 
             for fragment in _ends(list(_fragments(text))):
                 add("said", fragment, TELLING)
     return digests
+
+
+def identified(caller: str, mark: str) -> bytes:
+    """Return the digest under which a mark of an answer is remembered."""
+    return digest(caller, "id", mark)
 
 
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
@@ -94,8 +119,8 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
         else:
             question = what
         if kind != "text":
-            if who:
-                yield digest(caller, "id", who)
+            if who and not is_counted(who):
+                yield identified(caller, who)
             continue
         if who == "user":  # it may be what a tool call told a sub-agent to do
             yield digest(caller, "order", what)

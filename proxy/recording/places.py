@@ -9,7 +9,6 @@ where ids are missing, repeated within a turn, written anew by the client, or co
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from ..types import ToolCall, ToolResult
 Json = dict[str, Any]
 
 NEAR = 2  # how many of the things said right before a call are a sign of it
-# Long enough that two models do not give the same one, and no number in the answer, as `functions.search:0` is.
-_UNIQUE = re.compile(r"(?!.*[:._-]\d{1,5}$).{20,}", re.DOTALL)
 
 
 class Spot(NamedTuple):
@@ -81,11 +78,6 @@ def sign(*parts: str | bytes) -> bytes:
         hashed.update(len(raw).to_bytes(8, "little"))
         hashed.update(raw)
     return hashed.digest()
-
-
-def is_unique(tool_call_id: str | None) -> bool:
-    """Return whether an id looks as if no other call had it."""
-    return tool_call_id is not None and _UNIQUE.fullmatch(tool_call_id) is not None
 
 
 def spots(before: Told, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from ..apis.marks import is_unique
 from ..apis.tools import conversation
 from ..aside import aside
 from ..errors import StoreUnavailable
@@ -32,7 +33,7 @@ from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
 from ..types import CallEnd, CallStart
 from .group_commit import GroupCommit, Statement
-from .places import has_results, is_unique, results, spots, told
+from .places import has_results, results, spots, told
 from .recent import RecentCall, RecentCalls, parent_of, sharing
 from .redact import Redactor
 
@@ -232,6 +233,6 @@ def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None,
             | {"rollout_id": start.rollout.rollout_id, "agent": start.rollout.agent}
             | {"tool_call_id": result.tool_call_id, "is_error": result.is_error, "result": content}
             # A call of the same name and arguments that only a counted id leads to may be another conversation's.
-            | {"telling": UNIQUE if is_unique(result.tool_call_id) else COUNTED}
+            | {"telling": UNIQUE if is_unique(result.tool_call_id or "") else COUNTED}
             | {"least": 0 if spot.what is None else FITS, "known": content if parent is None else None},
         )

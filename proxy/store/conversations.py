@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from .database import Database
 
 CONVERSATION_POINT = """
@@ -16,26 +18,50 @@ ON CONFLICT (digest) DO UPDATE SET
     at = excluded.at
 """
 CONVERSATION_TIP = """
-INSERT INTO conversation_tips (digest, at, call_id, rollout_id) VALUES (:digest, :at, :call_id, :rollout_id)
+INSERT INTO conversation_tips (digest, at, call_id, rollout_id, exact)
+VALUES (:digest, :at, :call_id, :rollout_id, :exact)
 ON CONFLICT (digest, at, call_id) DO NOTHING
 """
 CONVERSATION_LEADS_TO = """
 SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :digest
 """
-# Takes the newest. Of requests, one that failed goes before one that is under way, and that before an answered one.
-CONVERSATION_TAKE = """
+# What is known of a point in a conversation: whether anything waits there, and where it leads.
+CONVERSATION_AT = """
+SELECT EXISTS (SELECT 1 FROM conversation_tips WHERE digest = :loose) AS waits,
+    (SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :exact)
+        AS exact,
+    (SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :loose)
+        AS loose
+"""
+# How far apart answers may be that are gone on with in their order: of conversations that went side by side. What is
+# older was left alone.
+TOGETHER_S = 60.0
+# How long a failed request is tried again, by clients that do not say so.
+TRIED_S = 3600.0
+_TAKE = """
 DELETE FROM conversation_tips WHERE digest = :digest AND (at, call_id) = (
     SELECT recent.at, recent.call_id
-    FROM (SELECT at, call_id, rollout_id FROM conversation_tips WHERE digest = :digest ORDER BY at DESC LIMIT 64)
+    FROM (SELECT at, call_id, rollout_id, exact FROM conversation_tips WHERE digest = :digest ORDER BY at DESC LIMIT 64)
         AS recent
     JOIN rollouts ON rollouts.rollout_id = recent.rollout_id
     LEFT JOIN calls ON calls.call_id = recent.call_id
+    WHERE {which}
     ORDER BY CASE calls.status WHEN 'error' THEN 0 WHEN 'cancelled' THEN 0 WHEN 'incomplete' THEN 1 ELSE 2 END,
-             recent.at DESC
+             CASE WHEN recent.at >= (SELECT MAX(at) FROM conversation_tips WHERE digest = :digest) - {together}
+                  THEN 0 ELSE 1 END,
+             recent.at
     LIMIT 1
 )
 RETURNING rollout_id
 """
+# Of requests, one that failed goes before one that is under way, and that before an answered one.
+CONVERSATION_TAKE = _TAKE.format(which="TRUE", together=TOGETHER_S)
+CONVERSATION_TAKE_EXACT = _TAKE.format(which="recent.exact = :exact", together=TOGETHER_S)
+CONVERSATION_TAKE_OF = _TAKE.format(which="recent.rollout_id = :rollout_id", together=TOGETHER_S)
+CONVERSATION_TAKE_FAILED = _TAKE.format(
+    which="calls.status IN ('error', 'cancelled') AND rollouts.status = 'running' AND recent.at > :since",
+    together=TOGETHER_S,
+)
 CONVERSATION_COUNTS = """
 SELECT (SELECT COUNT(*) FROM conversation_points) AS points, (SELECT COUNT(*) FROM conversation_tips) AS tips
 """
@@ -66,12 +92,40 @@ class ConversationIndex:
         row = await self._db.quick(CONVERSATION_LEADS_TO, {"digest": digest})
         return None if row is None else row["rollout_id"]
 
+    async def goes_on_from(self, exact: bytes, loose: bytes) -> str | None:
+        """Take what waits at a point, and return its rollout; else return the last that was there.
+
+        `loose`: the digest of the point as if results of tools did not count; what is the same with them goes before.
+        """
+        found = await self._db.quick(CONVERSATION_AT, {"exact": exact, "loose": loose})
+        if found is None or not (found["waits"] or found["exact"] or found["loose"]):
+            return None
+        rollout = await self._take(CONVERSATION_TAKE_EXACT, loose, exact=exact) if found["waits"] else None
+        rollout = rollout or found["exact"]
+        if rollout is None and found["waits"]:
+            rollout = await self._take(CONVERSATION_TAKE, loose)
+        return rollout or found["loose"]
+
     async def take(self, digest: bytes) -> str | None:
         """Take one of the calls that wait under this digest and return its rollout. No two requests take the same."""
+        return await self._take(CONVERSATION_TAKE, digest) if await self._waits(digest) else None
+
+    async def take_failed(self, digest: bytes) -> str | None:
+        """Take one of the calls under this digest that failed lately, in a rollout that goes on."""
+        since = time.time() - TRIED_S
+        return await self._take(CONVERSATION_TAKE_FAILED, digest, since=since) if await self._waits(digest) else None
+
+    async def take_of(self, digest: bytes, rollout_id: str) -> None:
+        """Take one of this rollout's calls that wait under this digest, if any does."""
+        if await self._waits(digest):
+            await self._take(CONVERSATION_TAKE_OF, digest, rollout_id=rollout_id)
+
+    async def _waits(self, digest: bytes) -> bool:
         row = {"digest": digest}
-        if await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:
-            return None
-        taken = await self._db.write(lambda db: db.all(CONVERSATION_TAKE, row))
+        return await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is not None
+
+    async def _take(self, statement: str, digest: bytes, **more: object) -> str | None:
+        taken = await self._db.write(lambda db: db.all(statement, {"digest": digest, **more}))
         return taken[0]["rollout_id"] if taken else None
 
 

@@ -69,6 +69,10 @@ class Proxy:
             assert reply.status == (answer if isinstance(answer, int) else 200), said
             return reply.headers["x-rollout-id"], said
 
+    async def post(self, path: str, body: Json) -> None:
+        async with self._session.post(self.url + path, json=body) as reply:
+            assert reply.status == 200, await reply.text()
+
     async def rollout(self, rollout_id: str) -> Json:
         async with self._session.get(f"{self.url}/rollouts/{rollout_id}?requests=whole") as reply:
             found: Json = await reply.json()

@@ -451,17 +451,20 @@ async def test_two_workers_never_go_on_with_the_same_one(conversations: Remember
 async def test_a_retry_of_a_first_request_goes_where_it_failed(running: Running, tmp_path: Path) -> None:
     """Several agents ask the same at the same moment; two of them are refused, and their clients ask again."""
     async with running(tmp_path) as system:
-        fails = iter([True, False, True])
+        fails, together = iter([True, False, True]), asyncio.Barrier(4)
 
-        def answer(_: dict[str, Any]) -> dict[str, Any]:
+        async def answer(_: web.Request) -> web.Response:
+            if not together.broken:
+                await together.wait()
             if next(fails, False):
                 raise web.HTTPServiceUnavailable(text="{}")
-            return {"role": "assistant", "content": "hello"}
+            return web.json_response(answer_of("hello"))
 
-        system.vllm.answer = answer
+        system.vllm.odd = answer
         body = {"model": "policy", "messages": [SYSTEM, user("hi")]}
-        first = [(await system.call("POST", "/v1/chat/completions", body))[0] for _ in range(4)]
-        assert [status < 300 for status in first] == [False, True, False, True]
+        first = await asyncio.gather(*(system.call("POST", "/v1/chat/completions", body) for _ in range(4)))
+        assert sorted(status for status, _ in first) == [200, 200, 503, 503]
+        await together.abort()
         again = {"x-stainless-retry-count": "1"}
         await asyncio.gather(*(system.call("POST", "/v1/chat/completions", body, **again) for _ in range(2)))
         _, page = await system.call("GET", "/rollouts")
