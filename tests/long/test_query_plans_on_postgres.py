@@ -44,7 +44,8 @@ SELECT 'c' || i, 'r' || i / 4 + 1, i % 4, 'chat/completions', CASE WHEN i % 1000
 FROM generate_series(0, 119999) AS i;
 INSERT INTO rewards (rollout_id, call_id, name, value, final, created_at)
 SELECT 'r' || i, NULL, 'reward', 1, 1, i FROM generate_series(1, 30000) AS i;
-INSERT INTO tool_calls SELECT 'r' || i / 4 + 1, 'c' || i, 0, 'tool' || i, 'search', '{}', NULL, NULL, sha256(i::TEXT::BYTEA)
+INSERT INTO tool_calls
+SELECT 'r' || i / 4 + 1, 'c' || i, 0, 'tool' || i, 'search', '{}', NULL, NULL, sha256(i::TEXT::BYTEA)
 FROM generate_series(0, 59999) AS i;
 INSERT INTO events (rollout_id, seq, kind, created_at)
 SELECT 'r' || i, 0, 'note', i FROM generate_series(1, 30000) AS i;
