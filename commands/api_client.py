@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ import aiohttp
 
 from ..proxy.config.root import Config
 from ..proxy.errors import LightningError
+from ..proxy.json_text import loads
 from ..proxy.types import Mode
 from .signals import run_until_signal
 from .system.processes import address
@@ -142,7 +142,7 @@ class ApiClient:
             reason = str(error) or type(error).__name__
             raise ApiError(f"no usable answer from the proxy at {self.url}: {reason}") from None
         try:
-            return status, json.loads(text) if text else None
+            return status, loads(text) if text else None
         except ValueError:
             raise ApiError(f"what answers at {self.url} is not lightning-proxy (HTTP {status})", status) from None
 

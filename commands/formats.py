@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
+
+from ..proxy.json_text import dumps
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -16,7 +17,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 def print_json(value: Any) -> None:
     """Print one JSON document on one line."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(dumps(value), flush=True)
 
 
 def progress_bar() -> Progress:

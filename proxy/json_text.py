@@ -1,12 +1,14 @@
-"""Reads and writes JSON text: fast, and without loss where UTF-8 cannot hold a character."""
+"""Reads and writes JSON text: fast, without loss where UTF-8 cannot hold a character or a float a number."""
 
 from __future__ import annotations
 
 import codecs
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from decimal import Decimal
+from typing import Any, Self
 
 import orjson
 
@@ -15,15 +17,50 @@ _FLOAT = re.compile(rb"[:,\[]-?\d+[.eE]")
 # Possessive: a name may be megabytes long, and backtracking would take minutes.
 _NAMED_MODEL = re.compile(rb'"model"\s*+:\s*+("(?:[^"\\]++|\\.)*+")')
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
+# What a long number is in a text: digits and points become 0, all but minus signs a blank.
+_DIGITS = bytes(48 if byte in b"0123456789." else byte if byte == 45 else 32 for byte in range(256))
+# A float holds any 15 digits, and no more for certain. Numbers of fewer signs are not looked at.
+_LONG = 17
+_LONG_NUMBER, _POSITIVE, _NEGATIVE = b"0" * _LONG, b" " + b"0" * _LONG, b"-" + b"0" * _LONG
+# vLLM writes as many digits of a float as it takes to read that again: 17 at most.
+_LOGPROB = re.compile(rb'logprobs?": ?\[?-(?=[0-9.]{17})[0-9]{1,2}\.0{0,5}[0-9]{1,17}(?![0-9])')
+_TINY = re.compile(rb"[0-9][eE]-[0-9]{3}")
+_MOST_DIGITS = 4300  # of an integer that Python reads
+
+
+class Number(float):
+    """A number that no float or integer of Python holds, with its text, which JSON is written with."""
+
+    __slots__ = ("text",)
+    text: str
+
+    def __new__(cls, text: str) -> Self:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __reduce__(self) -> tuple[type[Number], tuple[str]]:
+        return Number, (self.text,)
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def encode_as_vllm(body: Any) -> bytes:
     """Encode JSON as vLLM's own server does. orjson writes other digits for some floats."""
+    long: list[Any] = []
+
+    def fragment(value: Any) -> orjson.Fragment:
+        long.append(value)
+        return _fragment(value)
+
     try:
-        fast = orjson.dumps(body)
+        fast = orjson.dumps(body, default=fragment)
     except orjson.JSONEncodeError:
-        return json.dumps(body, separators=(",", ":")).encode()
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() if _FLOAT.search(fast) else fast
+        return _written(body, ascii_only=True)
+    if not _FLOAT.search(fast):
+        return fast
+    return _written(body) if long else json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def as_utf8(text: bytes) -> bytes:
@@ -50,11 +87,47 @@ def with_model(text: bytes, model: str) -> tuple[bytes | memoryview, ...] | None
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value as JSON. The standard library does what orjson refuses: lone surrogates, integers over 64 bits."""
+    """Encode a value as JSON. What orjson refuses is written here: lone surrogates, integers over 64 bits."""
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, default=_fragment)
     except orjson.JSONEncodeError:
-        return json.dumps(value).encode()
+        return _written(value, ascii_only=True)
+
+
+def _fragment(value: Any) -> orjson.Fragment:
+    if isinstance(value, Number):
+        return orjson.Fragment(value.text)
+    raise TypeError
+
+
+def _written(value: Any, *, ascii_only: bool = False) -> bytes:
+    """The JSON of a value as the standard library writes it, but for the texts of its numbers."""
+    encoder = json.JSONEncoder(ensure_ascii=ascii_only, separators=(",", ":"))
+    pieces: list[str] = []
+    try:
+        _write(value, encoder.encode, pieces.append)
+    except RecursionError:  # then numbers are written as floats
+        return encoder.encode(value).encode()
+    return "".join(pieces).encode()
+
+
+def _write(value: Any, encode_one: Callable[[Any], str], out: Callable[[str], object]) -> None:
+    if isinstance(value, dict):
+        between = "{"
+        for name, item in value.items():
+            out(f"{between}{encode_one(str(name))}:")
+            _write(item, encode_one, out)
+            between = ","
+        out("}" if value else "{}")
+    elif isinstance(value, list | tuple):
+        between = "["
+        for item in value:
+            out(between)
+            _write(item, encode_one, out)
+            between = ","
+        out("]" if value else "[]")
+    else:
+        out(value.text if isinstance(value, Number) else encode_one(value))
 
 
 def dumps(value: Any) -> str:
@@ -63,14 +136,35 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Decode a JSON text; raises ValueError if it is not JSON. The standard library reads lone surrogates."""
+    """Decode a JSON text; raises ValueError if it is not JSON. Numbers that no float holds are read as `Number`.
+
+    The standard library reads these and lone surrogates.
+    """
+    try:
+        raw = text if isinstance(text, bytes) else text.encode()
+        if not _has_long_numbers(raw):
+            return orjson.loads(raw)
+    except (orjson.JSONDecodeError, UnicodeEncodeError):
+        pass
+    return loads_in_turns(text)
+
+
+def loads_rounded(text: bytes) -> Any:
+    """Decode a JSON text as `loads` does, but for long numbers, which become floats."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        try:
-            return json.loads(text if isinstance(text, str) else text.decode(), parse_constant=_refuse)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+        return loads(text)
+
+
+def _has_long_numbers(text: bytes) -> bool:
+    """Whether there may be numbers that a float rounds. One look at every byte, none of them in Python."""
+    digits = text.translate(_DIGITS)
+    if _LONG_NUMBER in digits and (
+        _POSITIVE in digits or digits.count(_NEGATIVE) > len(_LOGPROB.findall(text)) or digits.startswith(_LONG_NUMBER)
+    ):
+        return True
+    return b"-000" in digits and _TINY.search(text) is not None
 
 
 def _refuse(constant: str) -> None:
@@ -94,12 +188,20 @@ def _itself(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _int(digits: str) -> int:
-    return int(digits)
+def _int(digits: str) -> int | Number:
+    return int(digits) if len(digits) < _MOST_DIGITS else Number(digits)
 
 
 def _float(digits: str) -> float:
-    return float(digits)
+    """The number as a float if that is equal to it."""
+    number = float(digits)
+    if len(digits) < _LONG and "e" not in digits and "E" not in digits:
+        return number
+    mantissa = digits.lower().partition("e")[0]
+    if number == 0:
+        return Number(digits) if mantissa.strip("-0.") else number
+    exact = abs(number) < math.inf and len(mantissa) < 400 and Decimal(repr(number)) == Decimal(digits)
+    return number if exact else Number(digits)
 
 
 def encode_in_turns(value: dict[str, Any]) -> bytes:

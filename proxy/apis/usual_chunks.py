@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..json_text import encode, loads
+from ..json_text import encode, loads, loads_rounded
 
 Json = dict[str, Any]
 
@@ -99,12 +99,13 @@ class UsualChunks:
         if not self._texts:
             return
         text = "".join(loads(b"[%b]" % b",".join(self._texts)))
+        logprobs = _LOGPROB.findall(b"".join(self._logprobs))
         choice = {
             "index": 0,
             "delta": {} if self._before == _HELD_BACK else loads(self._before + encode(text) + self._after),
-            "logprobs": {"token_logprobs": loads(b"[%b]" % b",".join(_LOGPROB.findall(b"".join(self._logprobs))))},
+            "logprobs": {"token_logprobs": loads_rounded(b"[%b]" % b",".join(logprobs))},
             "finish_reason": None,
-            "token_ids": loads(b"[%b]" % b",".join(self._ids)),
+            "token_ids": loads_rounded(b"[%b]" % b",".join(self._ids)),
         }
         self._read.append({"choices": [choice]})
         for kept in (self._texts, self._logprobs, self._ids):

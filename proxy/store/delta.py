@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from ..json_text import Number
+
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Count the leading elements that `a` and `b` share."""
@@ -28,6 +30,8 @@ def is_same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(map(is_same, a.values(), b.values()))
     if isinstance(a, list):
         return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, Number):
+        return bool(a.text == b.text)
     return bool(a == b) and (a != 0 or str(a) == str(b))  # 0.0 and -0.0
 
 
