@@ -63,8 +63,18 @@ USUAL = st.builds(
     st.lists(st.builds(token, TEXTS, st.sampled_from([-0.5, 0.0, -1e-7, -12.25, -9999.0])), max_size=3),
     st.lists(st.integers(0, 2**40), max_size=3) | st.none(),
 )
+OPENED = [
+    {"tool_calls": [{"index": 0, "id": "call_a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+    {"tool_calls": [{"index": 0, "id": "call_b", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+    {"tool_calls": [{"index": 1, "id": "", "function": {"name": "g", "arguments": '{"a"'}}]},
+    {"tool_calls": [{"id": "call_c", "function": {"arguments": {"a": 1}}}]},
+    {"content": [{"type": "text", "text": "part"}]},
+    {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "part"}]}]},
+    {"role": "", "content": ""},
+]
 OTHERS = st.sampled_from(
     [
+        *(chunk(delta, [token("x")], [1]) for delta in OPENED),
         chunk({"content": "x"}, [], [1], index=1),
         chunk({"content": "x"}, [token("x")], [1], stop_reason=None),
         chunk({"content": "x"}, [token("x") | {"top_logprobs": [token("y")]}], [1]),
