@@ -71,6 +71,7 @@ Executor = Annotated[
 ProxyUrl = Annotated[
     str | None, typer.Option(metavar="URL", help="the proxy, as programs on other machines reach it (run.proxy_url)")
 ]
+Timeout = Annotated[float | None, typer.Option(metavar="S", help="seconds that a program may run (run.timeout_s)")]
 Outputs = Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")]
 
 
@@ -230,6 +231,7 @@ def run(
     preload: Preload = "",
     executor: Executor = None,
     proxy_url: ProxyUrl = None,
+    timeout: Timeout = None,
     logs: Outputs = None,
     as_json: Json = False,
 ) -> None:
@@ -238,7 +240,7 @@ def run(
 
     modules = preload.split(",") if preload else []
     run_command(
-        _load(context, {"run.executor": executor, "run.proxy_url": proxy_url}),
+        _load(context, {"run.executor": executor, "run.proxy_url": proxy_url, "run.timeout_s": timeout}),
         RunRequest(tasks, command, modules, group_size, concurrency, mode, repeat, ahead, refill, logs, as_json),
     )
 

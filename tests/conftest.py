@@ -115,6 +115,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     for name in list(os.environ):
         if name.startswith(("LIGHTNING_", "OPENAI_")):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield
 
 

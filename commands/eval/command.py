@@ -51,7 +51,9 @@ def eval_command(config: Config, asked: EvalRequest) -> None:
     view = ProgressView(Console(stderr=True))
     runner = runner_for(config, asked.command, asked.preload, view.say)
     logs, limit_s = logs_directory(asked.logs), score_timeout_s(config)
-    options = RunOptions(asked.samples, asked.concurrency, "eval", logs, score_timeout_s=limit_s)
+    options = RunOptions(
+        asked.samples, asked.concurrency, "eval", logs, score_timeout_s=limit_s, timeout_s=config.run.timeout_s
+    )
     api = ApiClient.of(config, patience_s=60)
     names = [model.name for model in models]
     check_power(config, names)

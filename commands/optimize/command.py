@@ -85,8 +85,9 @@ def optimize(config: Config, asked: OptimizeRequest) -> None:
     view = ProgressView(console)
     runner = runner_for(config, asked.command, asked.preload, view.say)
     options = RunOptions(
-        1, asked.concurrency, "eval", logs_directory(asked.logs), score_timeout_s=score_timeout_s(config)
-    )
+        1, asked.concurrency, "eval", logs_directory(asked.logs), score_timeout_s=score_timeout_s(config),
+        timeout_s=config.run.timeout_s,
+    )  # fmt: skip
     directory = make_directory(config.policy.directory / "optimize", "policy.directory")
     work = _Optimization(config, asked, split, runner, options, directory, view)
     found = run_until_signal(work.run())

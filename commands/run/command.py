@@ -20,6 +20,7 @@ from ..system.processes import make_directory
 from .backlog import Backlog, Gate
 from .executors.choose import runner_for
 from .group_size import too_small
+from .journal import fail_left
 from .progress import ProgressView
 from .refill import Refill
 from .run import RolloutResult, RunOptions, run_tasks
@@ -64,7 +65,7 @@ def run_command(config: Config, asked: RunRequest) -> None:
     group_size = asked.group_size or (trainer.group_size if asked.mode == "train" else 1)
     options = RunOptions(
         group_size, asked.concurrency, cast(Mode, asked.mode), logs_directory(asked.logs),
-        score_timeout_s=score_timeout_s(config),
+        score_timeout_s=score_timeout_s(config), timeout_s=config.run.timeout_s,
     )  # fmt: skip
     if asked.mode == "train" and (told := too_small(trainer, tasks, group_size)):
         console.print(told, markup=False, style="yellow")
@@ -114,6 +115,8 @@ class _Run:
             bar = self.view.bar("rollouts", len(self.tasks) * size)
             refill = Refill(self.tasks, self.refill * len(self.tasks), lambda: bar.grow(size))
             async with self.api as api:
+                if left := await fail_left(api):
+                    self.view.say(f"{left} rollouts of a run that was killed have failed")
                 try:
                     return await run_tasks(api, self.tasks, self.runner, self.options, bar.add, self.gate, refill)
                 finally:

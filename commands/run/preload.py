@@ -1,8 +1,9 @@
 """A fork server for agent programs, `python preload.py MODULE…`: it imports modules once and forks per run.
 
 The agent's own interpreter runs it, so it needs only the standard library. It reads one JSON object a line on stdin:
-{"id", "script", "argv", "cwd", "env", "log"} starts a program whose stdout and stderr go to the file `log`,
+{"id", "script", "argv", "cwd", "env", "log", "limit_s"} starts a program whose stdout and stderr go to the file `log`,
 {"kill": id} ends one. It writes {"id", "code"} for each that ended; a negative code is the signal that killed it.
+A program that runs for `limit_s` (null: no limit) is ended, and reported as {"id", "late": true}.
 When its stdin closes, it ends all programs and itself.
 """
 
@@ -18,8 +19,11 @@ import select
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
+
+GRACE_S = 5.0  # for a program to end after SIGTERM, before SIGKILL
 
 
 class Server:
@@ -28,6 +32,8 @@ class Server:
     def __init__(self, requests: int, reports: int) -> None:
         self._requests, self._reports = requests, reports
         self._running: dict[int, str] = {}
+        self._until: dict[int, float] = {}  # when programs with a limit get their next signal
+        self._late: set[int] = set()
         self._buffer = b""
 
     def serve(self) -> None:
@@ -39,7 +45,7 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         open_ = True
         while open_:
-            ready, _, _ = select.select([self._requests, wake_read], [], [])
+            ready, _, _ = select.select([self._requests, wake_read], [], [], self._end_late())
             if wake_read in ready:
                 os.read(wake_read, 4096)
                 self._reap()
@@ -67,6 +73,17 @@ class Server:
             os.close(self._reports)
             os._exit(_run(request))
         self._running[pid] = request["id"]
+        if (limit_s := request.get("limit_s")) is not None:
+            self._until[pid] = time.monotonic() + limit_s
+
+    def _end_late(self) -> float | None:
+        """End programs that have run for too long, and return the seconds until the next one has."""
+        now = time.monotonic()
+        for pid in [pid for pid, until in self._until.items() if until <= now]:
+            _kill_group(pid, signal.SIGKILL if pid in self._late else signal.SIGTERM)
+            self._late.add(pid)
+            self._until[pid] = now + GRACE_S
+        return max(min(self._until.values()) - now, 0.0) if self._until else None
 
     def _reap(self) -> None:
         while self._running:
@@ -74,7 +91,10 @@ class Server:
             if pid == 0:
                 return
             _kill_group(pid)  # what the program left behind
-            report = {"id": self._running.pop(pid), "code": os.waitstatus_to_exitcode(status)}
+            self._until.pop(pid, None)
+            how = {"late": True} if pid in self._late else {"code": os.waitstatus_to_exitcode(status)}
+            self._late.discard(pid)
+            report = {"id": self._running.pop(pid), **how}
             os.write(self._reports, json.dumps(report).encode() + b"\n")
 
 
@@ -132,11 +152,11 @@ def _finish() -> bool:
     return True
 
 
-def _kill_group(pid: int) -> None:
+def _kill_group(pid: int, number: int = signal.SIGKILL) -> None:
     # If the child has not called setsid yet, there is no group to kill, only the child.
     for kill in (os.killpg, os.kill):
         try:
-            kill(pid, signal.SIGKILL)
+            kill(pid, number)
             return
         except (ProcessLookupError, PermissionError):
             continue

@@ -8,15 +8,17 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...client.no_proxy import reached_directly
 from ...proxy.errors import ConfigError, LightningError
 from ...proxy.store.copies import make_private
-from .runner import CANNOT_START, Runner
+from .group_guard import GRACE_S, signal_group
+from .runner import CANNOT_START, Runner, RunTimedOut
 from .served import ServedRunner
+from .warden import Warden
 
 PRELOAD = Path(__file__).with_name("preload.py")
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
@@ -26,9 +28,13 @@ class ProcessRunner:
     """Starts the command anew for each run, in a process group of its own."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._command = tuple(command)
+        self._command, self._warden = tuple(command), Warden()
 
-    async def run(self, env: Mapping[str, str], log: Path) -> int:
+    async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
+        async with self._warden.awake() as tell:
+            return await self._run(env, log, limit_s, tell)
+
+    async def _run(self, env: Mapping[str, str], log: Path, limit_s: float | None, tell: Callable[[str], None]) -> int:
         make_private(log)
         with log.open("wb") as output:
             try:
@@ -43,12 +49,19 @@ class ProcessRunner:
             except OSError as error:  # no shebang, a task too long for the environment
                 output.write(f"{self._command[0]} cannot be started: {error.strerror}\n".encode())
                 return CANNOT_START
+        tell(f"+{process.pid}")
         try:
-            return await process.wait()
+            async with asyncio.timeout(limit_s):
+                return await process.wait()
+        except TimeoutError:
+            signal_group(process.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), GRACE_S)
+            raise RunTimedOut("the program was ended") from None
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            signal_group(process.pid, signal.SIGKILL)
             await process.wait()
+            tell(f"-{process.pid}")
 
     async def close(self) -> None:
         return

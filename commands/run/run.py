@@ -15,14 +15,16 @@ from ...proxy.errors import LightningError
 from ...proxy.types import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
 from .backlog import Gate
+from .journal import Journal
 from .refill import Refill
-from .runner import RunLost, Runner
+from .runner import RunLost, Runner, RunTimedOut
 from .tasks import Task
 
 CONFLICT = 409
 SCORE_POLL_S = 0.2
 RESTARTS = 3  # of a run whose machine goes away
 LOST = -9  # its exit code, as if it had been killed
+LATE = 124  # that of a program that ran for too long, as of timeout(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class RunOptions:
 
     `choice` is `policy_version` or `model` of POST /rollouts, if not the live version answers the rollouts.
     `score_timeout_s`: a function of the proxy gives the rewards, in about this time; None: somebody posts them.
+    `timeout_s`: how long each program may run; None: as long as it likes.
     """
 
     group_size: int = 1
@@ -68,6 +71,7 @@ class RunOptions:
     logs: Path | None = None
     choice: Mapping[str, Any] = field(default_factory=dict)
     score_timeout_s: float | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class TaskRun:
     async def run(self, tasks: Iterable[Task]) -> list[RolloutResult]:
         """Run all tasks. When it is cancelled, it stops the programs and discards their rollouts."""
         jobs, turn = self._jobs(tasks), asyncio.Lock()
+        self._journal = Journal(self._api.url)
         with tempfile.TemporaryDirectory(prefix="lightning-run-") as scratch:
             logs = self._options.logs or Path(scratch)
             logs.mkdir(parents=True, exist_ok=True)
@@ -110,6 +115,7 @@ class TaskRun:
                 raise errors.exceptions[0] from None
             finally:
                 await self._discard_open()
+                self._journal.close(keep=bool(self._opened))
         return self._results
 
     async def _jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[Job, None]:
@@ -127,6 +133,7 @@ class TaskRun:
         group = await self._api.open_rollouts(task.task_id, options.mode, options.group_size, **options.choice)
         rollout_ids = [rollout.rollout_id for rollout in group]
         self._opened.update(zip(rollout_ids, group, strict=True))
+        self._journal.opened(rollout_ids)
         self._gate.opened(rollout_ids)
         self._refill.opened(task, rollout_ids)
         return [Job(task, rollout) for rollout in group]
@@ -139,6 +146,7 @@ class TaskRun:
                 return
             result = await self._run_one(job, logs)
             del self._opened[result.rollout_id]
+            self._journal.ended(result.rollout_id)
             self._gate.ended(result.rollout_id)
             self._refill.ended(result)
             self._results.append(result)
@@ -150,8 +158,12 @@ class TaskRun:
         while True:
             name, log = job.rollout.rollout_id, logs / f"{job.rollout.rollout_id}.log"
             try:
-                code = await self._runner.run(self._environment(job), log)
+                limit = () if self._options.timeout_s is None else (self._options.timeout_s,)
+                code = await self._runner.run(self._environment(job), log, *limit)
                 reason = f"exit code {code}: {last_line(log)}" if code else None
+            except RunTimedOut:
+                code = LATE
+                reason = f"ended after {self._options.timeout_s:g} s (run.timeout_s): {last_line(log)}"
             except RunLost as error:
                 code, reason = LOST, error.message
                 if len(lost) < RESTARTS and (await self._api.rollout(name))["status"] == "running":
@@ -165,6 +177,7 @@ class TaskRun:
             for earlier in lost:
                 await self._end(earlier, "discarded", "its machine went away; the task was begun anew")
                 del self._opened[earlier]
+                self._journal.ended(earlier)
             return await self._ended(job, code, reason, len(lost))
 
     async def _replaced(self, job: Job) -> Job:
@@ -172,6 +185,7 @@ class TaskRun:
         options, old = self._options, job.rollout.rollout_id
         (rollout,) = await self._api.open_rollouts(job.task.task_id, options.mode, 1, **options.choice)
         self._opened[rollout.rollout_id] = rollout
+        self._journal.opened([rollout.rollout_id])
         self._gate.ended(old)
         self._gate.opened([rollout.rollout_id])
         self._refill.replaced(old, rollout.rollout_id)
@@ -217,9 +231,10 @@ class TaskRun:
                 raise
 
     async def _discard_open(self) -> None:
-        # If the proxy is gone as well, the rollouts stay open and are never trained on.
+        # If the proxy is gone as well, the rollouts stay open until the next `run` fails them.
         with contextlib.suppress(ApiError):
             await asyncio.gather(*(self._end(name, "discarded", "run was stopped") for name in self._opened))
+            self._opened.clear()
 
 
 async def run_tasks(

@@ -15,13 +15,19 @@ class RunLost(LightningError):
     """The machine under a run went away, through no fault of the program. How it would have ended is not known."""
 
 
+class RunTimedOut(LightningError):
+    """The program ran for longer than it may, and was ended."""
+
+
 class Runner(Protocol):
     """A way of running the agent program."""
 
-    async def run(self, env: Mapping[str, str], log: Path) -> int:
+    async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
         """Run it once and return its exit code, negative for a signal. Cancelling the call kills it.
 
-        `log` gets its stdout and stderr. Raise RunLost if the machine goes away, LightningError if no run can go on.
+        `log` gets its stdout and stderr. A program that runs for `limit_s` gets SIGTERM with its whole process group,
+        and SIGKILL a little later. Raise RunTimedOut then, RunLost if the machine goes away, LightningError if no run
+        can go on.
         """
 
     async def close(self) -> None: ...

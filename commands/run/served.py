@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from ...proxy.errors import LightningError
-from .runner import RunLost
+from .runner import RunLost, RunTimedOut
 
 
 class ServedRunner(ABC):
     """The parent's side. The child is started by the first run, and ends when its stdin closes.
 
     The child's first line says that it is ready. It then gets a request with an `id` for each run, or {"kill": id}.
-    Its reports are {"id", "code"}, {"id", "lost": why}, {"say": what} for a person, or {"failed": why}, which fails all
-    runs.
+    Its reports are {"id", "code"}, {"id", "lost": why}, {"id", "late": true}, {"say": what} for a person, or
+    {"failed": why}, which fails all runs.
     """
 
     name = "server"
@@ -42,7 +42,7 @@ class ServedRunner(ABC):
     async def _open(self, child: asyncio.subprocess.Process) -> None:
         """Wait until the child is ready. Raise LightningError if it will not be."""
 
-    async def run(self, env: Mapping[str, str], log: Path) -> int:
+    async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
         async with self._starting:
             if self._child is None:
                 self._child = await self._start()
@@ -51,7 +51,7 @@ class ServedRunner(ABC):
         name = str(next(self._ids))
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._running[name] = ended
-        self._send({"id": name, **self._request(env, log)})
+        self._send({"id": name, "limit_s": limit_s, **self._request(env, log)})
         try:
             return await ended
         except asyncio.CancelledError:
@@ -99,6 +99,8 @@ class ServedRunner(ABC):
                 continue
             if "lost" in report:
                 ended.set_exception(RunLost(report["lost"]))
+            elif "late" in report:
+                ended.set_exception(RunTimedOut("the program was ended"))
             else:
                 ended.set_result(report["code"])
         for ended in self._running.values():

@@ -52,6 +52,7 @@ class KubernetesConfig(Section):
 class RunConfig(Section):
     executor: Literal["local", "ray", "kubernetes"] = "local"
     proxy_url: str | None = None
+    timeout_s: Seconds | None = None
     ray: RayConfig = RayConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from .....proxy.config.run import RunConfig
 from .....proxy.errors import ConfigError
-from ...runner import CANNOT_START, RunLost
+from ...runner import CANNOT_START, RunLost, RunTimedOut
 from ..address import reached_at
 from .cluster import Cluster, ClusterError
 from .manifests import RUN, Manifests
@@ -41,7 +42,7 @@ class KubernetesRunner:
         self._cluster: Cluster | None = None
         self._pods: PodWatch | None = None
 
-    async def run(self, env: Mapping[str, str], log: Path) -> int:
+    async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
         cluster, pods = await self._connected()
         name = f"{self._name}-{next(self._ids)}"
         env = reached_at(self._config.proxy_url, env)
@@ -50,7 +51,7 @@ class KubernetesRunner:
             async with Output(cluster, log) as output:
                 uid = await _to_its_end(cluster.create_job(self._manifests.job(name, env)))
                 await cluster.create_secret(self._manifests.secret(name, env, uid))
-                return await self._until_it_ends(cluster, pods, name, output)
+                return await self._until_it_ends(cluster, pods, name, output, limit_s)
         finally:
             pods.forget(name)
             try:
@@ -73,11 +74,16 @@ class KubernetesRunner:
                 self._pods = PodWatch(self._cluster)
             return self._cluster, self._pods
 
-    async def _until_it_ends(self, cluster: Cluster, pods: PodWatch, name: str, output: Output) -> int:
-        begun = time.monotonic()
+    async def _until_it_ends(
+        self, cluster: Cluster, pods: PodWatch, name: str, output: Output, limit_s: float | None
+    ) -> int:
+        begun, until = time.monotonic(), math.inf
         state: PodState | None = None
         while True:
-            state = await pods.next(name, min(WAITS_S, self._start_timeout_s)) or state
+            left_s = until - time.monotonic()
+            if left_s <= 0:  # deleting the Job sends SIGTERM, and SIGKILL after terminationGracePeriodSeconds
+                raise RunTimedOut("the program was ended")
+            state = await pods.next(name, min(WAITS_S, self._start_timeout_s, left_s)) or state
             if state is None or state.phase in ("waiting", "refused"):
                 waited_s = time.monotonic() - begun
                 if waited_s >= WAITS_S:
@@ -91,6 +97,8 @@ class KubernetesRunner:
                 raise RunLost(f"the pod was lost: {state.said}")
             else:
                 output.follow(state.pod)
+                if limit_s is not None:
+                    until = min(until, time.monotonic() + limit_s)
                 if state.code is not None:
                     await output.complete()
                     output.add(state.said)

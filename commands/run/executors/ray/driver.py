@@ -54,24 +54,25 @@ class Driver:
                 if run := self._runs.get(request["kill"]):
                     run.cancel()
             else:
-                run = asyncio.create_task(self._run(request["id"], request["env"], request["log"]))
+                run = asyncio.create_task(self._run(**request))
                 self._runs[request["id"]] = run
         for run in (patience, *self._runs.values()):
             run.cancel()
         await asyncio.gather(patience, *self._runs.values(), return_exceptions=True)
 
-    async def _run(self, name: str, env: Mapping[str, str], log: str) -> None:
-        self._waiting[name] = time.monotonic()
+    async def _run(self, id: str, env: Mapping[str, str], log: str, limit_s: float | None) -> None:
+        self._waiting[id] = time.monotonic()
         try:
-            self._report({"id": name, **await self._outcome(name, env, log)})
+            self._report({"id": id, **await self._outcome(id, env, log, limit_s)})
         finally:
-            self._waiting.pop(name, None)
-            del self._runs[name]
+            self._waiting.pop(id, None)
+            del self._runs[id]
 
-    async def _outcome(self, name: str, env: Mapping[str, str], log: str) -> dict[str, Any]:
-        pieces = self._program.remote(self._command, env)
+    async def _outcome(self, name: str, env: Mapping[str, str], log: str, limit_s: float | None) -> dict[str, Any]:
+        pieces = self._program.remote(self._command, env, limit_s)
         try:
-            return {"code": await self._follow(name, pieces, log)}
+            code = await self._follow(name, pieces, log)
+            return {"late": True} if code == sent.LATE else {"code": code}
         except GONE as error:
             return {"lost": f"Ray lost the run: {told(error).partition('. ')[0]}"}
         except failures.RayError as error:
@@ -80,8 +81,8 @@ class Driver:
             await end(pieces)
             raise
 
-    async def _follow(self, name: str, pieces: ray.ObjectRefGenerator, log: str) -> int:
-        code: int | None = None
+    async def _follow(self, name: str, pieces: ray.ObjectRefGenerator, log: str) -> int | str:
+        code: int | str | None = None
         with open(log, "wb", buffering=0) as output:  # noqa: ASYNC230, PTH123
             async for reference in pieces:
                 piece = await reference

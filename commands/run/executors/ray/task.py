@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -28,11 +29,18 @@ os._exit(126)
 """
 CANNOT_START = 126
 PIECE = 1 << 16  # Ray sends less than 100 KB directly, without its object store
+GRACE_S = 5.0  # for a program to end after SIGTERM, before SIGKILL
+LATE = "late"
 POLL_S = 0.2  # Ray interrupts a cancelled task between two steps of Python only
 
 
-def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[bytes | int]:
-    """Yield an empty piece once it has started, its output in pieces, and at the end its exit code."""
+def run_program(
+    command: Sequence[str], env: Mapping[str, str], limit_s: float | None = None
+) -> Iterator[bytes | int | str]:
+    """Yield an empty piece once it has started, its output in pieces, and at the end its exit code.
+
+    A program that runs for `limit_s` is ended, and `LATE` comes in place of its exit code.
+    """
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(writing, True)
     try:
@@ -46,16 +54,20 @@ def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[byte
             os.close(writing)
         try:
             yield b""
+            until, late = math.inf if limit_s is None else time.monotonic() + limit_s, False
             while process.poll() is None:
                 if piece := _gather(reading, process):
                     yield piece
+                if time.monotonic() >= until:
+                    os.killpg(process.pid, signal.SIGKILL if late else signal.SIGTERM)
+                    until, late = time.monotonic() + GRACE_S, True
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         while piece := _read(reading):
             yield piece
-        yield process.returncode
+        yield LATE if late else process.returncode
     finally:
         os.close(reading)
 
