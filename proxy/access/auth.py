@@ -20,6 +20,7 @@ from ..store.rollouts import RolloutKey
 from ..store.store import Store
 from ..types import Limits, RolloutName, Sender
 from .limits import Limiter
+from .sight import Sight
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,11 @@ class Caller:
     def sender(self) -> Sender:
         """Return who rewards and ends rollouts, for the store."""
         return Sender(self.key_id, self.own, self.evidence)
+
+    @property
+    def sight(self) -> Sight:
+        """Return what it may see, besides a single rollout (`Keys.require`)."""
+        return Sight(self.key_id if self.own else None, siblings=self.rollout is None)
 
     @property
     def rollout_id(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from fastapi import Request, Response, Security
 from fastapi.params import Depends
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
 from ..access.auth import Caller, Keys
 from ..access.limits import counted
@@ -64,12 +65,14 @@ class AgentRoute(APIRoute):
             headers = read_headers(request.scope)
             caller = request.state.caller = await p.keys.authenticate(headers)
             self.require(p.keys, caller)
-            with counted(caller.counted):
+            with ExitStack() as counting:
+                counting.enter_context(counted(caller.counted))
                 try:
                     body = await p.bodies.read(request.receive, headers) if self.body_field else b""
                 except ClientDisconnected:
                     return Response(status_code=400)  # to nobody
-                return await handle(_ReadRequest(request.scope, request.receive, body))
+                response = await handle(_ReadRequest(request.scope, request.receive, body))
+                return _UntilSent(response, counting.pop_all())
 
         return let_in
 
@@ -91,6 +94,17 @@ def require_may_reward(caller: Caller) -> None:
     """Raise Forbidden for the key of a rollout that was opened with `may_reward: false`."""
     if caller.rollout is not None and not caller.rollout.may_reward:
         raise Forbidden("this key may only call the model (may_reward: false)")
+
+
+class _UntilSent(Response):
+    """A response whose request counts until all of it has left: a feed's may take days."""
+
+    def __init__(self, response: Response, counting: ExitStack) -> None:
+        self._response, self._counting = response, counting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._counting:
+            await self._response(scope, receive, send)
 
 
 class _ReadRequest(Request):

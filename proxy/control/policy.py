@@ -33,11 +33,11 @@ async def get_policy(request: Request) -> dict[str, Any]:
 
     And the test of the version that may go live next (docs/promotion.md).
     """
-    p = await parts_for_all(request)
+    p, sight = await parts_for_all(request), caller_of(request).sight
     tests, waiting = await p.store.promotions.last(), await p.store.promotions.waiting()
     under_way = next((test for test in tests.values() if test.status == "testing"), None)
     live, last, collapse = await p.store.versions.live(), await p.store.steps.last(), await p.store.steps.collapse()
-    return {
+    view = {
         "alias": p.config.policy.alias,
         "live_version": live.version,
         "served_model": live.served_model,
@@ -51,6 +51,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "test": None if under_way is None else asdict(under_way),
         "waiting": None if waiting is None else waiting.version,
     }
+    return sight.of("policy", view)
 
 
 @router.get("/versions", response_model=None, responses=answers(Versions))
@@ -60,11 +61,11 @@ async def get_versions(request: Request) -> Response:
     `rewards`: by mode, the mean reward of the rollouts that began with it. `parent`: the version that its step started
     from.
     """
-    p = await parts_for_all(request)
+    p, sight = await parts_for_all(request), caller_of(request).sight
     tests = await p.store.promotions.last()  # before the versions: a test that is decided meanwhile is still under way
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
     parents = await p.store.version_report.parents()
-    earned = await p.store.rollouts.rewards_by_version(v.version for v in versions)
+    earned = await p.store.rollouts.rewards_by_version((v.version for v in versions), sight.key_id)
     rewards: dict[int, dict[str, Any]] = {}
     for (mode, version), mean in earned.items():
         rewards.setdefault(version, {})[mode] = asdict(mean)
@@ -73,7 +74,7 @@ async def get_versions(request: Request) -> Response:
         facts: dict[str, Any] = {"rewards": rewards.get(v.version, {}), "parent": parents.get(v.version)}
         facts |= {"promotion": tests.get(v.version)}
         why_not = obstacle(v, p.mode.mode) or (NO_SERVER if p.swap is None else None)
-        return version_view(v, live, why_not) | facts
+        return sight.of("version", version_view(v, live, why_not) | facts)
 
     return await large_response(lambda: {"data": [*map(view, versions)]})
 
@@ -84,10 +85,11 @@ async def get_steps(request: Request, limit: Limit = 40, cursor: Cursor = None, 
 
     The steps of a page come before the step that is its `cursor`. With `brief`, the rewards by task are left out.
     """
-    p, before = await parts_for_all(request), position_of(cursor)
+    p, sight, before = await parts_for_all(request), caller_of(request).sight, position_of(cursor)
     steps = await p.store.steps.newest(limit, before, brief=brief)
     following = str(steps[-1].step) if len(steps) == limit else None
-    return await large_response(lambda: {"data": [*map(record_view, steps)], "next_cursor": following})
+    views = [sight.of("step", record_view(step)) for step in steps]
+    return await large_response(lambda: {"data": views, "next_cursor": following})
 
 
 @router.get("/compare", response_model=None, responses=answers(Compared))
@@ -97,10 +99,10 @@ async def compare(request: Request, a: Number, b: Number, mode: Mode | None = No
     A version's rollouts are those that began with it and that no other model answered. Without `mode`, held-out
     rollouts are compared if both versions have some of a common task, else those of training.
     """
-    p, caller = await parts_for_all(request), caller_of(request)
+    p, sight = await parts_for_all(request), caller_of(request).sight
     for version in (a, b):
         await p.store.versions.get(version)
-    means = await p.store.version_report.rewards_by_task(a, b, caller.key_id if caller.own else None)
+    means = await p.store.version_report.rewards_by_task(a, b, sight.key_id)
     return await large_response(lambda: compared(means, a, b, mode))
 
 

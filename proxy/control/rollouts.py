@@ -88,9 +88,9 @@ async def list_rollouts(
     `since` is Unix time, `text` is looked for in requests and answers, `prefix` is the beginning of an id. With one of
     these, or with a reward, a bounded number is looked at: a page may be short, and `next_cursor` goes on.
     """
-    p, caller, position = await parts_for_all(request), caller_of(request), position_of(cursor)
+    p, sight, position = await parts_for_all(request), caller_of(request).sight, position_of(cursor)
     wanted = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
-    wanted |= {"key_id": caller.key_id if caller.own else None}
+    wanted |= {"key_id": sight.key_id}
     filters = {name: value for name, value in wanted.items() if value is not None}
     sought = Wanted(min_reward, max_reward, since, text, prefix)
     if sought == Wanted():
@@ -128,12 +128,11 @@ async def get_rows(request: Request, rollout_id: PathId) -> Response:
 
     A caller who may not see a sibling is told nothing of it. Supervised fine-tuning assigns no credit.
     """
-    p, caller = await parts_for(request, rollout_id), caller_of(request)
+    p, sight = await parts_for(request, rollout_id), caller_of(request).sight
     rollout = await p.store.rollouts.get(rollout_id)
     credit = p.store.credit
     calls, own_rows = await credit.of(rollout_id), await _rows_of(p, rollout_id)
-    key_id = caller.key_id if caller.own else None
-    group = await credit.group_of(rollout_id, key_id, siblings=caller.rollout is None)
+    group = await credit.group_of(rollout_id, sight.key_id, siblings=sight.siblings)
     forest = Forest([])
     forest.add(own_rows)
     for sibling in (s for s in group if s.advantage is not None and s.rollout_id != rollout_id):

@@ -8,10 +8,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from ..access.sight import Sight
 from .answers import ERRORS, Status, answers
 from .door import AgentRoute
 from .parts import Parts
-from .requests import parts_for_all
+from .requests import caller_of, parts_for_all
 
 router = APIRouter(tags=["status"], responses=ERRORS, route_class=AgentRoute)
 
@@ -25,18 +26,21 @@ async def get_status(request: Request) -> dict[str, Any]:
 
     `publishing` says why new weights could not be published; `standstill`, that nothing was learned lately; `collapse`,
     that publication is stopped, and why. `recent` sums up the newest 500 calls.
+    A key that sees only its own rollouts is told of these alone.
     """
-    p = await parts_for_all(request)
+    p, sight = await parts_for_all(request), caller_of(request).sight
+    counts, waits = await _counted(p, sight)
     rollouts: dict[str, dict[str, int]] = {}
-    for (mode, status), count in sorted((await p.store.rollouts.counts()).items()):
+    for (mode, status), count in sorted(counts.items()):
         rollouts.setdefault(mode, {})[status] = count
-    newest, _ = await p.store.rollouts.page({"mode": "train"}, NEWEST)
+    of_key = {} if sight.key_id is None else {"key_id": sight.key_id}
+    newest, _ = await p.store.rollouts.page({"mode": "train"} | of_key, NEWEST)
     dropped = Counter(rollout.dropped for rollout in newest if rollout.dropped)
     found = await p.store.waiting.standstill(p.config.trainer.rollouts_per_step)
     collapse = await p.store.steps.collapse()
-    return {
+    view = {
         "rollouts": rollouts,
-        "waiting": await waiting(p),
+        "waiting": waits,
         "dropped": dict(dropped.most_common()),
         "publishing": None if p.swap is None else p.swap.why_not_published(),
         "untrainable": await p.store.calls.untrainable(NEWEST),
@@ -44,6 +48,14 @@ async def get_status(request: Request) -> dict[str, Any]:
         "collapse": None if collapse is None else asdict(collapse),
         "recent": asdict(await p.store.traffic.recent(RECENT_CALLS)),
     }
+    return sight.of("status", view)
+
+
+async def _counted(p: Parts, sight: Sight) -> tuple[dict[tuple[str, str], int], int]:
+    """The rollouts that a caller sees, by mode and status, and how many of them wait for the trainer."""
+    if sight.key_id is not None:
+        return await p.store.rollouts.counts_of_key(sight.key_id)
+    return await p.store.rollouts.counts(), await waiting(p)
 
 
 async def waiting(p: Parts) -> int:

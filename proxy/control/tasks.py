@@ -44,8 +44,8 @@ async def list_tasks(
     `sort`: by the newest rollout, the mean reward, its standard deviation, or the number of rollouts, the greatest
     first. The cursor is a place in this order: what happens meanwhile may move a task from one page to another.
     """
-    p, caller, first = await parts_for_all(request), caller_of(request), position_of(cursor) or 0
-    filters = {"mode": mode, "key_id": caller.key_id if caller.own else None}
+    p, sight, first = await parts_for_all(request), caller_of(request).sight, position_of(cursor) or 0
+    filters = {"mode": mode, "key_id": sight.key_id}
     of_all = {name: value for name, value in filters.items() if value is not None}
     looked_at = await p.store.tasks.newest(of_all if task_id is None else of_all | {"task_id": task_id})
     compared = looked_at if task_id is None else await p.store.tasks.newest(of_all)

@@ -132,6 +132,9 @@ class Relay:
             await self._pass_through(visit, visit.request(body), reply)
 
     async def _question(self, visit: Visit, body: bytes, dialect: Dialect) -> Question:
+        recorded = wants_recording(visit.headers)
+        if not recorded and visit.caller.rollout is not None:
+            raise Forbidden("a rollout's own key cannot leave a call out of its record", param="X-Recording")
         if "content-encoding" in visit.headers and not body.startswith(b"{"):  # some say it of what is no such thing
             body = await asyncio.to_thread(unpack, body, visit.headers["content-encoding"], self._bodies.limit)
             kept = [header for header in visit.scope["headers"] if header[0] != b"content-encoding"]
@@ -144,7 +147,7 @@ class Relay:
             dialect=dialect,
             name=visit.rollout,
             limiter=visit.caller.limiter,
-            recorded=wants_recording(visit.headers) and visit.caller.recorded,
+            recorded=recorded and visit.caller.recorded,
         )
 
     async def _list_models(self, request: Request, rollout: RolloutName, reply: Reply) -> None:

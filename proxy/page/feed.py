@@ -9,11 +9,11 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
-from ..access.auth import Caller
+from ..access.sight import Sight
 from ..control.answers import ERRORS
 from ..control.bodies import Cursor
 from ..control.door import AgentRoute
-from ..control.requests import caller_of, parts, parts_for_all
+from ..control.requests import parts, parts_for_all
 from ..errors import InvalidRequest, LightningError
 from ..gateway.asgi import read_headers
 from ..gateway.server import is_stopping
@@ -26,7 +26,6 @@ LOOK_S = 0.25  # from one look at the store to the next
 LONGEST_S = 1.0  # where the store tells of changes, and there is none
 QUIET_S = 15.0  # after which a comment says that the feed is still there
 AT_ONCE = 500  # events that are read and sent at a time
-LET_IN_S = 5.0  # after which the key is looked at again: it may have been revoked
 
 # Neither a browser nor a proxy on the way is to keep events back.
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -44,12 +43,12 @@ async def feed(
     It goes on after `cursor`, the `id` of an event, or begins now. `missed` comes first if events after the cursor are
     no longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
     """
-    p, caller = await parts_for_all(request), caller_of(request)
+    p = await parts_for_all(request)
     events = Feed(p.store.database)
     given = cursor if cursor is not None else last_event_id or None  # a browser sends an empty one before the first
     after = await events.newest() if given is None else _number(given)
     whole = given is None or await events.knows(after)
-    frames = _frames(request, events, after if whole else await events.newest(), caller, whole)
+    frames = _frames(request, events, after if whole else await events.newest(), whole)
     return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
 
 
@@ -59,26 +58,29 @@ def _number(cursor: str) -> int:
     return int(cursor)
 
 
-async def _frames(request: Request, events: Feed, cursor: int, caller: Caller, whole: bool) -> AsyncIterator[bytes]:
+async def _frames(request: Request, events: Feed, cursor: int, whole: bool) -> AsyncIterator[bytes]:
     yield b"id: %d\n\n" % cursor if whole else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
-    told = let_in = monotonic()
-    changes = parts(request).store.database.changes("calls", "rewards", "live", "steps")
+    told, keys, headers = monotonic(), parts(request).keys, read_headers(request.scope)
+    changes = parts(request).store.database.changes("calls", "rewards", "live", "steps", "keys")
     try:
         while not is_stopping(request.scope):
+            sight = (await keys.authenticate(headers)).sight  # its key may have been revoked meanwhile
             before, happened = cursor, list[Happened]()
             if await events.newest() != cursor:
-                happened, cursor = await events.after(cursor, AT_ONCE, own=caller.own, key_id=caller.key_id)
+                happened, cursor = await events.after(cursor, AT_ONCE, own=sight.own, key_id=sight.key_id)
             if happened or monotonic() > told + QUIET_S:
                 told = monotonic()
-                yield b"".join(map(_frame, happened)) or b":\nid: %d\n\n" % cursor
-            if monotonic() > let_in + LET_IN_S:
-                let_in = monotonic()
-                await parts(request).keys.authenticate(read_headers(request.scope))
+                yield b"".join(_frame(one, sight) for one in happened) or b":\nid: %d\n\n" % cursor
             if cursor - before < AT_ONCE:
                 await changes.wait(LOOK_S, LONGEST_S)
     except LightningError as error:
         yield b": %s\n\n" % error.message.replace("\n", " ").encode()
 
 
-def _frame(one: Happened) -> bytes:
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (one.n, one.kind.encode(), dumps(one.data).encode())
+def _frame(one: Happened, sight: Sight) -> bytes:
+    data = one.data
+    if one.kind == "step":
+        data = sight.of("step event", data)
+    elif one.kind == "version":
+        data = sight.of("version event", data)
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (one.n, one.kind.encode(), dumps(data).encode())

@@ -128,9 +128,9 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
 @router.get("/prompts/{name}/rollouts", response_model=None, responses=answers(TriedOutList))
 async def list_tried_out(request: Request, name: PathId, run: Id) -> Response:
     """The rollouts in which an optimisation has tried versions of a prompt, oldest first. `run` names it."""
-    p, caller = await parts_for_all(request), caller_of(request)
+    p, sight = await parts_for_all(request), caller_of(request).sight
     await p.store.prompts.get(check_id(name, "name"))
-    tried = await p.store.prompts.tried_out(name, run, own=caller.own, key_id=caller.key_id)
+    tried = await p.store.prompts.tried_out(name, run, own=sight.own, key_id=sight.key_id)
     return await large_response(lambda: {"data": [*map(record_view, tried)]})
 
 
@@ -196,16 +196,15 @@ async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[
     views: list[dict[str, Any]] = []
     tests: dict[int, PromptTest] = {}
     waiting: int | None = None
+    sight = caller.sight
     if caller.rollout_id is None:
-        rewards = await p.store.prompts.rewards(prompt.name, own=caller.own, key_id=caller.key_id)
-        if not caller.own:  # a test's numbers are those of all rollouts
-            last = await p.store.prompt_tests.last(prompt.name)
-            tests = {test.version: test for test in last}
+        rewards = await p.store.prompts.rewards(prompt.name, own=sight.own, key_id=sight.key_id)
+        tests = {test.version: test for test in await p.store.prompt_tests.last(prompt.name)}
         waiting = (await p.store.prompt_tests.waiting()).get(prompt.name)
         for one in prompt.versions:
             facts = {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
-            views.append(asdict(one) | facts | {"promotion": tests.get(one.version)})
-    return {
+            views.append(sight.of("prompt version", asdict(one) | facts | {"promotion": tests.get(one.version)}))
+    view = {
         "name": prompt.name,
         "match": {"agent": prompt.agent, "role": prompt.role},
         "live_version": prompt.live,
@@ -215,3 +214,4 @@ async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[
         "test": next((test for test in tests.values() if test.status == "testing"), None),
         "waiting": waiting,
     }
+    return sight.of("prompt", view)

@@ -69,12 +69,18 @@ def named(answer: Any, name: str) -> dict[str, float]:
     if answer is None:
         return {}
     rewards = answer if isinstance(answer, dict) else {name: answer}
+    rewards = {key: _plain(value) for key, value in rewards.items()}
     for key, value in rewards.items():
         if not isinstance(key, str) or not 0 < len(key) <= 200:
             raise TypeError(f"{key!r} is no name of a reward: 1 to 200 characters are needed")
         if not isinstance(value, numbers.Real) or value != value or abs(float(value)) == float("inf"):
             raise TypeError(f"{value!r:.100} is no reward: a finite number, a dict of numbers or None is needed")
     return {key: float(value) for key, value in rewards.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of NumPy or torch, such as what `==` gives there, as Python's own."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def told(error: BaseException, file: str) -> str:

@@ -105,7 +105,21 @@ SELECT mode, policy_version, AVG(reward) AS mean, COUNT(*) AS rollouts FROM roll
 WHERE reward IS NOT NULL AND foreign_calls = 0 AND policy_version IN (SELECT value FROM json_each(:versions))
 GROUP BY policy_version, mode
 """
+ROLLOUT_REWARDS_OF_KEY = """
+SELECT mode, policy_version, AVG(reward) AS mean, COUNT(*) AS rollouts
+FROM (SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT :newest) AS own
+WHERE reward IS NOT NULL AND foreign_calls = 0 AND policy_version IS NOT NULL
+GROUP BY policy_version, mode
+"""
 ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
+NEWEST_OF_KEY = 20_000  # rollouts of a key that are counted for it
+# `waiting`: rewarded, and taken by no step.
+ROLLOUT_COUNTS_OF_KEY = """
+SELECT mode, status, COUNT(*) AS rollouts, SUM(CASE WHEN mode = 'train' AND status <> 'running' AND step IS NULL
+    AND dropped IS NULL AND rewarded_at IS NOT NULL THEN 1 ELSE 0 END) AS waiting
+FROM (SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT :newest) AS own
+GROUP BY mode, status
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +263,22 @@ class Rollouts:
         """Count rollouts by (mode, status)."""
         return {(r["mode"], r["status"]): r["rollouts"] for r in await self._db.all(ROLLOUT_COUNTS)}
 
-    async def rewards_by_version(self, versions: Iterable[int]) -> dict[tuple[str, int], MeanReward]:
-        """Return the mean reward of the rollouts that began with these policy versions, by mode and version."""
-        rows = await self._db.all(ROLLOUT_REWARDS, {"versions": dumps([*versions])})
+    async def counts_of_key(self, key_id: str) -> tuple[dict[tuple[str, str], int], int]:
+        """Count the newest rollouts of a key by (mode, status), and those of them that wait for the trainer."""
+        rows = await self._db.all(ROLLOUT_COUNTS_OF_KEY, {"key_id": key_id, "newest": NEWEST_OF_KEY})
+        return {(r["mode"], r["status"]): r["rollouts"] for r in rows}, sum(int(r["waiting"]) for r in rows)
+
+    async def rewards_by_version(
+        self, versions: Iterable[int], key_id: str | None = None
+    ) -> dict[tuple[str, int], MeanReward]:
+        """Return the mean reward of the rollouts that began with these policy versions, by mode and version.
+
+        With `key_id`, of the newest rollouts that were opened with this key.
+        """
+        if key_id is not None:
+            rows = await self._db.all(ROLLOUT_REWARDS_OF_KEY, {"key_id": key_id, "newest": NEWEST_OF_KEY})
+        else:
+            rows = await self._db.all(ROLLOUT_REWARDS, {"versions": dumps([*versions])})
         return {(r["mode"], r["policy_version"]): MeanReward(r["mean"], r["rollouts"]) for r in rows}
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:

@@ -1,0 +1,49 @@
+"""What a caller may see of the record, in one place: for routes and for the feed, which the page reads.
+
+A key that is made with `--scope own` sees the rollouts that were opened with it, and numbers made of these alone. What
+the trainer, a gate or an optimisation made of everybody's rollouts stays out of what it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["policy", "version", "step", "status", "prompt", "prompt version", "step event", "version event"]
+
+# By kind: the fields that tell of everybody's rollouts, as a caller finds them who sees only its own.
+OF_ALL: Mapping[Kind, dict[str, Any]] = {
+    "policy": {"last_step": None, "collapse": None, "test": None},
+    "version": {"metrics": {}, "error": None, "promotion": None},
+    "step": {"metrics": {}},
+    "status": {
+        "untrainable": {},
+        "standstill": None,
+        "collapse": None,
+        "recent": {
+            "calls": 0, "since": None, "by_status": {}, "latency_ms": None, "ttft_ms": None, "response_tokens": 0
+        },
+    },
+    "prompt": {"test": None},
+    "prompt version": {"metrics": {}, "comment": None, "promotion": None},
+    "step event": {"reward": None},
+    "version event": {"evidence": None},
+}  # fmt: skip
+
+
+class Sight(NamedTuple):
+    """Whose rollouts a caller sees. `key_id`: those that were opened with this key; None: all.
+
+    `siblings`: it sees those that a rollout was compared with, so far as it sees them at all.
+    """
+
+    key_id: str | None = None
+    siblings: bool = True
+
+    @property
+    def own(self) -> bool:
+        return self.key_id is not None
+
+    def of(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:
+        """Return what is shown of this to the caller."""
+        return view | OF_ALL[kind] if self.own else view
