@@ -264,3 +264,19 @@ async def test_a_key_without_tokens_left_can_still_reward(running: Running, tmp_
         assert (await system.chat("r1"))[0] == 200  # of 5 tokens
         assert (await system.chat("r1"))[0] == 429
         assert (await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1}))[0] == 200
+
+
+@pytest.mark.parametrize("keys", [{"api_keys": ["agent"]}, {}])
+async def test_a_rollouts_key_leaves_no_call_out_of_its_record(
+    running: Running, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    async with running(tmp_path, **keys) as system:
+        rollout, own = await open_one(system)
+        off = {"X_Recording": "off"}
+        for path in ("/v1/chat/completions", f"/rollouts/{rollout}/v1/chat/completions"):
+            status, answer = await system.call("POST", path, CHAT, **own, **off)
+            assert (status, answer["error"]["param"]) == (403, "X-Recording")
+        assert (await system.call("POST", "/v1/chat/completions", CHAT, **own, X_Recording="on"))[0] == 200
+        assert (await system.call("POST", "/v1/chat/completions", CHAT, **AGENT, **off))[0] == 200
+        _, seen = await system.call("GET", f"/rollouts/{rollout}", **AGENT)
+        assert seen["call_count"] == 1

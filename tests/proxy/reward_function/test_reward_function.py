@@ -81,6 +81,14 @@ async def test_a_dict_is_rewards_of_several_names_and_none_is_no_reward(running:
         assert await scored(system, "s") == []
 
 
+@pytest.mark.parametrize("value", ["True", "numpy.bool_(True)", "numpy.float32(1)", "numpy.array(1) == 1"])
+async def test_true_counts_as_one_whichever_library_says_it(running: Running, tmp_path: Path, value: str) -> None:
+    body = f"import numpy\nreturn {value}"
+    async with running(tmp_path, rewards={"function": written(tmp_path, body)}) as system:
+        await completed(system, "r")
+        assert [r["reward"] for r in await scored(system, "r")] == [1.0]
+
+
 async def test_a_function_may_be_asynchronous(running: Running, tmp_path: Path) -> None:
     file = tmp_path / "scoring.py"
     file.write_text("import asyncio\n\nasync def reward(rollout):\n    await asyncio.sleep(0)\n    return 0.25\n")
