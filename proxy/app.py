@@ -52,7 +52,7 @@ from .recording.recorder import Recorder
 from .recording.redact import Redactor
 from .returns import Rules
 from .reward_function.scoring import Scorer
-from .store.database import opened
+from .store.database import hurry, opened
 from .store.endings import end_idle_rollouts
 from .store.resources import promotions, prompt_tests
 from .store.retention import Keeper
@@ -243,6 +243,9 @@ async def _at_work(parts: Parts, session: ClientSession) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+_HURRIED = frozenset({"/reward", "/rollouts", "/readyz"})  # what agents and probes wait for, besides calls
+
+
 class _Dispatch:
     """Sends the data path to the relay (if it `forwards`) and the rest to FastAPI."""
 
@@ -261,7 +264,10 @@ class _Dispatch:
         except Forbidden as error:
             await Reply(receive, send).error(error)
             return
-        if self._forwards and is_data_path(scope["path"]):
+        is_call = self._forwards and is_data_path(scope["path"])
+        if is_call or scope["path"] in _HURRIED:
+            hurry()
+        if is_call:
             await parts.relay(scope, receive, send)
         elif scope["method"] == "HEAD":
             await self._control({**scope, "method": "GET"}, receive, _only_head(send))

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ..config.server import StoreConfig
@@ -34,6 +35,19 @@ Topic = Literal["keys", "prompts", "rewards", "live", "steps", "calls"]
 REFUSED_S = 5.0  # that a record which could not be written counts
 TELL_S = 60.0
 LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended before it told
+
+
+_hurried: ContextVar[bool] = ContextVar("hurried", default=False)
+
+
+def hurry() -> None:
+    """Let no statement of this task take longer than `store.busy_timeout_s`: somebody waits for its answer."""
+    _hurried.set(True)
+
+
+def is_hurried() -> bool:
+    """Return whether `hurry` was called in this task, or in the one that began it."""
+    return _hurried.get()
 
 
 class Changes:

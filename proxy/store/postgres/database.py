@@ -13,7 +13,18 @@ import orjson
 
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
-from ..database import SMALL, Changes, Database, Params, Runs, Topic, Transaction, Work, Writing
+from ..database import (
+    SMALL,
+    Changes,
+    Database,
+    Params,
+    Runs,
+    Topic,
+    Transaction,
+    Work,
+    Writing,
+    is_hurried,
+)
 from .alone import locked, require_held
 from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
 from .listening import Listener
@@ -27,7 +38,9 @@ T = TypeVar("T")
 CONNECTIONS = 10  # of one process, at most
 READING = 4  # of them, for long queries
 ALONE = 3  # of them, for those that wait for the store's write lock
-COMMAND_S = 120.0  # that a statement may take; a server that is gone does not say so
+COMMAND_S = 120.0  # that work may take which nobody waits for; a server that is gone does not say so
+FROZEN_S = 1.0  # that a statement on a call's way may take once the server did not answer in time, until it does
+BYTES_A_SECOND = 10_000_000  # that a server takes at least
 # A session whose process is gone must not keep its locks for hours.
 SESSION = {
     "idle_in_transaction_session_timeout": "30s", "tcp_keepalives_idle": "10", "tcp_keepalives_interval": "5",
@@ -54,6 +67,7 @@ class PostgresDatabase(Database):
         self._writes = Writing()
         self._listener = Listener(config, SESSION)
         self._under_way: set[asyncio.Task[object]] = set()
+        self._frozen = False  # it did not answer in time, and has not answered since
         self._reading, self._alone = asyncio.Semaphore(READING), asyncio.Semaphore(ALONE)
 
     @classmethod
@@ -97,6 +111,8 @@ class PostgresDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
+        """Commit within `store.busy_timeout_s`, and what so many bytes take: calls wait for it."""
+
         async def work(db: Transaction) -> None:
             if hold := rollouts_to_hold(runs):
                 await db.all(HOLD_ROLLOUTS, {"ids": orjson.dumps(hold).decode()})
@@ -105,7 +121,7 @@ class PostgresDatabase(Database):
 
         try:
             try:
-                await self._to_the_end(work, BEGIN)
+                await self._to_the_end(work, BEGIN, self._patience(hurried=True) + size / BYTES_A_SECOND)
             except OutcomeUnknown:
                 if not await self._is_recorded(runs):
                     raise
@@ -123,8 +139,9 @@ class PostgresDatabase(Database):
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
         try:
-            async with self._alone:
-                return await self._to_the_end(work, BEGIN_ALONE)
+            seconds = self._patience(is_hurried())
+            async with _one_of(self._alone, seconds):
+                return await self._to_the_end(work, BEGIN_ALONE, seconds + size / BYTES_A_SECOND)
         except StoreUnavailable as error:
             self._writes.failed(error.message)
             raise
@@ -133,21 +150,27 @@ class PostgresDatabase(Database):
         await self.write(lambda db: db.all("SELECT pg_current_xact_id()::TEXT AS id"))
         self._writes.require()
 
-    async def _to_the_end(self, work: Work[T], begin: str) -> T:
+    def _patience(self, hurried: bool) -> float:
+        """How many seconds the server has to answer."""
+        if not hurried:
+            return COMMAND_S
+        return min(FROZEN_S, self._config.busy_timeout_s) if self._frozen else self._config.busy_timeout_s
+
+    async def _to_the_end(self, work: Work[T], begin: str, seconds: float) -> T:
         """Shielded: a transaction that has begun ends, also when its caller is cancelled."""
-        task = asyncio.ensure_future(self._transact(work, begin))
+        task = asyncio.ensure_future(self._transact(work, begin, seconds))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return await asyncio.shield(task)
 
-    async def _transact(self, work: Work[T], begin: str) -> T:
+    async def _transact(self, work: Work[T], begin: str, seconds: float) -> T:
         """Do `work` in one transaction; again while the server is away, or if another one got in its way."""
-        until = monotonic() + self._config.busy_timeout_s
+        until = monotonic() + min(seconds, self._config.busy_timeout_s)
         while True:
             committing = False
             try:
                 require_held()
-                async with self._connection() as connection:
+                async with self._connection(seconds) as connection:
                     await connection.execute(begin)
                     done = await work(PostgresTransaction(connection))
                     require_held()
@@ -162,15 +185,21 @@ class PostgresDatabase(Database):
             await asyncio.sleep(AGAIN_S)
 
     @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[asyncpg.Connection]:
-        """Lend a connection; undo what the block has not committed."""
-        async with self._pool.acquire(timeout=self._config.busy_timeout_s) as connection:
+    async def _connection(self, seconds: float) -> AsyncIterator[asyncpg.Connection]:
+        """Lend a connection, and end it if the block takes longer; undo what the block has not committed."""
+        async with self._pool.acquire(timeout=min(seconds, self._config.busy_timeout_s)) as connection:
             try:
-                yield connection
-            except BaseException:
+                async with asyncio.timeout(seconds) as limit:
+                    yield connection
+                self._frozen = False
+            except BaseException as error:
+                if limit.expired():
+                    connection.terminate()  # else whoever gives it back waits until the server has cancelled something
+                    self._frozen = True
+                    raise TimeoutError(f"the server does not answer within {seconds:g} s") from error
                 if connection.is_in_transaction() and not connection.is_closed():
                     try:
-                        await connection.execute("ROLLBACK")
+                        await connection.execute("ROLLBACK", timeout=self._config.busy_timeout_s)
                     except AWAY:
                         connection.terminate()
                 raise
@@ -178,18 +207,19 @@ class PostgresDatabase(Database):
     # Reads ---------------------------------------------------------------------------------------------------------
 
     async def all(self, sql: str, params: Params | None = None) -> Sequence[asyncpg.Record]:
-        async with self._reading:
-            return await self._fetch(sql, params)
+        seconds = self._patience(is_hurried())
+        async with _one_of(self._reading, seconds):
+            return await self._fetch(sql, params, seconds)
 
     async def quick(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
-        rows = await self._fetch(sql, params)
+        rows = await self._fetch(sql, params, self._patience(hurried=True))
         return rows[0] if rows else None
 
-    async def _fetch(self, sql: str, params: Params | None) -> Sequence[asyncpg.Record]:
-        until = monotonic() + self._config.busy_timeout_s
+    async def _fetch(self, sql: str, params: Params | None, seconds: float) -> Sequence[asyncpg.Record]:
+        until = monotonic() + min(seconds, self._config.busy_timeout_s)
         while True:
             try:
-                async with self._pool.acquire(timeout=self._config.busy_timeout_s) as connection:
+                async with self._connection(seconds) as connection:
                     return await PostgresTransaction(connection).all(sql, params)
             except Exception as error:
                 if not is_away(error) or monotonic() > until:
@@ -215,6 +245,20 @@ class PostgresDatabase(Database):
     def changes(self, *topics: Topic) -> Changes:
         """Its waiters are told by NOTIFY. While the way to the server is broken, they look again and again."""
         return self._listener.changes(topics)
+
+
+@asynccontextmanager
+async def _one_of(places: asyncio.Semaphore, seconds: float) -> AsyncIterator[None]:
+    """Take a place for the block. Raise StoreUnavailable if none gets free."""
+    try:
+        async with asyncio.timeout(seconds):
+            await places.acquire()
+    except TimeoutError:
+        raise StoreUnavailable(f"the store is busy with longer work: no place within {seconds:g} s") from None
+    try:
+        yield
+    finally:
+        places.release()
 
 
 async def _keep_as_it_is(connection: asyncpg.Connection) -> None:

@@ -50,7 +50,8 @@ def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoRetur
     if not is_away(error) and not isinstance(error, (*UNUSABLE, *AGAIN)):
         raise error
     nothing = "; nothing was recorded, try again" if what == "written" else ""
-    said = str(error).partition("\n")[0] or type(error).__name__
+    silent = "the server does not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+    said = str(error).partition("\n")[0] or silent
     if unknown:
         raise OutcomeUnknown(f"the store cannot be {what}: {said}; whether it was recorded is not known") from error
     raise StoreUnavailable(f"the store cannot be {what}: {said}{nothing}") from error
