@@ -38,7 +38,7 @@ function defaults(versions) {
 
 function Found({ found }) {
   if (found.tasks === 0) {
-    return html`<${Empty}>No task has rewarded rollouts of both versions. <code>lightning-proxy eval --tasks FILE --version ${found.a},${found.b}</code> gives both the same tasks.<//>`;
+    return html`<${Empty}>No task has rewarded rollouts of both versions. <code>lightning-proxy eval --tasks FILE --models ${found.a},${found.b} -- COMMAND</code> gives both the same tasks.<//>`;
   }
   const sure = found.interval && (found.interval[0] > 0 || found.interval[1] < 0);
   const verdict = !sure ? "The interval includes 0: these tasks do not tell them apart." : `Version ${found.difference > 0 ? found.b : found.a} earns more.`;

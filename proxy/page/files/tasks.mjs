@@ -54,7 +54,7 @@ function List({ params }) {
   return html`<${Loaded} of=${first}>${(page) => {
     const all = [...page.data, ...more.rows];
     const shown = solved ? all.filter((task) => task.solved === solved) : all;
-    if (all.length === 0) return html`<${Empty}>No tasks yet. A header <code>X-Task-Id</code>, or <code>lightning-proxy run --tasks FILE</code>, names the task of a rollout.<//>`;
+    if (all.length === 0) return html`<${Empty}>No tasks yet. A header <code>X-Task-Id</code>, or <code>lightning-proxy run --tasks FILE -- COMMAND</code>, names the task of a rollout.<//>`;
     return html`<${Counts} tasks=${all} more=${more.cursor !== null} newest=${page.of_newest} />
       <${Table} label="Tasks" columns=${columnsFor(scaleOf(all))} rows=${shown} rowKey=${({ task_id }) => task_id} />
       ${shown.length === 0 && html`<${Empty}>None of these tasks is ${solved} solved.<//>`}
