@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...proxy.json_text import dumps
 from ...proxy.store.rollouts import MeanReward
@@ -13,6 +14,21 @@ from ...proxy.store.training import Step, TrainedData
 from ...proxy.types import PolicyVersion
 
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM takes for --max-lora-rank
+
+
+class Method(NamedTuple):
+    """A method of training: its tag on model hubs, and what it is, in words."""
+
+    tag: str
+    words: str
+
+
+METHODS = {
+    "rl": Method("reinforcement-learning", "reinforcement learning from rewards (LightningRL)"),
+    "sft": Method("sft", "supervised fine-tuning on the best rollouts (TRL's SFTTrainer)"),
+    "dpo": Method("dpo", "direct preference optimization on pairs of rollouts (TRL's DPOTrainer)"),
+    "kto": Method("kto", "Kahneman-Tversky optimization on single rollouts (TRL's KTOTrainer)"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +60,7 @@ def _header(facts: Facts) -> Iterator[str]:
         yield f"base_model: {dumps(base)}"
     yield f"library_name: {'peft' if facts.form == 'adapter' else 'transformers'}"
     yield "pipeline_tag: text-generation"
-    yield "tags: [lightning-proxy, reinforcement-learning]"
+    yield f"tags: [lightning-proxy, {', '.join(METHODS[method].tag for method in _methods(facts))}]"
     yield "---"
 
 
@@ -63,10 +79,20 @@ def _about(facts: Facts) -> Iterator[str]:
     yield f"{what} `{name}`, trained with lightning-proxy. The licence of the base model applies."
     yield ""
     made = time.strftime("%Y-%m-%d", time.gmtime(version.created_at))
-    methods = ", ".join(dict.fromkeys(str(step.metrics.get("method", "rl")) for step in facts.steps))
     yield f"- made: {made}"
-    yield f"- training steps from the base model to here: {count}{f' ({methods})' if methods else ''}"
+    yield f"- training steps from the base model to here: {count} ({', '.join(_methods(facts))})"
+    for method in _methods(facts):
+        yield f"- method `{method}`: {METHODS[method].words}"
     yield f"- served weights compared with the trainer's: {'yes' if version.verified else 'no'}"
+
+
+def _method(step: Step) -> str:
+    return str(step.metrics.get("method", "rl"))
+
+
+def _methods(facts: Facts) -> list[str]:
+    """The methods of its steps, in order, each once."""
+    return list(dict.fromkeys(map(_method, facts.steps))) or ["rl"]
 
 
 def _rewards(facts: Facts) -> Iterator[str]:
@@ -94,11 +120,34 @@ def _data(facts: Facts) -> Iterator[str]:
     data = facts.data
     yield "## Data"
     yield ""
-    if not data.rollouts:
-        yield "None of the rollouts that it learned from are in the store any more, or it learned from none by RL."
-        return
-    days = [time.strftime("%Y-%m-%d", time.gmtime(at)) for at in (data.first, data.last) if at is not None]
-    yield f"{data.rollouts} rollouts of {data.tasks} tasks, recorded from {days[0]} to {days[-1]}."
+    tuned = [step for step in facts.steps if _method(step) != "rl"]
+    for step in tuned:
+        yield f"- step {step.step}, `{_method(step)}`: {_learned_from(_method(step), step.metrics)}"
+    if data.rollouts:
+        days = [time.strftime("%Y-%m-%d", time.gmtime(at)) for at in (data.first, data.last) if at is not None]
+        what = f"{data.rollouts} rollouts of {data.tasks} tasks, recorded from {days[0]} to {days[-1]}."
+        yield f"- all steps of `rl`: {what}" if tuned else what
+    elif len(tuned) < len(facts.steps) or not tuned:
+        yield ("- " if tuned else "") + "None of the rollouts that it learned from by RL are in the store any more."
+
+
+def _learned_from(method: str, metrics: Mapping[str, Any]) -> str:
+    """What a step of fine-tuning learned from, by its metrics; it takes no rollouts from the store."""
+
+    def count(name: str, noun: str) -> str:
+        n = round(metrics.get(name, 0))
+        return f"{n} {noun}{'s' * (n != 1)}"
+
+    seen, learned = count("rollouts", "rewarded rollout"), count("rollouts_trained", "rollout")
+    kind = {
+        "sft": f"{count('samples', 'row')} of {learned}, the best of {seen}",
+        "dpo": f"{count('pairs', 'pair')} of {learned}, out of {seen}",
+        "kto": f"{count('samples', 'row')} of {learned}: {count('thumbs_up', 'row')} with thumbs up, "
+        f"{count('thumbs_down', 'row')} with thumbs down",
+    }[method]
+    measured = round(metrics.get("groups_held_out", 0))
+    held_out = f"; {measured} more {'was' if measured == 1 else 'were'} held out to measure on" if measured else ""
+    return f"{kind}, of {count('groups_trained', 'task')}{held_out}."
 
 
 def _use(facts: Facts) -> Iterator[str]:

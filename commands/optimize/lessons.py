@@ -37,7 +37,8 @@ def feedback(rollout: Mapping[str, Any]) -> str:
 
 def _feedback(rollout: Mapping[str, Any]) -> Iterator[str]:
     yield f"reward: {rollout['reward']}"
-    for reward in rollout["rewards"]:
+    newest = {(reward.get("call_id"), reward["name"]): reward for reward in rollout["rewards"]}  # oldest first
+    for reward in newest.values():
         if reward["comment"]:
             yield f"{reward['source'] or reward['name']} says: {reward['comment']}"
     for call in rollout["calls"]:

@@ -110,7 +110,7 @@ def _header(rollout: dict[str, Any]) -> Table:
 
 
 def _is_of_calls(rollout: dict[str, Any]) -> bool:
-    return rollout["reward"] is not None and rollout["own_reward"] is None
+    return rollout["reward"] is not None and rollout.get("own_reward", 0.0) is None
 
 
 def _reward(reward: dict[str, Any]) -> str:

@@ -157,7 +157,7 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
     facts += [("  time", ", ".join(times))] if times else []
     names = (
         "loss", "held_out_loss", "grad_norm", "advantage_mean", "advantage_std", "ratio_mean", "kl", "kl_base",
-        "entropy", "clip_share", "staleness_mean", "merge_rate",
+        "guide_kl", "entropy", "clip_share", "staleness_mean", "merge_rate",
     )  # fmt: skip
     numbers = [f"{name} {number(metrics[name])}" for name in names if name in metrics]
     return facts + ([("  numbers", ", ".join(numbers))] if numbers else [])

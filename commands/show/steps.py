@@ -62,6 +62,7 @@ def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
         (4, f"{groups} groups" if (groups := _groups(metrics)) != "-" else "", ""),
         (6, "" if tokens is None else f"{count(tokens)} tokens{per_second}", ""),
         (7, "" if kl is None else f"kl {number(kl, 2)}", ""),
+        (7, f"guide_kl {number(guided, 2)}" if (guided := metrics.get("guide_kl")) is not None else "", ""),
         (8, "" if not clipped else f"{_share(clipped)} clipped", ""),
         (9, "" if entropy is None else f"entropy {number(entropy, 2)}", ""),
         (10, f"staleness {number(stale, 2)}" if (stale := metrics.get("staleness_mean")) else "", ""),

@@ -30,18 +30,21 @@ class Recorded:
 def comments(rollouts: Sequence[Recorded]) -> dict[str, str]:
     """Return hints by call id: the comments on the call's rewards, or else on those of its rollout.
 
-    The newest reward of each name counts. A judge's score says nothing that could be followed.
+    The newest reward of each name counts: without a comment it takes back what was said before, of a call also what was
+    said of its rollout. A judge's score says nothing that could be followed.
     """
     found: dict[str, str] = {}
     for rollout in rollouts:
-        newest = {(reward.call_id, reward.name): comment(reward) for reward in rollout.rewards}
-        of: dict[str | None, list[str]] = {}
-        for (call_id, _), said in newest.items():
-            if said:
-                of.setdefault(call_id, []).append(said)
+        newest = {(reward.call_id, reward.name): (n, comment(reward)) for n, reward in enumerate(rollout.rewards)}
+        of: dict[str | None, dict[str, tuple[int, str]]] = {}
+        for (call_id, name), said in newest.items():
+            of.setdefault(call_id, {})[name] = said
         for call in rollout.calls:
-            if said_of_it := of.get(call.call_id) or of.get(None):
-                found[call.call_id] = "\n".join(said_of_it)
+            own, shared = of.get(call.call_id, {}), of.get(None, {})
+            last = {name: said for name, said in shared.items() if name not in own or own[name] < said}
+            words = [said for _, said in own.values() if said] or [said for _, said in last.values() if said]
+            if words:
+                found[call.call_id] = "\n".join(words)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_proxy.commands.export.policy import where
+from lightning_proxy.trainer.preferences.kto import KtoRun
+from lightning_proxy.trainer.sft.sft import SftRun
 from support.command_line import lightning
 from support.small_model import save_small_model
 from support.training import Bench, bench
@@ -93,6 +96,27 @@ async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path
     )
     assert str(base) not in card
     assert [line for line in told if line not in card] == [], card
+
+
+@pytest.mark.parametrize(
+    ("run", "learned"),
+    [
+        (SftRun, r"step 1, `sft`: 4 rows of 4 rollouts, the best of 8 rewarded rollouts, of 2 tasks\."),
+        (KtoRun, r"step 1, `kto`: 8 rows of 8 rollouts: 4 rows with thumbs up, 4 rows with thumbs down, of 2 tasks\."),
+    ],
+)
+async def test_the_card_names_the_data_and_the_method_of_fine_tuning(
+    base: Path, tmp_path: Path, run: Any, learned: str
+) -> None:
+    method = run.method
+    async with bench(base, tmp_path, "lora", **{method: {"epochs": 1, "held_out": 0.0}}) as b:
+        await b.groups("t1", "t2")
+        await b.loop(run).run(asyncio.Event())
+        assert (await asyncio.to_thread(command, b, tmp_path, "policy", "export", "1", tmp_path / "out"))[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert method in yaml.safe_load(card.split("---")[1])["tags"]
+    assert f"training steps from the base model to here: 1 ({method})" in card
+    assert f"- method `{method}`: " in card and re.search(learned, card), card
 
 
 async def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(base: Path, tmp_path: Path) -> None:

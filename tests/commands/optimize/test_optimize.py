@@ -193,14 +193,17 @@ def test_a_lesson_says_what_was_asked_done_and_wrong() -> None:
     ]
     call = {"endpoint": "chat/completions", "status": "ok", "error": None, "tool_calls": [tool]}
     call |= {"request": {"messages": messages}, "response": {"choices": [{"message": asked}]}}
-    reward = {"comment": "wrong column", "source": "judge", "name": "reward"}
-    rollout = {"calls": [call], "reward": 0.0, "rewards": [reward], "status": "failed", "reason": "exit code 1"}
+    older = {"comment": "very good", "source": None, "name": "reward", "call_id": None}
+    reward = {"comment": "wrong column", "source": "judge", "name": "reward", "call_id": None}
+    rollout = {"calls": [call], "reward": 0.0, "rewards": [older, reward], "status": "failed", "reason": "exit code 1"}
     assert inputs(rollout) == "how many?"
     assert outputs(rollout) == 'calls search({"q": 1})'
     assert feedback(rollout).splitlines() == [
         "reward: 0.0", "judge says: wrong column", "the tool search failed: no such column",
         "the agent failed: exit code 1",
     ]  # fmt: skip
+    silent = {**reward, "comment": None}
+    assert "says" not in feedback(rollout | {"rewards": [older, reward, silent]})  # a correction without words
     assert (inputs({"calls": []}), outputs({"calls": []})) == ("(no call was made)",) * 2
 
 

@@ -269,6 +269,7 @@ def test_a_step_is_one_line_that_keeps_what_matters_most() -> None:
     assert step_line(7, STEP).plain.endswith("not published")
     stopped = step_line(7, {**STEP, "warnings": {"kl": "…", "entropy": "…"}, "collapse": {}}, 80).plain
     assert stopped.startswith("step 7  reward 0.500") and stopped.endswith("warning: kl, entropy  stopped")
+    assert "kl 0.0021  guide_kl 0.42  2% clipped" in step_line(7, {**STEP, "guide_kl": 0.42}).plain
     assert step_line(7, {"skipped": 1.0}).plain == "step 7  skipped"  # of an older store
 
 

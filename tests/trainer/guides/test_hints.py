@@ -256,6 +256,11 @@ def test_a_calls_own_comment_comes_before_its_rollouts_and_the_newest_counts() -
     )])  # fmt: skip
     assert found == {"c1": "of c1", "c2": "all wrong\ntoo long"}
     assert comments([recorded(Reward("r", 0.0, comment="bad"), Reward("r", 1.0))]) == {}  # a correction without words
+    corrected = recorded(Reward("r", 0.0, comment="bad"), Reward("r", 1.0, "c1"), Reward("r", 1.0, "c2", "style"))
+    assert comments([corrected]) == {"c2": "bad"}
+    assert comments([recorded(Reward("r", 1.0, "c1"), Reward("r", 0.0, comment="bad"), calls=(call("c1"),))]) == {
+        "c1": "bad"
+    }
 
 
 def test_a_long_hint_is_cut(base: Path) -> None:
