@@ -54,7 +54,14 @@ async def before_retry(stop: asyncio.Event) -> None:
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Do `work` in a thread. A cancellation waits for its end: what follows may need the same weights or files."""
-    doing = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs))
+
+    def guarded() -> T:
+        try:
+            return work(*args, **kwargs)
+        except StopIteration as error:  # no future can hold it: whoever awaits it would wait for ever
+            raise RuntimeError(f"{work!r} raised StopIteration") from error
+
+    doing = asyncio.create_task(asyncio.to_thread(guarded))
     try:
         return await asyncio.shield(doing)
     except asyncio.CancelledError:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+
+import pytest
 
 from lightning_proxy.proxy.store.database import Changes
-from lightning_proxy.trainer.waiting import pause_until_changed
+from lightning_proxy.trainer.waiting import in_thread, pause_until_changed
 
 
 async def test_a_stop_ends_the_wait_for_changes() -> None:
@@ -20,3 +23,10 @@ async def test_a_stop_ends_the_wait_for_changes() -> None:
 async def test_changes_end_the_wait_before_a_stop() -> None:
     async with asyncio.timeout(20):
         await pause_until_changed(asyncio.Event(), Changes(), 0)
+
+
+async def test_work_in_a_thread_that_raises_stop_iteration_ends() -> None:
+    empty: Iterator[int] = iter(())
+    async with asyncio.timeout(20):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await in_thread(next, empty)

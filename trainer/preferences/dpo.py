@@ -6,7 +6,6 @@ these are in the loss: what tools returned is context. The reference is the weig
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,7 +56,7 @@ def prefer(
     def held_out() -> dict[str, float]:
         return measured(margins(trainer, pairs.held_out))
 
-    started, config = time.perf_counter(), trainer.settings.dpo
+    config = trainer.settings.dpo
     before = {f"{name}_before": value for name, value in held_out().items()}
     referred = dataset(trainer, pairs.train)
     rows = [sample for pair in pairs.train for sample in pair]
@@ -79,7 +78,6 @@ def prefer(
         rate=config.learning_rate,
         trained=sum(sample.trained_tokens for sample in rows),
         computed=sum(len(sample.token_ids) for sample in rows),
-        seconds=time.perf_counter() - started,
     )
     after = {name: value for name, value in last.items() if name in HELD_OUT}
     grown = {"preference_margin": last["rewards/margins"], "preference_accuracy": last["rewards/accuracies"]}

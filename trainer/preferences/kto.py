@@ -7,7 +7,6 @@ starts from. KTO's KL is measured on each row's prompt with the answer of the ro
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from pathlib import Path
@@ -57,7 +56,7 @@ def heed(
     def held_out() -> dict[str, float]:
         return measured(margins(trainer, thumbs.held_out))
 
-    started, config = time.perf_counter(), trainer.settings.kto
+    config = trainer.settings.kto
     before = {f"{name}_before": value for name, value in held_out().items()}
     rows = dataset(trainer, thumbs.train)
     longest = max(len(row["KL_ids"]) for row in rows)
@@ -79,7 +78,6 @@ def heed(
         rate=config.learning_rate,
         trained=sum(sample.trained_tokens for sample in thumbs.samples),
         computed=sum(len(row["ids"]) + len(row["KL_ids"]) for row in rows),
-        seconds=time.perf_counter() - started,
     )
     return {**common, **before, **{name: value for name, value in last.items() if name in HELD_OUT}}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -55,7 +54,7 @@ def fine_tune(
         loss = mean_loss(trainer, traces.held_out)
         return {} if loss is None else {"held_out_loss": loss}
 
-    started, config = time.perf_counter(), trainer.settings.sft
+    config = trainer.settings.sft
     before = {f"{name}_before": value for name, value in held_out().items()}
     packing = Packing.of(traces.train, config.batch_tokens)
     sft = SFTTrainer(
@@ -74,7 +73,6 @@ def fine_tune(
         rate=config.learning_rate,
         trained=sum(sample.trained_tokens for sample in traces.train),
         computed=sum(len(sample.token_ids) for sample in traces.train),
-        seconds=time.perf_counter() - started,
     )
     measured = {name: last[name] for name in ("held_out_loss",) if name in last}
     return {**common, "token_accuracy": last["mean_token_accuracy"], **before, **measured}

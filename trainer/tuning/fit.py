@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,19 @@ SAVES = 10  # checkpoints in a run
 class Watch(TrainerCallback):
     """Ends the run when it is told to, marks whole checkpoints, and logs every epoch.
 
+    Each checkpoint holds the numbers up to its own step, so that a run that is killed ends with the same ones.
     `measure` returns the numbers of held-out tasks, which go into the log of each epoch.
     """
 
     def __init__(self, stopped: Callable[[], bool], measure: Callable[[], dict[str, float]]) -> None:
         self._stopped = stopped
         self._measure = measure
+        self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._stopped() and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
+        control.should_log = control.should_log or control.should_save
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         (Path(args.output_dir) / f"checkpoint-{state.global_step}" / MARKER).touch()
@@ -43,11 +47,15 @@ class Watch(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "loss" not in logs:  # TRL's summary of the run
             return
-        measured = self._measure()
-        state.log_history[-1].update(measured)  # goes into checkpoints with the rest
-        said = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured.items())
-        held_out = f" ({said})" if said else ""
-        log.info("epoch %.3g of %d: loss %.4g%s", logs["epoch"], args.num_train_epochs, logs["loss"], held_out)
+        entry, now = state.log_history[-1], time.perf_counter()
+        entry["seconds"], self._since = now - self._since, now
+        if float(entry["epoch"]).is_integer():
+            measured = self._measure()
+            entry.update(measured)
+            numbers = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured.items())
+            held_out = f" ({numbers})" if numbers else ""
+            loss = last_epoch(state.log_history)["loss"]
+            log.info("epoch %.3g of %d: loss %.4g%s", entry["epoch"], args.num_train_epochs, loss, held_out)
 
 
 def fit(trainer: LightningTrainer, tuner: Trainer, directory: Path, rate: str) -> dict[str, float] | None:
@@ -60,17 +68,36 @@ def fit(trainer: LightningTrainer, tuner: Trainer, directory: Path, rate: str) -
     tuner.train(resume_from_checkpoint=_newest_checkpoint(directory))
     if tuner.state.global_step < tuner.state.max_steps:
         return None
-    last: dict[str, float] = next(entry for entry in reversed(tuner.state.log_history) if "loss" in entry)
+    last = last_epoch(tuner.state.log_history)
     if not (math.isfinite(last["loss"]) and all(torch.isfinite(v).all() for v in trainer.adapter().values())):
         shutil.rmtree(directory, ignore_errors=True)
         raise LightningError(f"fine-tuning diverged (loss {last['loss']:g}): nothing of it is kept; try a lower {rate}")
     return {**last, "optimizer_steps": float(tuner.state.max_steps)}
 
 
+def last_epoch(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the newest log, with means over its epoch's steps; `seconds` are the whole run's.
+
+    A log is of the steps since the one before it: two steps with loss 1, then one with loss 4, make a mean of 2.
+    """
+    logs = [entry for entry in history if "loss" in entry]
+    before = [0.0, *(entry["step"] for entry in logs)]
+    epoch = [
+        (entry["step"] - start, entry)
+        for start, entry in zip(before, logs, strict=False)
+        if math.ceil(entry["epoch"]) == math.ceil(logs[-1]["epoch"])
+    ]
+    steps = sum(count for count, _ in epoch)
+    shared = set.intersection(*(set(entry) for _, entry in epoch)) - {"step", "epoch", "grad_norm"}
+    means = {name: math.fsum(count * entry[name] for count, entry in epoch) / steps for name in shared}
+    return {**logs[-1], **means, "seconds": math.fsum(entry.get("seconds", 0.0) for entry in logs)}
+
+
 def tuning_metrics(
-    last: dict[str, float], *, epochs: int, rate: float, trained: int, computed: int, seconds: float
+    last: dict[str, float], *, epochs: int, rate: float, trained: int, computed: int
 ) -> dict[str, float]:
     """Return the metrics that every method has; `trained` and `computed` are an epoch's tokens."""
+    seconds = last["seconds"]
     return {
         "loss": last["loss"],
         "grad_norm": last["grad_norm"],
