@@ -135,9 +135,7 @@ def loss_inputs(
     mask = answers.mask
     of_rows = torch.tensor([weights[sample.rollout_id] for sample in samples], device=mask.device)
     token_weights = of_rows[answers.rows] * mask
-    scale = token_weights
-    if LOSSES[config.loss_type].term == "sapo":  # the one term that TRL averages over sequences
-        scale = scale * mask.sum(1, keepdim=True) * len(mask)
+    scale = token_weights * _averaged_over(mask, config)
     nothing = mask[:, :0]
     advantages = answers.take(padded([s.advantages for s in samples], mask.device))
     return {
@@ -155,15 +153,24 @@ def loss_inputs(
     }
 
 
-def leave_out_tokens(inputs: dict[str, Tensor], logprobs: Tensor) -> Tensor:
+def leave_out_tokens(inputs: dict[str, Tensor], logprobs: Tensor, config: TrainerConfig) -> Tensor:
     """Take the tokens whose log-probability is -inf out of `inputs`; return the log-probabilities without them.
 
     The policy that is trained would not sample them: its top_p and the like leave them out under the present weights.
+    The tokens that stay keep their weights.
     """
-    outside = logprobs.detach().isneginf()
-    for name in ("completion_mask", "advantages", "token_weights"):
+    outside, mask = logprobs.detach().isneginf(), inputs["completion_mask"]
+    for name in ("completion_mask", "token_weights"):
         inputs[name] = inputs[name].masked_fill(outside, 0.0)
+    kept = _averaged_over(inputs["completion_mask"], config) / _averaged_over(mask, config)
+    for name in ("advantages", "advantage_scale"):
+        inputs[name] = (inputs[name] * kept).masked_fill(outside, 0.0)
     return torch.where(outside, inputs["old_per_token_logps"], logprobs)
+
+
+def _averaged_over(mask: Tensor, config: TrainerConfig) -> Tensor | float:
+    """What TRL divides each answer's tokens by, (A, 1): it averages sapo's term alone over answers and their tokens."""
+    return mask.sum(1, keepdim=True).clamp(min=1.0) * len(mask) if LOSSES[config.loss_type].term == "sapo" else 1.0
 
 
 def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:

@@ -212,7 +212,7 @@ class LightningTrainer(GRPOTrainer):
         # Before the policy's own pass: gradient checkpointing computes layers again, and the adapter must be on then.
         reference = answers.take(self._reference(micro_batch)) if config.kl_coef or config.kl_metric else None
         scores = Scores(*map(answers.take, self._score(micro_batch)))
-        self._scores = scores._replace(logprobs=leave_out_tokens(inputs, scores.logprobs))
+        self._scores = scores._replace(logprobs=leave_out_tokens(inputs, scores.logprobs, config))
         add_guidance(inputs, samples, answers, self._scores.logprobs, config.guide_limit)
         if reference is not None:
             reference = torch.where(reference.isneginf(), self._scores.logprobs.detach(), reference)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.trainer.step.losses import LOSSES, Answers, answer_spans, loss_inputs, token_weights
+from lightning_proxy.trainer.step.losses import (
+    LOSSES,
+    Answers,
+    answer_spans,
+    leave_out_tokens,
+    loss_inputs,
+    token_weights,
+)  # fmt: skip
 from lightning_proxy.trainer.step.scoring import Scores
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
@@ -277,16 +285,30 @@ def test_unchanged_policies_have_one_gradient_whatever_the_type_and_level(
     assert (slopes[0] - slopes[1]).norm() < 1e-4 * slopes[0].norm()
 
 
-def token_slopes(learner: LightningTrainer, sample: Sample, log_ratio: float) -> list[float]:
-    """d loss / d logp of each token of a rollout's only answer, times its length; every ratio is e^`log_ratio`."""
+def token_slopes(
+    learner: LightningTrainer, sample: Sample, log_ratio: float, outside: Sequence[int] = ()
+) -> list[float]:
+    """d loss / d logp of each token of a rollout's only answer, times its length; every ratio is e^`log_ratio`.
+
+    `outside`: places in the answer of tokens that the policy would not sample any more.
+    """
     answers = Answers.of([sample], torch.device("cpu"))
     weights = token_weights([sample], learner.settings)
     inputs = loss_inputs([sample], answers, weights, learner.settings)
     logps = (inputs["old_per_token_logps"] + log_ratio).requires_grad_()
-    learner._scores = Scores(logps, torch.zeros_like(logps))
+    present = logps.index_fill(1, torch.tensor(outside, dtype=torch.long), -math.inf)
+    learner._scores = Scores(leave_out_tokens(inputs, present, learner.settings), torch.zeros_like(logps))
     (slopes,) = torch.autograd.grad(learner._compute_loss(learner.model, inputs), logps)
     scale = weights[sample.rollout_id]
     return [float(slope / scale) for slope in slopes[0]]
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "luspo"])  # it has a ratio of whole answers
+def test_tokens_that_are_left_out_change_nothing_for_the_others(model: Path, tmp_path: Path, loss_type: str) -> None:
+    learner = trainer(model, tmp_path, loss_type=loss_type)
+    sample = row("r", "t", ([3], [4, 5, 6, 7], [-1.0] * 4, 1.0))
+    whole, without = (token_slopes(learner, sample, 0.0, outside) for outside in ((), (1, 2)))
+    assert without == pytest.approx([whole[0], 0.0, 0.0, whole[3]])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
