@@ -83,27 +83,32 @@ def as_flex(patch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def peak_of_a_pass(config: dict[str, Any], tokens: int, trainer: TrainerConfig, patch: pytest.MonkeyPatch) -> int:
-    """Return the bytes that a pass over one row of so many tokens adds to weights (and adapter) at its peak."""
+def peak_of_a_pass(
+    config: dict[str, Any], tokens: int, trainer: TrainerConfig, patch: pytest.MonkeyPatch, *, autocast: bool = True
+) -> int:
+    """Return the bytes that a pass over one row of so many tokens adds to weights (and adapter) at its peak.
+
+    Without `autocast`, everything is float32, as on a CPU.
+    """
     with as_flex(patch):
         with torch.device("meta"):
-            dtype = torch.bfloat16 if trainer.weights == "lora" else torch.float32
+            dtype = torch.bfloat16 if trainer.weights == "lora" and autocast else torch.float32
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
             adapted = get_peft_model(model, lora_config(trainer, model)) if trainer.weights == "lora" else model
         use_tree_attention(model)
         trl_config.checkpoint_layers(model, trainer)
         adapted.train()
-        return _measured(model, tokens, patch)
+        return _measured(model, tokens, patch, autocast)
 
 
-def _measured(model: PreTrainedModel, tokens: int, patch: pytest.MonkeyPatch) -> int:
+def _measured(model: PreTrainedModel, tokens: int, patch: pytest.MonkeyPatch, autocast: bool) -> int:
     from_numpy = torch.from_numpy
     with FakeTensorMode() as fake, Peak() as peak, patch.context() as patched:
         patched.setattr(torch, "from_numpy", lambda array: fake.from_tensor(from_numpy(array)))
         _move(model)
         stays = peak.now
         sample = fully_scored(tuple(range(tokens + 1)), "default")
-        with torch.autocast(DEVICE.type, torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
             scores = score(model, build_tree([sample.token_ids[:-1]]), [sample])
         scores.logprobs.sum().backward()
         return peak.most - stays

@@ -7,13 +7,17 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...proxy.errors import ConfigError
+from .memory import GIB
 
 ASKING_S = 20.0
 ASK = ("nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits")
+# Of cgroups, versions 2 and 1.
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 Cards = dict[int, float]
 
@@ -31,6 +35,15 @@ def cards() -> Cards:
     if visible is None:
         return found
     return {int(n): found[int(n)] for n in visible.split(",") if n.strip().isdigit() and int(n) in found}
+
+
+def machine_memory() -> float:
+    """Return this machine's memory in GiB, or what its container may use of it."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for file in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # another kernel; `max`
+            limits.append(float(Path(file).read_text()))
+    return min(limits) / GIB
 
 
 def cards_like(text: str) -> Cards:

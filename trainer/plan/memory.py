@@ -1,4 +1,6 @@
-"""How much memory a server and a trainer need on a GPU, in bytes, by a model's sizes. Arithmetic only.
+"""How much memory a server and a trainer need, in bytes, by a model's sizes. Arithmetic only.
+
+On a GPU activations are bfloat16 beside float32 where it matters; on a CPU everything is float32.
 
 The trainer's pass is checked against runs on tensors without values (tests/trainer/plan). What vLLM and CUDA take for
 themselves is an estimate.
@@ -60,17 +62,18 @@ def trained_adapters(shape: Shape, adapter: Adapter) -> float:
     return 5 * FLOAT32 * adapter.trained * shape.lora_parameters(adapter.rank)
 
 
-def training_pass(shape: Shape, tokens: int, *, checkpointing: bool = True) -> float:
+def training_pass(shape: Shape, tokens: int, *, checkpointing: bool = True, width: int = BF16) -> float:
     """Return the bytes that a forward and backward pass over so many tokens takes at its peak, besides the weights.
 
-    With checkpointing, each layer's input is kept, and one layer at a time is computed again.
+    With checkpointing, each layer's input is kept, and one layer at a time is computed again. `width`: bytes of an
+    activation.
     """
-    ends = BF16 * 4 * shape.hidden  # the embeddings, the last layer's output, and the gradients of both
+    ends = width * 4 * shape.hidden  # the embeddings, the last layer's output, and the gradients of both
     if checkpointing:
-        a_token = shape.layers * BF16 * shape.hidden + ends + _layer(shape) + _mlp_gradients(shape)
+        a_token = shape.layers * width * shape.hidden + ends + _layer(shape, width) + _mlp_gradients(shape)
     else:
-        a_token = shape.layers * _layer(shape) + ends
-    return max(a_token * tokens, (shape.layers * BF16 * shape.hidden + ends) * tokens + LOGITS)
+        a_token = shape.layers * _layer(shape, width) + ends
+    return max(a_token * tokens, (shape.layers * width * shape.hidden + ends) * tokens + LOGITS)
 
 
 def whole_pass(shape: Shape, tokens: int, *, checkpointing: bool = True) -> float:
@@ -83,16 +86,17 @@ def whole_pass(shape: Shape, tokens: int, *, checkpointing: bool = True) -> floa
     return max(training_pass(shape, tokens, checkpointing=checkpointing) + kept, head)
 
 
-def _layer(shape: Shape) -> float:
+def _layer(shape: Shape, width: int) -> float:
     """The bytes that a layer keeps for its backward pass, of one token.
 
-    Norms keep their input in float32; each adapted module keeps its input; the MLP keeps four times its width.
+    Norms keep their input in float32, a copy where activations are narrower; each adapted module keeps its input; the
+    MLP keeps four times its width.
     """
-    norms = 2 * FLOAT32 * shape.hidden
-    inputs = BF16 * (5 * shape.hidden + shape.attention)
-    attention = BF16 * (2 * shape.attention + 2 * shape.keys)
+    norms = 2 * FLOAT32 * shape.hidden if width < FLOAT32 else 0
+    inputs = width * (5 * shape.hidden + shape.attention)
+    attention = width * (2 * shape.attention + 2 * shape.keys)
     heads = FLOAT32 * (shape.attention + shape.keys) if shape.normed_heads else 0
-    return norms + inputs + attention + heads + 4 * BF16 * shape.intermediate * shape.active
+    return norms + inputs + attention + heads + 4 * width * shape.intermediate * shape.active
 
 
 def _mlp_gradients(shape: Shape) -> float:

@@ -1,7 +1,8 @@
-"""Shares out the memory of the GPUs between vLLM and the trainer, before either starts."""
+"""Shares out the memory of the GPUs, or of a machine without any, between vLLM and the trainer before either starts."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ LEAST_LENGTH = 1024
 CONTEXTS = 2
 # A pass is larger than the longest sample where that costs nothing else.
 COMFORTABLE_PASS = 8192
+# Of a machine's memory without a GPU: other programs run there, too.
+USABLE_OF_MACHINE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,33 @@ def plan(shape: Shape, cards: Sequence[float], wanted: Wanted) -> Plan:
         if found.kv_tokens >= (CONTEXTS * length if wanted.max_model_len is None else length):
             return found
     raise ConfigError(_refusal(shape, cards, found, wanted))
+
+
+def pass_on_cpu(shape: Shape, gib: float, wanted: Wanted, kv_cache_gib: float, most: int) -> tuple[int, bool]:
+    """Return how many tokens a pass takes on a machine of so many GiB, and whether it needs gradient checkpointing.
+
+    At least 1; at most `most`, unless the longest sample has more. Without `wanted.checkpointing`, it is needed where
+    the longest sample would not fit.
+    """
+    width = memory.FLOAT32
+    weights = width * shape.parameters
+    server = weights + memory.SERVING + kv_cache_gib * GIB if wanted.served else 0.0
+    if wanted.whole:
+        own = memory.master_weights(shape, reference=wanted.reference) + memory.whole_gradients(shape)
+    else:
+        own = weights + memory.trained_adapters(shape, wanted.adapter)
+    room = USABLE_OF_MACHINE * gib * GIB - server - own - memory.CONTEXT
+
+    def fitting(checkpointing: bool) -> int:
+        return bisect_right(
+            range(1, most + 1),
+            room,
+            key=lambda n: memory.training_pass(shape, n, checkpointing=checkpointing, width=width),
+        )
+
+    sample = min(wanted.max_sample_tokens or shape.context, most)
+    needed = not wanted.checkpointing and fitting(False) < sample
+    return max(1, fitting(wanted.checkpointing or needed)), needed
 
 
 def _lengths(longest: int) -> list[int]:

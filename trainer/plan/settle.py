@@ -7,13 +7,15 @@ from urllib.parse import urlsplit
 
 from ...proxy.config.root import Config
 from ...proxy.policy.mode import publish_mode
-from .machine import Cards, cards, model_config
+from .machine import Cards, cards, machine_memory, model_config
 from .memory import Adapter
-from .plan import Plan, Wanted, plan
-from .shape import check_model, shape_of
+from .plan import Plan, Wanted, pass_on_cpu, plan
+from .shape import Shape, check_model, shape_of
 
-# Where there is no plan: on a CPU, or if the model's sizes are not known.
+# Where there is no plan, since the model's sizes are not known; the most in any case on a CPU.
 TOKENS_PER_PASS = 8192
+# A larger pass is no faster on a CPU.
+COMFORTABLE_ON_CPU = 1024
 UTILIZATION = 0.5
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -38,7 +40,8 @@ def settle(
 
     An `offline` trainer has no vLLM beside it, and neither has one whose vLLM is on another machine. If not `trained`,
     or if a service takes the steps, vLLM has no trainer beside it. There is no plan for a base model that is `sharded`
-    over several GPUs. ConfigError if the model cannot be trained, or does not fit.
+    over several GPUs, and on a CPU only for the size of a pass. ConfigError if the model cannot be trained, or does not
+    fit.
     """
     gpus = cards() if gpus is None else gpus
     trained = trained and config.trainer.backend == "local"
@@ -47,7 +50,9 @@ def settle(
         check_model(about)
     shape = shape_of(about) if about is not None else None
     if shape is None or not gpus or sharded:
-        return Settled(_without_plan(config), None, tuple(config.vllm.devices), tuple(config.trainer.devices))
+        on_cpu = None if gpus or sharded or not trained else shape
+        without = _without_plan(config, on_cpu, served=not offline and _is_here(config))
+        return Settled(without, None, tuple(config.vllm.devices), tuple(config.trainer.devices))
     numbers = list(gpus)
     found = plan(shape, list(gpus.values()), replace(_wanted(config, numbers, offline), trained=trained))
     return Settled(
@@ -90,14 +95,28 @@ def _filled(config: Config, found: Plan) -> Config:
     )
 
 
-def _without_plan(config: Config) -> Config:
+def _without_plan(config: Config, on_cpu: Shape | None, *, served: bool) -> Config:
     vllm, trainer = config.vllm, config.trainer
+    sample, checkpointing, tokens = (
+        trainer.max_sample_tokens or vllm.max_model_len,
+        trainer.gradient_checkpointing,
+        None,
+    )
+    if on_cpu is not None:
+        wanted = Wanted(
+            max_sample_tokens=sample, checkpointing=checkpointing is True, served=served,
+            adapter=Adapter(trainer.lora_rank, 1 + len(config.policy.adapters)),
+            whole=trainer.weights == "full", reference=bool(trainer.kl_coef) or trainer.kl_metric,
+        )  # fmt: skip
+        tokens, needed = pass_on_cpu(on_cpu, machine_memory(), wanted, vllm.kv_cache_gib, TOKENS_PER_PASS)
+        checkpointing = True if needed and checkpointing == "auto" else checkpointing
     return _with(
         config,
         {"gpu_memory_utilization": vllm.gpu_memory_utilization or UTILIZATION},
         {
-            "max_tokens_per_batch": trainer.max_tokens_per_batch or TOKENS_PER_PASS,
-            "max_sample_tokens": trainer.max_sample_tokens or vllm.max_model_len,
+            "max_tokens_per_batch": trainer.max_tokens_per_batch or tokens or TOKENS_PER_PASS,
+            "max_sample_tokens": sample,
+            "gradient_checkpointing": checkpointing,
         },
     )
 

@@ -38,11 +38,12 @@ class TreeCost:
     """The cost of computing a tree, in units of a node's work in the linear layers.
 
     `attention` is the work for a node and one that it sees: itself and its ancestors. At most `max_nodes` fit into one
-    pass.
+    pass. Nodes over `comfortable` cost a tenth of their work, for the memory that they take.
     """
 
     attention: float
     max_nodes: int
+    comfortable: int | None = None
 
     def __call__(self, tree: PrefixTree) -> float:
         return len(tree) + self.attention * float(tree.depths.sum() + len(tree))
@@ -51,9 +52,16 @@ class TreeCost:
         """Return the cost of the first so many nodes of a row."""
         return lengths + self.attention * lengths * (lengths + 1) / 2
 
+    def memory(self, nodes: Ints) -> NDArray[np.float64]:
+        """Return the price of the memory of passes of so many nodes."""
+        comfortable = self.max_nodes if self.comfortable is None else self.comfortable
+        return np.maximum(nodes - comfortable, 0).astype(np.float64) * _MEMORY_COST
+
 
 # The fixed cost of a forward and backward pass, in nodes. It prefers fewer passes where nothing else decides.
 _PASS_COST = 1.0
+# A cut that saves a node of memory may take so much more work.
+_MEMORY_COST = 0.1
 
 
 def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
@@ -79,15 +87,17 @@ def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
     """The starts of groups of rows, and the number of rows. Row i shares its first `shared[i]` nodes with row i - 1."""
     total = np.concatenate([[0], np.cumsum(lengths - shared)])
     price = cost.prefix(shared) + _PASS_COST
-    spent = np.zeros(len(lengths))  # the cost of all cuts up to the one before row i
+    spent = np.zeros(len(lengths))  # the cost of all passes and cuts up to the one before row i
     begins = np.zeros(len(lengths) + 1, np.int64)
     first = 0
     for stop in range(1, len(lengths) + 1):
         while first < stop - 1 and total[stop] - total[first] + shared[first] > cost.max_nodes:
             first += 1
-        begins[stop] = first + int(np.argmin(spent[first:stop]))
+        last = spent[first:stop] + cost.memory(total[stop] - total[first:stop] + shared[first:stop])
+        best = int(np.argmin(last))
+        begins[stop] = first + best
         if stop < len(lengths):
-            spent[stop] = spent[begins[stop]] + price[stop]
+            spent[stop] = last[best] + price[stop]
     cuts = [len(lengths)]
     while cuts[-1]:
         cuts.append(int(begins[cuts[-1]]))

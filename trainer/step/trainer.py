@@ -22,7 +22,7 @@ from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 from ..files import saved_config
 from ..files.checkpoint import whole_directory
-from ..plan.settle import TOKENS_PER_PASS
+from ..plan.settle import COMFORTABLE_ON_CPU, TOKENS_PER_PASS
 from ..report.trackers import Trackers
 from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
@@ -105,6 +105,7 @@ class LightningTrainer(GRPOTrainer):
         self._cost = TreeCost(
             attention_cost(self.policy_model.config, self.policy_model.num_parameters(exclude_embeddings=True)),
             min(processes.gathered(config.max_tokens_per_batch or TOKENS_PER_PASS)),  # they share out the same passes
+            None if torch.cuda.is_available() else COMFORTABLE_ON_CPU,
         )
 
     @property

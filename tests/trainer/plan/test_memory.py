@@ -30,6 +30,18 @@ def test_a_pass_takes_what_the_plan_says(name: str, checkpointing: bool, monkeyp
     assert memory.training_pass(shape, TOKENS, checkpointing=checkpointing) == pytest.approx(found, rel=0.15)
 
 
+@SLOW
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_pass_on_a_cpu_takes_what_the_plan_says(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = SIZES["Qwen2.5-1.5B"]
+    shape = shape_of(sizes)
+    assert shape is not None
+    config = TrainerConfig(gradient_checkpointing=checkpointing)
+    found = peak_of_a_pass(sizes, TOKENS, config, monkeypatch, autocast=False)
+    planned = memory.training_pass(shape, TOKENS, checkpointing=checkpointing, width=memory.FLOAT32)
+    assert planned == pytest.approx(found, rel=0.15)
+
+
 @pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=SLOW)])
 def test_a_pass_of_all_weights_takes_what_the_plan_says(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = SIZES["Qwen2.5-1.5B"]

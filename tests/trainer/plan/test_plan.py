@@ -11,10 +11,12 @@ import pytest
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.plan import machine
+from lightning_proxy.trainer.plan import settle as settle_module
 from lightning_proxy.trainer.plan.machine import cards, cards_like
 from lightning_proxy.trainer.plan.memory import GIB
+from lightning_proxy.trainer.plan.plan import Wanted, pass_on_cpu
 from lightning_proxy.trainer.plan.settle import Settled, settle
-from lightning_proxy.trainer.plan.shape import check_model
+from lightning_proxy.trainer.plan.shape import check_model, shape_of
 from support.model_sizes import SIZES
 
 
@@ -104,6 +106,28 @@ def test_without_a_gpu_or_sizes_there_are_defaults(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "odd"}')
     found = settle(Config.model_validate({"policy": {"model": str(tmp_path)}}), cards_like("24"))
     assert found.plan is None and found.config.vllm.gpu_memory_utilization == 0.5
+
+
+@pytest.mark.parametrize(
+    ("gib", "tokens", "checkpointing"),
+    [(64.0, 6250, False), (32.0, 8192, True), (24.0, 4300, True), (8.0, 1, True)],
+)
+def test_without_a_gpu_the_machines_memory_bounds_a_pass(gib: float, tokens: int, checkpointing: bool) -> None:
+    shape = shape_of(SIZES["Qwen2.5-1.5B"])
+    assert shape is not None
+    found, needed = pass_on_cpu(shape, gib, Wanted(max_sample_tokens=2048, checkpointing=False), 2.0, 8192)
+    assert (found, needed) == (pytest.approx(tokens, rel=0.1), checkpointing)
+
+
+def test_settings_for_a_machine_without_a_gpu_fit_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settle_module, "machine_memory", lambda: 24.0)
+    (tmp_path / "config.json").write_text(json.dumps(SIZES["Qwen2.5-1.5B"]))
+    sections = {"policy": {"model": str(tmp_path)}, "vllm": {"max_model_len": 2048}}
+    trainer = settle(Config.model_validate(sections), {}).config.trainer
+    assert trainer.gradient_checkpointing is True and 2048 < trainer.max_tokens_per_batch < 8192
+    own = {"max_tokens_per_batch": 512, "gradient_checkpointing": False}
+    kept = settle(Config.model_validate({**sections, "trainer": own}), {}).config.trainer
+    assert (kept.max_tokens_per_batch, kept.gradient_checkpointing) == (512, False)
 
 
 @pytest.mark.parametrize(

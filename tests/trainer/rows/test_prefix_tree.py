@@ -9,7 +9,7 @@ import pytest
 
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
-from lightning_proxy.trainer.rows.prefix_tree import build_tree, padded_tree
+from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree, padded_tree
 from lightning_proxy.trainer.types import Sample
 
 torch = pytest.importorskip("torch")
@@ -104,18 +104,30 @@ def test_no_samples_make_no_micro_batches() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_cuts_compute_less_twice(seed: int) -> None:
     given = sorted(samples("a", random_rows(seed, count=8)), key=lambda s: s.token_ids)
-    cost = TreeCost(attention=0.1, max_nodes=random.Random(seed).choice([15, 25, 40]))
+    chance = random.Random(seed)
+    cost = TreeCost(0.1, max_nodes=chance.choice([15, 25, 40]), comfortable=chance.choice([None, 10, 20]))
     found = micro_batches(given, cost)
+
+    def price(tree: PrefixTree) -> float:
+        return cost(tree) + 1.0 + float(cost.memory(np.array(len(tree))))
 
     def total(cuts: tuple[int, ...]) -> float:
         groups = [[s.token_ids[:-1] for s in given[a:b]] for a, b in pairwise((0, *cuts, len(given)))]
         trees = [build_tree(group) for group in groups]
         fits = all(len(tree) <= cost.max_nodes or len(tree.paths) == 1 for tree in trees)
-        return sum(cost(tree) + 1.0 for tree in trees) if fits else math.inf
+        return sum(map(price, trees)) if fits else math.inf
 
     cuts = range(1, len(given))
     best = min(total(chosen) for n in range(len(given)) for chosen in combinations(cuts, n))
-    assert sum(cost(batch.tree) + 1.0 for batch in found) == pytest.approx(best)
+    assert sum(price(batch.tree) for batch in found) == pytest.approx(best)
+
+
+def test_memory_is_saved_where_little_is_computed_twice_for_it() -> None:
+    cost, answers = TreeCost(0.0, max_nodes=8192, comfortable=100), [[n] * 20 for n in range(50, 60)]
+    apart = micro_batches(samples("a", [[1, 2, *answer] for answer in answers]), cost)
+    assert max(len(batch.tree) for batch in apart) <= 100 and len(apart) == 2
+    trunk = list(range(1000, 1400))
+    assert len(micro_batches(samples("a", [[*trunk, *answer] for answer in answers]), cost)) == 1
 
 
 def test_thousands_of_samples_are_cut_quickly() -> None:
