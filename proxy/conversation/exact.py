@@ -45,6 +45,8 @@ Json = dict[str, Any]
 # A recorded call as a chat request, given what its rollout says by response; None if it is not one.
 ChatOf = Callable[[ModelCall, Mapping[str, Said]], Json | None]
 
+LATELY = 64  # calls of a rollout that are looked at for answers of other workers
+
 IGNORED = (
     "upstream %s does not take prompts as tokens: vLLM 0.32 or newer does; use it, or policy.token_continuity: text"
 )
@@ -129,7 +131,7 @@ class ExactCall:
         if end.status == "ok":
             answer = chat_answer(self._start.endpoint, end.response)
             answered = turns(self._chat, answer, end.prompt_token_ids, end.choices, self._whole)
-            self._exact.turns.add(self._start.rollout.rollout_id, answered)
+            self._exact.turns.add(self._start.rollout.rollout_id, answered, self._start.call_id)
 
     async def _exact_prompt(self, request: Request) -> tuple[list[int], list[int]]:
         """The exact tokens of the request, and those that it is rendered as; raises AsText."""
@@ -160,13 +162,14 @@ class RecentTurns:
         self._store = store
         self._chat_of = chat_of
         self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
+        self._seen: dict[str, set[str]] = {}  # by rollout, the answered calls that its turns are of, or came after
         self._tokens = 0
         self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
 
     async def earlier(self, rollout_id: str, chat: Json) -> Turn:
         """Return the turn that a supported call continues, and mark it as the newest. Raise AsText if there is none."""
         known = await self.known(rollout_id, chat)
-        if not is_last(known, chat):  # another worker answered the ones since, or all of them
+        if not is_last(known, chat) and await self._has_others(rollout_id):
             self.forget(rollout_id)
             known = await self.known(rollout_id, chat)
         turn = earlier_turn(known, chat)
@@ -176,18 +179,28 @@ class RecentTurns:
     async def known(self, rollout_id: str, chat: Json) -> list[Turn]:
         """Return the rollout's recent turns, newest last. Read the store only at the second turn: most have one."""
         if rollout_id not in self._turns and has_answers(chat):
+            seen = await self._store.calls.answered(rollout_id, LATELY)
             stored = await self._stored(rollout_id)
             if rollout_id not in self._turns:
-                self._turns[rollout_id] = []
+                self._turns[rollout_id], self._seen[rollout_id] = [], seen
                 self._remember(rollout_id, stored)
         return self._turns.get(rollout_id, [])
 
-    def add(self, rollout_id: str, answered: Iterable[Turn]) -> None:
+    def add(self, rollout_id: str, answered: Iterable[Turn], call_id: str = "") -> None:
         """Note that a call was answered, if its rollout is in memory."""
         if rollout_id in self._turns:
+            self._seen[rollout_id].add(call_id)
             self._remember(rollout_id, answered)
 
+    async def _has_others(self, rollout_id: str) -> bool:
+        """Whether other workers have answered calls since: a history that is edited continues none of either."""
+        answered = await self._store.calls.answered(rollout_id, LATELY)
+        seen = self._seen.get(rollout_id, set())
+        seen &= answered
+        return seen != answered
+
     def forget(self, rollout_id: str) -> None:
+        self._seen.pop(rollout_id, None)
         for turn in self._turns.pop(rollout_id, ()):
             self._tokens -= _size(turn)
 

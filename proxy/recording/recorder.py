@@ -23,14 +23,13 @@ from ..store.calls import (
     CALL_START,
     CALL_SUPERSEDED,
     ROLLOUT_CALL_ENDED,
-    TOOL_CALL,
-    TOOL_RESULT,
     call_end_row,
 )
 from ..store.database import Refused
 from ..store.delta import common_prefix, shrink_request
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
+from ..store.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..types import CallEnd, CallStart
 from .group_commit import GroupCommit, Statement
 from .places import has_results, results, spots, told

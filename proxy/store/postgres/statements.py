@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..calls import CALL_END, CALL_START
+from ..calls import CALL_END, CALL_START, CALLS_ANSWERED
 from ..reports import feed, traffic
 from ..resources import prompts
 from ..retention import PAGES
@@ -64,6 +64,7 @@ RECORDED = {
 }
 TEXTS = {
     ROLLOUT_SEEN: _SEEN,
+    CALLS_ANSWERED: CALLS_ANSWERED.replace("group_concat", "string_agg"),
     # Of few rollouts: with OFFSET the rewards of each are looked up, where the server would read all rewards.
     REWARDS_SINCE_VERSION: REWARDS_SINCE_VERSION.replace(
         "CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id",

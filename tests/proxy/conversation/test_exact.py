@@ -21,6 +21,7 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.conversation.exact import RecentTurns
+from lightning_proxy.proxy.conversation.turns import AsText
 from lightning_proxy.proxy.conversation.turns import turns as turns_of
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
@@ -311,6 +312,44 @@ async def test_only_the_newest_turns_are_made_of_a_stored_rollout_and_not_in_the
     assert [turn.ids.tolist() for turn in turns] == [[1, 7, 3], [1, 8, 3]]
     assert [call_id for call_id, _ in asked] == ["c8", "c7"]
     assert threading.main_thread() not in {thread for _, thread in asked}
+    await database.close()
+
+
+@pytest.mark.parametrize("earlier", [10, 1000])
+async def test_an_edited_history_reads_the_rollout_once(
+    earlier: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its length: after that, each call asks only whether another worker has answered."""
+    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    name, answer = RolloutName("r", None, None), (Choice(0, (3,), (-1.0,), "stop"),)
+    response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
+    edited = {"model": "m", "messages": [user("hi"), {"role": "assistant", "content": "edited"}, user("more")]}
+
+    async def call(recorder: Recorder, call_id: str) -> None:
+        await recorder.start(CallStart(call_id, name, "chat/completions", "m", 0, {"messages": [user("hi")]}, 0.0))
+        await recorder.end(CallEnd(call_id, "r", "ok", response, 200, (1,), answer))
+
+    read: list[str] = []
+    for way in ("all", "quick"):
+        run = getattr(database, way)
+        monkeypatch.setattr(database, way, lambda sql, params=None, run=run: read.append(sql) or run(sql, params))
+    async with Recorder(Store(database), merged=False) as mine, Recorder(Store(database), merged=False) as others:
+        for n in range(earlier):
+            await call(mine, f"c{n}")
+        recent, statements = RecentTurns(Store(database), lambda call, known: call.request), []
+        for n in range(6):
+            read.clear()
+            with pytest.raises(AsText, match="edited"):
+                await recent.earlier("r", edited)
+            statements.append(len(read))
+            await call(mine, f"d{n}")
+            recent.add("r", [], f"d{n}")
+        assert statements[1:] == [1] * 5
+        await call(others, "another worker's")
+        read.clear()
+        with pytest.raises(AsText, match="edited"):
+            await recent.earlier("r", edited)
+        assert len(read) > 1
     await database.close()
 
 

@@ -12,7 +12,6 @@ import pytest
 from lightning_proxy.proxy import store
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store import waiting
-from lightning_proxy.proxy.store.calls import TOOL_RESULT
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.rollouts import (
@@ -20,6 +19,7 @@ from lightning_proxy.proxy.store.rollouts import (
     ROLLOUTS_PAGE,
     ROLLOUTS_PAGE_OF_PREFIX,
 )
+from lightning_proxy.proxy.store.tool_calls import TOOL_RESULT
 from lightning_proxy.proxy.store.versions import PINNED_VERSIONS
 from support.statements import pages, statements
 
