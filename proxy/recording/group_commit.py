@@ -18,9 +18,9 @@ from ..store.calls import (
 )
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
 from ..store.resources.prompts import CALL_PROMPT, ROLLOUT_PROMPT_KEPT
+from ..store.resources.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
-from ..store.tool_calls import TOOL_CALL, TOOL_RESULT
 
 Rows = list[dict[str, Any]]
 # One of the store's statements, with its parameters.

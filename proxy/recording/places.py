@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..apis.atoms import Atom, answer_atoms, item_atoms, request_atoms, same_arguments
 from ..apis.tools import dicts, item_ids, results_in, written_results
-from ..store.tool_calls import NO_SIGN, SIGN, SIGNS
+from ..store.resources.tool_calls import NO_SIGN, SIGN, SIGNS
 from ..types import ToolCall, ToolResult
 
 Json = dict[str, Any]

@@ -27,9 +27,9 @@ from ..store.calls import (
 )
 from ..store.database import Refused
 from ..store.delta import common_prefix, shrink_request
+from ..store.resources.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
-from ..store.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..types import CallEnd, CallStart
 from .group_commit import GroupCommit, Statement
 from .places import has_results, results, spots, told

@@ -14,12 +14,12 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store import waiting
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.resources.tool_calls import TOOL_RESULT
 from lightning_proxy.proxy.store.rollouts import (
     ROLLOUT_FILTERS,
     ROLLOUTS_PAGE,
     ROLLOUTS_PAGE_OF_PREFIX,
 )
-from lightning_proxy.proxy.store.tool_calls import TOOL_RESULT
 from lightning_proxy.proxy.store.versions import PINNED_VERSIONS
 from support.statements import pages, statements
 
