@@ -37,7 +37,10 @@ HELD_OUT = 5  # one task in so many, where no file has them
 
 @dataclass(frozen=True, slots=True)
 class OptimizeRequest:
-    """The options of the command line. `budget`: rollouts of the search; the held-out ones come on top."""
+    """The options of the command line.
+
+    `budget`: rollouts of the search, and calls of the reflecting model at most; the held-out ones come on top.
+    """
 
     method: Literal["gepa", "apo"]
     prompt: str
@@ -153,13 +156,16 @@ class _Optimization:
                         await apo.search(job, asked.sizes)
                     else:
                         await gepa.search(job, asked.batch)
+                    if job.tried:
+                        await job.settle()
                     return await self._judge(api, job, run)
                 finally:
                     await asyncio.shield(self.runner.close())
 
     def _search(self, scores: Scores, run: str, text: str) -> Search:
         asked = self.asked
-        reflection = Reflection(asked.reflect, asked.reflect_url, self.directory / f"{run}.jsonl")
+        file = self.directory / f"{run}.jsonl"
+        reflection = Reflection(asked.reflect, asked.reflect_url, file, most=asked.budget)
 
         def tell(best: Candidate) -> None:
             self.view.say(f"version {best.version}: {best.mean:.3f} on {len(self.split.validation)} tasks")

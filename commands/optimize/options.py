@@ -19,7 +19,9 @@ def optimize(
     held_out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="tasks to judge by", show_default="a fifth of --tasks")
     ] = None,
-    budget: Annotated[int, typer.Option(metavar="N", min=1, help="rollouts of the search")] = 200,
+    budget: Annotated[
+        int, typer.Option(metavar="N", min=1, help="rollouts of the search, and calls of the reflecting model at most")
+    ] = 200,
     validation: Annotated[int, typer.Option(metavar="N", min=1, help="tasks to compare prompts on")] = 16,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="rollouts that are reflected on at a time")] = 4,
     beam: Annotated[int, typer.Option(metavar="N", min=1, help="apo: prompts that go on to the next round")] = 4,

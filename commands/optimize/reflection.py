@@ -12,6 +12,7 @@ from pathlib import Path
 from ...proxy.errors import LightningError
 from ...proxy.store.copies import make_private
 from ...proxy.upstreams.litellm.engine import import_litellm
+from .scores import BudgetSpent
 
 TIMEOUT_S = 300.0
 
@@ -19,16 +20,19 @@ TIMEOUT_S = 300.0
 class Reflection:
     """`model` is litellm's name of it: `openai/gpt-5`, `anthropic/…`. Its key is where litellm looks for it.
 
-    The n-th time that the same is asked, the n-th answer of the file counts, if there is one.
+    The n-th time that the same is asked, the n-th answer of the file counts, if there is one. After `most` answers,
+    those of the file included, `ask` raises BudgetSpent.
     """
 
-    def __init__(self, model: str, base_url: str | None, file: Path) -> None:
-        self._model, self._base_url, self._file = model, base_url, file
+    def __init__(self, model: str, base_url: str | None, file: Path, most: int | None = None) -> None:
+        self._model, self._base_url, self._file, self._most = model, base_url, file, most
         self._asked: Counter[str] = Counter()
         self._answers = _read(file)
 
     async def ask(self, text: str) -> str:
-        """Return the model's answer; LightningError if it gives none."""
+        """Return the model's answer; LightningError if it gives none, BudgetSpent if it may not be asked again."""
+        if self._most is not None and self._asked.total() >= self._most:
+            raise BudgetSpent
         digest = hashlib.sha256(f"{self._model}\n{text}".encode()).hexdigest()
         key = f"{digest} {self._asked[digest] + 1}"
         if key not in self._answers:

@@ -39,7 +39,8 @@ class Candidate:
 class Scores:
     """Tries versions of a prompt. Each rollout is kept in the store under the run's name, so that a run goes on.
 
-    A version that was tried on a task in this run is not tried on it again.
+    A version that was tried on a task in this run is not tried on it again, but by another look. What the store has
+    of other runs counts where versions are compared.
     """
 
     def __init__(
@@ -50,13 +51,19 @@ class Scores:
         self._api, self._runner, self._options = api, runner, options
         self._prompt, self._run, self._budget = prompt, run, budget
         self._failed_reward, self._on_result = failed_reward, on_result
-        self._known: dict[tuple[int, str], Score] = {}
+        self._known: dict[tuple[int, str], list[Score]] = {}  # one for each look
+        self._elsewhere: dict[tuple[int, str], list[float]] = {}  # what other runs saw
         self._asked: set[tuple[int, str]] = set()
         self.taken = 0  # rollouts of the search
 
     async def open(self) -> None:
         """Read what earlier starts of the run have tried; end the rollouts that they left running."""
-        tried = await self._api.request("GET", f"/prompts/{self._prompt}/rollouts", params={"run": self._run})
+        route = f"/prompts/{self._prompt}/rollouts"
+        tried = await self._api.request("GET", route, params={"run": self._run})
+        own = {one["rollout_id"] for one in tried["data"]}
+        for one in (await self._api.request("GET", route))["data"]:
+            if one["rollout_id"] not in own and one["reward"] is not None:
+                self._elsewhere.setdefault((one["version"], one["task_id"]), []).append(one["reward"])
         for one in tried["data"]:
             if one["status"] == "running":
                 await self._api.end_rollout(one["rollout_id"], "discarded", "the optimisation was stopped")
@@ -88,7 +95,11 @@ class Scores:
         `held_out`: it is no part of the search, and not of its budget.
         """
         self._asked |= {(version, task.task_id) for task in tasks}
-        missing = [task for task in tasks if (version, task.task_id) not in self._known]
+        return await self.look(version, tasks, 0, held_out=held_out)
+
+    async def look(self, version: int, tasks: Sequence[Task], look: int, *, held_out: bool = False) -> list[Score]:
+        """Return what the version earns on each task when it is looked at for the `look`th time, the first being 0."""
+        missing = [task for task in tasks if len(self._known.get((version, task.task_id), ())) <= look]
         if missing and not held_out and len(missing) > self.left:
             raise BudgetSpent
         choice = {"prompts": {self._prompt: version}, "metadata": {"optimize": self._run, "held_out": held_out}}
@@ -98,7 +109,12 @@ class Scores:
         self.taken += 0 if held_out else len(results)
         for result in results:
             self._add(version, result.task_id, result.rollout_id, result.reward, result.failed)
-        return [self._known[version, task.task_id] for task in tasks]
+        return [self._known[version, task.task_id][look] for task in tasks]
+
+    def seen(self, version: int, task: Task, looks: int) -> list[float]:
+        """Return the rewards of the first looks, and those of other runs."""
+        known = self._known.get((version, task.task_id), [])[:looks]
+        return [score.reward for score in known] + self._elsewhere.get((version, task.task_id), [])
 
     async def lesson(self, score: Score) -> Mapping[str, Any]:
         """Return the whole record of a rollout."""
@@ -108,7 +124,7 @@ class Scores:
         if reward is None and not failed:
             raise LightningError(f"rollout {rollout_id} has no reward: the agent posts one to /reward before it ends")
         value = self._failed_reward if reward is None else reward
-        self._known[version, task_id] = Score(task_id, rollout_id, value)
+        self._known.setdefault((version, task_id), []).append(Score(task_id, rollout_id, value))
 
 
 def mean(scores: Sequence[Score]) -> float:

@@ -79,7 +79,8 @@ PROMPT_RUN = """
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata ->> '$.held_out', 0) AS held_out
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
-WHERE name = :name AND metadata ->> '$.optimize' = :run AND (NOT :own OR rollouts.key_id IS :key_id) ORDER BY n
+WHERE name = :name AND (:every OR metadata ->> '$.optimize' = :run) AND metadata ->> '$.optimize' IS NOT NULL
+    AND (NOT :own OR rollouts.key_id IS :key_id) ORDER BY n
 """
 
 
@@ -276,12 +277,15 @@ class Prompts:
             found.setdefault(row["version"], {})[row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
         return found
 
-    async def tried_out(self, name: str, run: str, *, own: bool = False, key_id: str | None = None) -> list[TriedOut]:
+    async def tried_out(
+        self, name: str, run: str | None, *, own: bool = False, key_id: str | None = None
+    ) -> list[TriedOut]:
         """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first.
 
-        `own`: only those that were opened with the key `key_id`.
+        Without a run, those of every optimisation. `own`: only those that were opened with the key `key_id`.
         """
-        rows = await self._db.all(PROMPT_RUN, {"name": name, "run": run, "own": own, "key_id": key_id})
+        asked = {"name": name, "run": run or "", "every": run is None, "own": own, "key_id": key_id}
+        rows = await self._db.all(PROMPT_RUN, asked)
         return [read(TriedOut, row, held_out=bool(row["held_out"])) for row in rows]
 
 
