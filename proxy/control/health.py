@@ -30,6 +30,7 @@ async def readyz(request: Request) -> Response:
     try:
         await p.store.versions.live()
         await p.store.database.require_writable()
+        p.recorder.require()
         over = await over_bound(p.store.database, p.config.store.retention)
     except LightningError as error:
         checks["store"] = error.message

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..aside import aside
@@ -22,7 +21,7 @@ from .weigh import Rules, Weighed, weigh
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-REST = 10  # times as long as a look took: a test of thousands of rollouts takes a tenth of the store's reader at most
+PACE = 1_000  # rollouts that are read a second, at most: time that others take from a look must not put off the next
 LOOK_ANYWAY_S = 10.0  # time alone settles rollouts without a reward
 LARGE = 1_000  # bytes; a rollout is weighed like so many of JSON
 
@@ -61,12 +60,13 @@ class Gate(Generic[Test]):
         self._tests = tests
         self._database = database
         self._rules = rules
+        self._read = 0  # rollouts of the newest look
         self._seen: dict[int, tuple[tuple[Any, ...], float]] = {}  # by test: what was weighed, and until when it holds
 
     async def run(self) -> None:
         """Weigh what comes until cancelled, and decide. One process of several does it."""
         while True:
-            began = monotonic()
+            self._read = 0
             try:
                 if await self._tests.under_way():
                     async with self._database.alone(self._name) as alone:
@@ -76,7 +76,7 @@ class Gate(Generic[Test]):
                 log.warning("candidates cannot be weighed now: %s", error)
             except Exception:  # without a gate the trainer would wait for ever
                 log.exception("candidates cannot be weighed")
-            await asyncio.sleep(max(LOOK_S, REST * (monotonic() - began)))
+            await asyncio.sleep(max(LOOK_S, self._read / PACE))
 
     async def look(self) -> None:
         """Weigh what there is, and decide if it is enough."""
@@ -96,6 +96,7 @@ class Gate(Generic[Test]):
         if stamp == seen and now < until:
             return
         rollouts = await self._tests.observed(test)
+        self._read += len(rollouts)
         weighed = await aside(LARGE * len(rollouts), partial(weigh, test, rollouts, self._rules, now))
         if weighed.outcome == "promoted" and (waits := await self._waits_for()) is not None:
             weighed = Weighed(weighed.evidence | {"waits": waits}, None, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ..store.resources.prompts import CALL_PROMPT, ROLLOUT_PROMPT_KEPT
 from ..store.resources.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
+
+log = logging.getLogger(__name__)
 
 Rows = list[dict[str, Any]]
 # One of the store's statements, with its parameters.
@@ -56,29 +59,50 @@ class GroupCommit:
         self._waiting: deque[Entry] = deque()
         self._wanted = asyncio.Event()
         self._closing = False
+        self._group: Sequence[Entry] = ()  # is being committed
         self._writer: asyncio.Task[None] | None = None
+        self._ended: str | None = None  # why nothing is written any more
 
     async def __aenter__(self) -> GroupCommit:
         self._writer = asyncio.create_task(self._write_groups())
+        self._writer.add_done_callback(self._has_ended)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._writer is not None
         self._closing = True
         self._wanted.set()
-        await self._writer
+        await asyncio.wait([self._writer])
 
     @property
     def depth(self) -> int:
         """Return the number of records that wait for their commit."""
         return len(self._waiting)
 
+    def require(self) -> None:
+        """Raise StoreUnavailable if the writer has ended: nothing would be recorded."""
+        if self._ended is not None:
+            raise StoreUnavailable(self._ended)
+
     def put(self, statements: Sequence[Statement], size: int) -> asyncio.Future[None]:
         """Return a future that is done when the record is durable, or fails with StoreUnavailable."""
         entry = Entry(statements, size, asyncio.get_running_loop().create_future())
+        if self._ended is not None:
+            _settle([entry], StoreUnavailable(self._ended))
+            return entry.done
         self._waiting.append(entry)
         self._wanted.set()
         return entry.done
+
+    def _has_ended(self, writer: asyncio.Task[None]) -> None:
+        """Let nobody wait for a writer that ended by itself, by a fault of ours or because it was cancelled."""
+        why = "it was cancelled" if writer.cancelled() else writer.exception()
+        if why is None:
+            return
+        self._ended = f"records are not written any more: {why!s:.200}; start the proxy again"
+        log.critical("%s", self._ended, exc_info=None if writer.cancelled() else writer.exception())
+        left, self._waiting = [*self._group, *self._waiting], deque()
+        _settle(left, StoreUnavailable(self._ended))
 
     async def _write_groups(self) -> None:
         while self._waiting or not self._closing:
@@ -87,7 +111,7 @@ class GroupCommit:
                 await self._wanted.wait()
                 continue
             await asyncio.sleep(0)  # what else is ready in this turn of the event loop joins the group
-            group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
+            self._group = group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
             error = await self._write(group)
             if error is not None and not isinstance(error, StoreUnavailable) and len(group) > 1:
                 # One of them cannot be stored at all; the others must not suffer for it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,16 @@ from .places import Told
 class RecentCall:
     """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable.
 
-    `told`: what its request tells of its conversation, where there are tool calls.
+    `told`: what its request tells of its conversation, where there are tool calls. `first`: its first message that it
+    does not share with an earlier call. `size`: about how many bytes it takes from there on.
     """
 
     call_id: str
     request: dict[str, Any]
     row_ids: array[int] = field(default_factory=lambda: array("i"))
     told: Told | None = None
+    first: int = 0
+    size: int = 0
 
 
 @dataclass(slots=True)
@@ -53,10 +57,11 @@ class RecentCalls:
         """Remember a call that has `size` bytes more than its parent."""
         recent = self._rollouts.setdefault(rollout_id, _OfRollout())
         self._rollouts.move_to_end(rollout_id)
+        call.size = size
         recent.calls.append(call)
-        for forgotten in recent.calls[: -self._each]:
-            self._count(recent, -len(forgotten.row_ids) * forgotten.row_ids.itemsize)
-        del recent.calls[: -self._each]
+        while len(recent.calls) > self._each:
+            forgotten = recent.calls.pop(0)
+            self._count(recent, -_freed(forgotten, recent.calls) - len(forgotten.row_ids) * forgotten.row_ids.itemsize)
         self._count(recent, size)
 
     def add_tokens(self, end: CallEnd) -> None:
@@ -78,6 +83,24 @@ class RecentCalls:
         self._kept += size
         while self._kept > self._memory and self._rollouts:
             self._kept -= self._rollouts.popitem(last=False)[1].size
+
+
+def _freed(forgotten: RecentCall, kept: Sequence[RecentCall]) -> int:
+    """Return how many bytes of a call's text go with it. The rest is counted with the call that shares most of it."""
+    messages = conversation(forgotten.request)
+    sharing_it = ((_same(messages, conversation(call.request)), call) for call in kept)
+    shared, heir = max(sharing_it, key=lambda one: one[0], default=(0, forgotten))
+    own, left = len(messages) - forgotten.first, shared - forgotten.first
+    if left <= 0:
+        return forgotten.size
+    inherited = forgotten.size * left // own
+    heir.first, heir.size = min(heir.first, forgotten.first), heir.size + inherited
+    return forgotten.size - inherited
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many messages two lists have in common from the first on, as the same objects."""
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda n: one[n] is not other[n])
 
 
 def parent_of(request: dict[str, Any], recent: Sequence[RecentCall]) -> tuple[RecentCall | None, int]:

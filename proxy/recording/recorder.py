@@ -81,6 +81,10 @@ class Recorder:
         """Return the number of records that wait for their commit."""
         return self._writer.depth
 
+    def require(self) -> None:
+        """Raise StoreUnavailable if records are not written any more."""
+        self._writer.require()
+
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
         """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable."""
         size = len(start.request_text or b"")
@@ -164,7 +168,7 @@ class _Made(NamedTuple):
 
 def _made(start: CallStart, recent: Sequence[RecentCall]) -> _Made:
     parent, known = parent_of(start.request, recent)
-    call = RecentCall(start.call_id, sharing(start.request, parent, known))
+    call = RecentCall(start.call_id, sharing(start.request, parent, known), first=known)
     before = parent.told if parent else None
     if before or has_results(conversation(start.request), known):
         call.told = told(call.request, before, known)

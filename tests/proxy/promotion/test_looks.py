@@ -109,3 +109,31 @@ async def test_no_rollout_is_put_into_a_test_that_was_decided_meanwhile(tested: 
 
     assert await store.promotions.assign(trial.promotion, RolloutName("late", "t"), 1000, candidate) == 0
     assert len(await store.promotions.observed(trial.promotion)) == before
+
+
+async def test_the_gate_looks_again_in_a_second_however_long_a_look_took_under_load(
+    tested: Tested, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, store, _ = tested
+    rests: list[float] = []
+    sleep = asyncio.sleep
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+        await sleep(3600 if len(rests) > 1 else 0)
+
+    look = Gate.look
+
+    async def slow(self: Gate[Any]) -> None:
+        await sleep(0.5)  # others have the processor
+        await look(self)
+
+    monkeypatch.setattr(Gate, "look", slow)
+    monkeypatch.setattr(gate.asyncio, "sleep", rest)
+    running = asyncio.create_task(of_policy(config, store).run())
+    async with asyncio.timeout(20):
+        while len(rests) < 2:
+            await sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert rests == [gate.LOOK_S] * 2
