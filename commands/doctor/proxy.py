@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,6 +23,7 @@ from .checks import Check, failed, ok, warning
 LOW_DISK_GIB = 1.0
 REFUSED = (401, 403)
 NEWEST = 200
+LOOKED_INTO = 3
 QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
 
 
@@ -126,6 +128,13 @@ async def _call(config: Config, session: aiohttp.ClientSession, api: ApiClient, 
         return answer.status, await answer.json(content_type=None)
 
 
+async def _uncounted(api: ApiClient, ended: Sequence[dict[str, Any]]) -> str | None:
+    """What to do if rollouts have rewards, but of names that do not count."""
+    posted = [reward for one in ended[:LOOKED_INTO] for reward in (await api.rollout(one["rollout_id"]))["rewards"]]
+    names = ", ".join(sorted({reward["name"] for reward in posted}))
+    return f"they have rewards named {names}: give these names weights in trainer.reward_weights" if names else None
+
+
 async def check_rewards(api: ApiClient) -> Check:
     """Check that most of the newest ended training rollouts have a reward."""
     name = "rewards"
@@ -141,7 +150,7 @@ async def check_rewards(api: ApiClient) -> Check:
         return warning(name, f"none of the newest {len(called)} training rollouts has ended", idle)
     found = f"{rewarded} of the newest {len(ended)} ended training rollouts have one"
     if rewarded == 0:
-        return failed(name, found, fix)
+        return failed(name, found, await _uncounted(api, ended) or fix)
     if rewarded < len(ended) / 2:
         return warning(name, found, fix)
     if all(r["task_id"] is None for r in ended):

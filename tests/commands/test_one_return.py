@@ -97,6 +97,15 @@ async def test_other_weights_at_the_next_start_count_for_what_was_recorded_befor
         assert listed == {"high": 18.0, "low": None, "own": None, "zero": None}
 
 
+async def test_doctor_names_rewards_that_do_not_count(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r")
+        await system.call("POST", "/reward", {"rollout_id": "r", "reward": 1, "name": "score"})
+        told = " ".join((await system.lightning("doctor")).stdout.split())
+        assert "0 of the newest 1 ended training rollouts have one" in told
+        assert "they have rewards named score: give these names weights in trainer.reward_weights" in told
+
+
 @pytest.mark.parametrize("status", ["completed", "failed"])
 async def test_a_failed_rollout_has_the_reward_that_failures_have_in_training(
     running: Running, tmp_path: Path, status: str

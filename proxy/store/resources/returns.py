@@ -108,7 +108,7 @@ async def count_reward(
         return
     params = {"rollout_id": reward.rollout_id, "call_id": reward.call_id, "reward_id": reward_id}
     statement, values = OWN_BEFORE if reward.call_id is None else OF_CALL_BEFORE, dict[str, float]()
-    for name in weights:
+    for name in weights if reward.call_id is not None else weights.keys() - {reward.name}:
         if (row := await db.one(statement, params | {"name": name})) is not None:
             values[name] = row["value"]
     before, after = weighted(values, weights), weighted(values | {reward.name: reward.value}, weights)
