@@ -30,13 +30,21 @@ class ToolCalls:
             call = self._last = self._call_of(delta, number(delta.get("index")))
             call.add(delta)
 
-    def result(self) -> list[Json]:
+    @property
+    def opened(self) -> bool:
+        return bool(self._calls)
+
+    def named(self) -> list[ToolCallPieces]:
         """Return the calls. One without a name is no call: its pieces came under another id."""
         named: list[ToolCallPieces] = []
         for call in self._calls:
             goes_on = named and not call.name and call.index == named[-1].index
             named.append(named.pop().with_more(call) if goes_on else call)
-        return [call.result() for call in named]
+        return named
+
+    def result(self) -> list[Json]:
+        """Return the calls as an answer has them."""
+        return [call.result() for call in self.named()]
 
     def _call_of(self, delta: Json, index: int | None) -> ToolCallPieces:
         call = self._known(delta, index)
@@ -87,7 +95,7 @@ class ToolCallPieces:
             return True
         if not name or not self.name or self._is_again(delta):
             return False
-        if _is_said(said) and self._is_whole:
+        if _is_said(said) and self.is_whole:
             return True
         return not name.startswith(self.name) and (index is None or _is_said(self._said))
 
@@ -99,13 +107,23 @@ class ToolCallPieces:
         return both
 
     def result(self) -> Json:
-        """Return the call; arguments that came as an object are JSON text, as they are where models write them."""
-        text = self._said if isinstance(self._said, str | None) else dumps(self._said)
+        """Return the call as an answer has it."""
+        text = None if self._said is None else self.text
         said = {kind: self._fields[kind] | {name: text} for kind, name in _TEXTS.items() if self._has(kind, name)}
         return self._fields | said
 
     @property
-    def _is_whole(self) -> bool:
+    def text(self) -> str:
+        """Return the arguments so far; those that came as an object are JSON text, as models write them."""
+        return self._said if isinstance(self._said, str) else "" if self._said is None else dumps(self._said)
+
+    @property
+    def may_change(self) -> bool:
+        """Return whether more pieces may do else than make the text longer."""
+        return self._may_be_none or not isinstance(self._said, str | None)
+
+    @property
+    def is_whole(self) -> bool:
         if not isinstance(self._said, str):
             return self._said is not None
         try:
@@ -116,7 +134,7 @@ class ToolCallPieces:
     def _is_again(self, delta: Json) -> bool:
         """Whether this is the whole call once more."""
         same = bool(self.id) and delta.get("id") == self.id
-        return same and _named(delta) == (self.name, self._said) and self._is_whole
+        return same and _named(delta) == (self.name, self._said) and self.is_whole
 
     def _has(self, kind: str, name: str) -> bool:
         return isinstance(self._fields.get(kind), dict) and name in self._fields[kind]

@@ -10,6 +10,7 @@ from ...json_text import encode
 from ..chat import ChatApi, ChatStream
 from ..inject import Injection
 from ..tokens import Tokens
+from .regular_calls import RegularCalls, regular_answer
 from .translation import StreamTranslation, Translation
 
 Json = dict[str, Any]
@@ -59,7 +60,7 @@ class ThroughChat:
     def agents(self, body: Json, injection: Injection) -> Json:
         """Return the agent's answer; raise UpstreamUnreachable if this is no chat completion."""
         try:
-            return self._translation.answer(body)
+            return self._translation.answer(regular_answer(body))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(error) from None
 
@@ -82,6 +83,7 @@ class ThroughChatStream:
         self._chat = chat
         self._own = own
         self._translation = translation
+        self._calls = RegularCalls()
 
     @property
     def tokens(self) -> Tokens:
@@ -98,7 +100,7 @@ class ThroughChatStream:
     def feed(self, raw: bytes, event: Json) -> bytes:
         error = self._chat.read(raw, event)
         try:
-            return self._sent(self._translation.feed(event if error is None else {"error": error}))
+            return self._sent(self._translation.feed(self._calls.chunk(event) if error is None else {"error": error}))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(error) from None
 
@@ -108,7 +110,9 @@ class ThroughChatStream:
         try:
             if self._own.response() is None:
                 raise ValueError("nothing came")
-            return self._sent(self._translation.end())
+            left = self._calls.rest()
+            more = {"choices": [{"index": 0, "delta": {"tool_calls": left}}]}
+            return self._sent([*(self._translation.feed(more) if left else ()), *self._translation.end()])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(error) from None
 

@@ -107,7 +107,7 @@ class _Blocks:
         function = call.get("function") or {}
         if (tool := call.get("id")) is not None:
             self._tools[call["index"]] = tool
-            if self._tool != tool and (name := function.get("name")) is not None:
+            if (name := function.get("name")) is not None:
                 yield from self.stop()
                 self.called, self._arguments = True, []
                 yield self._begin({"type": "tool_use", "id": tool, "name": name, "input": {}})
