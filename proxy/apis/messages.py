@@ -60,17 +60,13 @@ class MessagesStream:
         self.error: str | None = None
         self.finished = False
         self._api = api
+        self.whole = False  # a reason to stop was told: some servers send no more after it
         self._message: Json | None = None
         self._blocks = Blocks()
 
     @property
     def tokens(self) -> Tokens:
         return self._api.tokens(self._message or {})
-
-    @property
-    def whole(self) -> bool:
-        """Return whether a reason to stop was told: some servers send no more after it."""
-        return self._message is not None and bool(self._message.get("stop_reason"))
 
     def feed(self, raw: bytes, event: Json) -> bytes:
         kind = event.get("type") or event_name(raw)
@@ -103,6 +99,7 @@ class MessagesStream:
         message = self._message = self._message or {"type": "message", "role": "assistant"}
         for name, value in _object(event.get("delta")).items():
             put(message, name, value)
+        self.whole = bool(message.get("stop_reason"))
         before, usage = _object(message.get("usage")), _object(event.get("usage"))
         # Counts only grow: some servers send 0 for what they have told before.
         message["usage"] = before | {name: n for name, n in usage.items() if n or not before.get(name)}

@@ -46,7 +46,7 @@ class Items:
         item = event.get("item")
         if name == "output_item" and isinstance(item, dict) and what in ("added", "done"):
             self._of(event, item, what == "done").told(item, is_done=what == "done")
-        elif text := _TEXTS.get(name):
+        elif text := _TEXTS.get(name) or _text_of(event.get("part")):
             self._of(event, {"type": text.item, "id": event.get("item_id")}, None).add(text, what, event)
 
     def result(self) -> list[Json]:
@@ -90,7 +90,7 @@ class _Item:
         place = number(event.get("content_index", event.get("summary_index"))) or 0
         if what == "delta" and isinstance(piece := event.get("delta"), str):
             self._texts.setdefault((text, place), []).append(piece)
-        elif what == "done" and isinstance(whole := event.get(text.field), str) and whole:
+        elif what == "done" and isinstance(whole := event.get("part", event).get(text.field), str) and whole:
             self._texts[text, place] = [whole]
 
     def result(self) -> Json:
@@ -109,6 +109,12 @@ class _Item:
             else:
                 made[text.field] = said
         return made
+
+
+def _text_of(part: Any) -> _Text | None:
+    """Where the text of a part belongs that is told of as a whole."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return next((text for text in _TEXTS.values() if text.part and text.part == kind), None)
 
 
 def filled(value: Any, more: Any) -> Any:

@@ -197,6 +197,13 @@ OF_MESSAGES = [
         broken=True,
     ),
     case(
+        "reason_before_its_end",
+        [START.replace('"stop_reason": null', '"stop_reason": "end_turn"'), *block(TEXT, 0, *texts("Hel"))],
+        MESSAGES,
+        status="error",
+        broken=True,
+    ),
+    case(
         "message_reset_after_its_reason",
         [START, *block(TEXT, 0, *texts("Hello")), STOP],
         MESSAGES,

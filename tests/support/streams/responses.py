@@ -28,6 +28,7 @@ HELLO: Json = {
     "role": "assistant",
     "content": [{"type": "output_text", "text": "Hello", "annotations": []}],
 }
+PART = {"type": "output_text", "text": "Hello"}
 CALL: Json = {
     "type": "function_call",
     "id": "fc_1",
@@ -170,6 +171,18 @@ TERMINAL = [
             }
         ],
         clean=True,
+    ),
+    case(
+        "part_done",
+        [
+            response("created"),
+            item("added", 0, HELLO | {"content": []}),
+            event("content_part.added", item_id="msg_1", output_index=0, content_index=0, part=PART | {"text": ""}),
+            event("content_part.done", item_id="msg_1", output_index=0, content_index=0, part=PART),
+            response("completed", status="completed"),
+        ],
+        RESPONSES,
+        output=[HELLO | {"content": [PART]}],
     ),
     case(
         "arguments_done",
