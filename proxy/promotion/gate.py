@@ -25,6 +25,11 @@ PACE = 1_000  # rollouts that are read a second, at most: time that others take 
 LOOK_ANYWAY_S = 10.0  # time alone settles rollouts without a reward
 LARGE = 1_000  # bytes; a rollout is weighed like so many of JSON
 
+NO_EVIDENCE = (
+    "no rollout of its test is evidence: none was opened or rewarded with an admin's key, or one of "
+    "`keys create NAME --evaluator` (docs/promotion.md)"
+)
+
 Test = TypeVar("Test", bound=Promotion)
 
 
@@ -34,6 +39,7 @@ class Tests(Protocol[Test]):
     async def under_way(self) -> Sequence[Test]: ...
     async def stamp(self, test: Test) -> tuple[Any, ...]: ...
     async def observed(self, test: Test) -> Sequence[Observed]: ...
+    async def has_others(self, test: Test) -> bool: ...
     async def found(self, test: Test, evidence: Mapping[str, Any]) -> None: ...
     async def decide(self, test: Test, outcome: Outcome, reason: str, evidence: Mapping[str, Any]) -> bool: ...
 
@@ -61,6 +67,7 @@ class Gate(Generic[Test]):
         self._database = database
         self._rules = rules
         self._read = 0  # rollouts of the newest look
+        self._told: set[int] = set()  # tests without evidence, of which the log tells once
         self._seen: dict[int, tuple[tuple[Any, ...], float]] = {}  # by test: what was weighed, and until when it holds
 
     async def run(self) -> None:
@@ -97,6 +104,9 @@ class Gate(Generic[Test]):
             return
         rollouts = await self._tests.observed(test)
         self._read += len(rollouts)
+        if not rollouts and test.n not in self._told and await self._tests.has_others(test):
+            self._told.add(test.n)
+            log.warning("%s: %s", test.candidate, NO_EVIDENCE)
         weighed = await aside(LARGE * len(rollouts), partial(weigh, test, rollouts, self._rules, now))
         if weighed.outcome == "promoted" and (waits := await self._waits_for()) is not None:
             weighed = Weighed(weighed.evidence | {"waits": waits}, None, "")

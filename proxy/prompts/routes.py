@@ -127,10 +127,13 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
 
 @router.get("/prompts/{name}/rollouts", response_model=None, responses=answers(TriedOutList))
 async def list_tried_out(request: Request, name: PathId, run: Id | None = None) -> Response:
-    """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run` names one of them."""
-    p, sight = await parts_for_all(request), caller_of(request).sight
+    """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run` names one of them.
+
+    Those that were opened with the key that asks, an admin's or an evaluator's.
+    """
+    p, caller = await parts_for_all(request), caller_of(request)
     await p.store.prompts.get(check_id(name, "name"))
-    tried = await p.store.prompts.tried_out(name, run, own=sight.own, key_id=sight.key_id)
+    tried = await p.store.prompts.tried_out(name, run, own=caller.sight.own, key_id=caller.key_id)
     return await large_response(lambda: {"data": [*map(record_view, tried)]})
 
 

@@ -14,3 +14,10 @@ def call(call_id: str, agent: str | None = None, prompt: tuple[int, ...] = (), *
         None, True, None, None, 200, 0.0, None, None,
     )  # fmt: skip
     return replace(made, **changed)
+
+
+# One answered call of a rollout, which has none yet, by a version of the policy.
+ANSWERED = """
+INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, policy_version, started_at, request)
+VALUES (:rollout_id, :rollout_id, 0, 'chat/completions', 'ok', :version, 1, '{}')
+"""

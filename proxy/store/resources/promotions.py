@@ -79,6 +79,7 @@ OBSERVED_REWARDS = """
 SELECT rewards.* FROM promotion_rollouts JOIN rewards ON rewards.rollout_id = promotion_rollouts.rollout_id
 WHERE promotion = :n AND compared = 1 AND promotion_rollouts.evidence = 1 AND rewards.evidence = 1 ORDER BY reward_id
 """
+NO_EVIDENCE = "SELECT 1 FROM promotion_rollouts WHERE promotion = :n AND evidence = 0 AND compared = 1 LIMIT 1"
 # What changes with every reward and every end of a rollout.
 STAMP = """
 SELECT (SELECT MAX(reward_id) FROM rewards) AS rewards, (SELECT MAX(n) FROM rollouts) AS opened,
@@ -257,6 +258,10 @@ class Promotions:
     async def observed(self, test: Promotion) -> list[Observed]:
         """Return the compared rollouts of a test, in the order in which they were opened."""
         return with_rewards(*[await self._db.all(sql, {"n": test.n}) for sql in (OBSERVED, OBSERVED_REWARDS)])
+
+    async def has_others(self, test: Promotion) -> bool:
+        """Return whether rollouts of the test are no evidence, because of the keys that opened and rewarded them."""
+        return await self._db.one(NO_EVIDENCE, {"n": test.n}) is not None
 
     async def found(self, test: Promotion, evidence: Mapping[str, Any]) -> None:
         """Keep the numbers of a test that goes on."""

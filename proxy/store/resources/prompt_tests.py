@@ -68,6 +68,7 @@ PROMPT_OBSERVED_REWARDS = """
 SELECT rewards.* FROM prompt_test_rollouts JOIN rewards ON rewards.rollout_id = prompt_test_rollouts.rollout_id
 WHERE test = :n AND compared = 1 AND prompt_test_rollouts.evidence = 1 AND rewards.evidence = 1 ORDER BY reward_id
 """
+PROMPT_NO_EVIDENCE = "SELECT 1 FROM prompt_test_rollouts WHERE test = :n AND evidence = 0 AND compared = 1 LIMIT 1"
 # What changes with every reward and every end of a rollout.
 PROMPT_TEST_STAMP = """
 SELECT (SELECT MAX(reward_id) FROM rewards) AS rewards,
@@ -190,6 +191,10 @@ class PromptTests:
         """Return the compared rollouts of a test, in the order in which they began to use the prompt."""
         row = {"n": test.n, "name": test.name}
         return with_rewards(*[await self._db.all(sql, row) for sql in (PROMPT_OBSERVED, PROMPT_OBSERVED_REWARDS)])
+
+    async def has_others(self, test: PromptTest) -> bool:
+        """Return whether rollouts of the test are no evidence, because of the keys that opened and rewarded them."""
+        return await self._db.one(PROMPT_NO_EVIDENCE, {"n": test.n}) is not None
 
     async def found(self, test: PromptTest, evidence: Mapping[str, Any]) -> None:
         """Keep the numbers of a test that goes on."""

@@ -74,13 +74,13 @@ SELECT version, mode, AVG(reward) AS mean, COUNT(*) AS rollouts
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND reward IS NOT NULL AND (NOT :own OR rollouts.key_id IS :key_id) GROUP BY version, mode
 """
-# Oldest first.
+# Oldest first. Whoever opens rollouts can name a run: only the asker's own count, and those of keys that give evidence.
 PROMPT_RUN = """
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata ->> '$.held_out', 0) AS held_out
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND (:every OR metadata ->> '$.optimize' = :run) AND metadata ->> '$.optimize' IS NOT NULL
-    AND (NOT :own OR rollouts.key_id IS :key_id) ORDER BY n
+    AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
 """
 
 
@@ -282,7 +282,8 @@ class Prompts:
     ) -> list[TriedOut]:
         """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first.
 
-        Without a run, those of every optimisation. `own`: only those that were opened with the key `key_id`.
+        Without a run, those of every optimisation. Of what was opened with the key `key_id` and, unless `own`, with one
+        that gives evidence.
         """
         asked = {"name": name, "run": run or "", "every": run is None, "own": own, "key_id": key_id}
         rows = await self._db.all(PROMPT_RUN, asked)

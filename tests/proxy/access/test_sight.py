@@ -64,7 +64,7 @@ ROUTES: dict[tuple[str, str], Asked | str] = {
     ("get", "/prompts"): Asked(200, 200, 200, 403, True),
     ("post", "/prompts"): Asked(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}),
     ("get", "/prompts/{name}"): Asked(200, 200, 200, 200, True),
-    ("get", "/prompts/{name}/rollouts"): Asked(200, 200, 200, 403, True, query="?run=run"),
+    ("get", "/prompts/{name}/rollouts"): Asked(200, 200, 200, 403, query="?run=run"),
     ("post", "/prompts/{name}/test"): Asked(401, 401, 404, 401, body=VERSION),
     ("post", "/prompts/{name}/promote"): Asked(401, 401, 404, 401, body=VERSION),
     ("post", "/prompts/{name}/rollback"): Asked(401, 401, 409, 401),
@@ -227,6 +227,21 @@ async def test_a_tenant_is_told_of_its_own_rollouts(running: Running, tmp_path: 
         assert [one["step"] for one in (await asked("/policy/steps"))["data"]] == [1]
         _, feed = await answered(tenants, "get", "/feed", ROUTES["get", "/feed"], "own")
         assert tenants.mine in feed and "event: version" in feed
+
+
+async def test_nobody_adds_rollouts_to_the_optimisation_of_another_key(running: Running, tmp_path: Path) -> None:
+    async with two_tenants(running, tmp_path) as tenants:
+        body = {"task_id": "t", "metadata": {"optimize": "run"}, "prompts": {"writer": 2}}
+        opened_by = dict[str, str]()
+        for kind in ("stored", "all", "evaluator", "admin"):
+            _, (one,) = await tenants.system.call("POST", "/rollouts", body, **tenants.keys[kind])
+            opened_by[one["rollout_id"]] = kind
+        opened_by[tenants.mine] = "own"
+        expected_ = {"own": {"own"}} | {kind: {kind, "evaluator", "admin"} for kind in opened_by.values()}
+        expected_ |= {"own": {"own"}, "stored admin": {"evaluator", "admin"}, "admin": {"evaluator", "admin", "all"}}
+        for kind, seen in expected_.items():
+            _, tried = await tenants.system.call("GET", "/prompts/writer/rollouts?run=run", **tenants.keys[kind])
+            assert {opened_by.get(one["rollout_id"]) for one in tried["data"]} == seen, kind
 
 
 async def test_retrain_offers_only_what_the_key_may_decide_over(running: Running, tmp_path: Path) -> None:

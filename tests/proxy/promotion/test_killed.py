@@ -17,16 +17,13 @@ from lightning_proxy.proxy.promotion.sides import choose
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Reward, RolloutName
+from support.calls import ANSWERED
 from support.paths import ROOT
 from support.served import CHECKOUT, proxy_in_front
 
 pytestmark = [pytest.mark.long, pytest.mark.sqlite]
 
 DIES = (sys.executable, ROOT / "tests" / "support" / "killed_gate.py")
-CALL = """
-INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, policy_version, started_at, request)
-VALUES (:rollout_id, :rollout_id, 0, 'chat/completions', 'ok', :version, 1, '{}')
-"""
 
 
 async def fill(url: str, worse: bool) -> None:
@@ -43,7 +40,7 @@ async def fill(url: str, worse: bool) -> None:
             task = f"t{n // 2}"
             sides = partial(choose, trial.promotion, group_size=2, share=0.5)
             side = await store.promotions.assign(trial.promotion, RolloutName(f"r{n}", task), 1000, sides)
-            await database.commit([(CALL, [{"rollout_id": f"r{n}", "version": side}])])
+            await database.commit([(ANSWERED, [{"rollout_id": f"r{n}", "version": side}])])
             await store.rewards.post([Reward(f"r{n}", float((side == version) != worse))], None, b"")
 
 

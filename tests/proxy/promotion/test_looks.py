@@ -22,6 +22,7 @@ from lightning_proxy.proxy.store.resources.promotions import Assigned, Trial
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import Collapse
 from lightning_proxy.proxy.types import Reward, RolloutName
+from support.calls import ANSWERED
 from support.stores import store_url
 
 Tested = tuple[Config, Store, Trial]
@@ -52,6 +53,7 @@ async def tested(tmp_path: Path) -> AsyncIterator[Tested]:
         live, filled = await store.versions.live(), PolicySplit(config, store)
         for n in range(40):
             side = await filled(RolloutName(f"r{n}", f"t{n // 2}"), live)
+            await database.commit([(ANSWERED, [{"rollout_id": f"r{n}", "version": side.version}])])
             await store.rewards.post([Reward(f"r{n}", float(side.version == version))], None, b"")
         yield config, store, trial
 

@@ -109,7 +109,7 @@ async def decided(system: Any) -> Any:
     ("scope", "call"), [("own", False), ("own rollout's", True), ("all", True), ("configured", True)]
 )
 async def test_a_key_that_is_no_evaluators_decides_nothing(
-    running: Any, tmp_path: Path, scope: str, call: bool
+    running: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, scope: str, call: bool
 ) -> None:
     async with gate_closed(running, tmp_path) as system:
         key = CONFIGURED if scope == "configured" else await key_of(system, "a", scope=scope.partition(" ")[0])
@@ -118,6 +118,7 @@ async def test_a_key_that_is_no_evaluators_decides_nothing(
         await reward(system, found)
         test = await looked(system)
         assert (test["status"], test["evidence"].get("rollouts", 0)) == ("testing", 0)
+        assert sum("no rollout of its test is evidence" in line for line in caplog.messages) == 1
         # It does not use up the bound of the test either.
         evaluator = await key_of(system, "e", evaluator=True)
         found = await began(system, evaluator)
