@@ -101,12 +101,20 @@ def has_results(items: Sequence[Any], known: int) -> bool:
     return _brings(items[known:]) or any(True for _ in written_results(items[max(known - 1, 0) :]))
 
 
-def results(request: Told, known: int) -> Iterator[tuple[ToolResult, Spot]]:
-    """Yield the results after the first `known` items, with where the calls stand that they answer."""
+class Brought(NamedTuple):
+    """A result in a request, where the call stands that it answers, and whether the model has gone on since."""
+
+    result: ToolResult
+    spot: Spot
+    is_old: bool
+
+
+def results(request: Told, known: int) -> Iterator[Brought]:
+    """Yield the results after the first `known` items."""
     if _brings(request.items[known:]):
         yield from _Reader(request, known).results()
     for result in written_results(request.items[max(known - 1, 0) :]):
-        yield result, request.spot
+        yield Brought(result, request.spot, False)
 
 
 def _brings(items: Iterable[Any]) -> bool:
@@ -133,8 +141,8 @@ class _Reader:
         self._calls: list[_Called] = []
         self.begin = _begin(request.items, known)
 
-    def results(self) -> Iterator[tuple[ToolResult, Spot]]:
-        turn, is_calling = 0, False
+    def results(self) -> Iterator[Brought]:
+        turn, is_calling, answered = 0, False, _last_answer(self._items)
         tail = _tail(self._part(self.begin))
         for i in range(self.begin, len(self._items)):
             item = self._items[i]
@@ -151,7 +159,7 @@ class _Reader:
             for result in results_in(item):
                 spot = self._answered(result)
                 if i >= self._known:
-                    yield result, spot
+                    yield Brought(result, spot, i < answered)
 
     def _answered(self, result: ToolResult) -> Spot:
         """Where the call stands that this answers: by its id, else in the order of the newest turn's calls."""
@@ -234,6 +242,12 @@ def _begin(items: Sequence[Any], known: int) -> int:
     while i and (_references(items[i - 1]) or any(atom.kind == "call" for atom in item_atoms(items[i - 1]))):
         i -= 1
     return i
+
+
+def _last_answer(items: Sequence[Any]) -> int:
+    """The place of the last that the model said; -1 if it said nothing."""
+    said = ((i, atom) for i in range(len(items) - 1, -1, -1) for atom in item_atoms(items[i]))
+    return next((i for i, atom in said if atom.kind == "call" or atom.who == "assistant"), -1)
 
 
 def _references(item: Any) -> list[Atom]:

@@ -226,7 +226,7 @@ def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
 
 def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None, known: int) -> Iterator[Statement]:
     """The results that a request brings, after the first `known` messages."""
-    for result, spot in results(call.told, known) if call.told else ():
+    for result, spot, is_old in results(call.told, known) if call.told else ():
         if result.tool_call_id is None and spot.place is None:
             continue  # nothing tells whose it is
         content = dumps(result.content)
@@ -237,5 +237,5 @@ def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None,
             | {"tool_call_id": result.tool_call_id, "is_error": result.is_error, "result": content}
             # A call of the same name and arguments that only a counted id leads to may be another conversation's.
             | {"telling": UNIQUE if is_unique(result.tool_call_id or "") else COUNTED}
-            | {"least": 0 if spot.what is None else FITS, "known": content if parent is None else None},
+            | {"least": 0 if spot.what is None else FITS, "known": content if parent is None or is_old else None},
         )

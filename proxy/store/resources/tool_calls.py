@@ -16,12 +16,14 @@ _POINTS = " + ".join(
 )
 # Of the calls that stand at this place or have this id, the one that most speaks for. Where one stands there with this
 # id, no other is looked at. `least`: points below which it is a call of another conversation. `known`: the result, if
-# it may have been brought before. A call that has its result keeps it.
+# it may have been brought before. Of equal conversations the first is answered first, else the newest call. A call that
+# has its result keeps it.
 TOOL_RESULT = f"""
 UPDATE tool_calls SET result = :result, is_error = :is_error
 WHERE result IS NULL AND (call_id, position) = (
     SELECT call_id, position FROM (
-        SELECT same.call_id, same.position, same.result, same.signs, calls.seq,
+        SELECT same.call_id, same.position, same.result, same.signs,
+               CASE WHEN same.place = :place THEN calls.seq ELSE -calls.seq END AS turn,
                CASE WHEN calls.status = 'ok' AND calls.superseded_by IS NULL THEN 1 ELSE 0 END AS is_decision,
                {_POINTS}
                + CASE WHEN same.place = :place THEN 6 ELSE 0 END
@@ -41,6 +43,6 @@ WHERE result IS NULL AND (call_id, position) = (
         CROSS JOIN calls ON calls.call_id = same.call_id
     ) AS found WHERE points >= :least OR signs IS NULL
     ORDER BY points DESC, is_decision DESC, CASE WHEN result = :known THEN 0 WHEN result IS NULL THEN 1 ELSE 2 END,
-             seq DESC, position LIMIT 1
+             turn, position LIMIT 1
 )
 """

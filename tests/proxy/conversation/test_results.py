@@ -139,6 +139,39 @@ OWN: dict[str, tuple[list[list[Any]], list[list[Any]]]] = {
          [[GO, calls((X, {})), told(X, "b")], DONE, "B"]],
         [["a"], ["b"]],
     ),
+    "agents that nothing tells apart, in their order": (
+        [[[GO], calls((X, {}))], [[GO], calls((X, {}))], [[GO, calls((X, {})), told(X, "1")], DONE],
+         [[GO, calls((X, {})), told(X, "2")], DONE]],
+        [["1"], ["2"]],
+    ),
+    "a call without an answer before": (
+        [[[GO], calls((X, {}))], [[GO, calls((X, {})), user("wait")], calls((X, {}))],
+         [[GO, calls((X, {})), user("wait"), calls((X, {})), told(X, "2")], DONE]],
+        [[None], ["2"]],
+    ),
+    "more calls than one in a turn, twice, with ids that count": (
+        [[[GO], calls(("f:0", 1), ("f:1", 2))],
+         [[GO, calls(("f:0", 1), ("f:1", 2)), told("f:0", "a"), told("f:1", "b")], calls(("f:0", 3), ("f:1", 4))],
+         [[GO, calls(("f:0", 1), ("f:1", 2)), told("f:0", "a"), told("f:1", "b"), calls(("f:0", 3), ("f:1", 4)),
+           told("f:1", "d"), told("f:0", "c")], DONE]],
+        [["a", "b"], ["c", "d"]],
+    ),
+    "empty ids": (
+        [[[GO], calls(("", 1), ("", 2))], [[GO, calls(("", 1), ("", 2)), told("", "1"), told("", "2")], DONE]],
+        [["1", "2"]],
+    ),
+    "a window that slides": (
+        [[[SYSTEM, GO], calls((X, {}))], [[SYSTEM, GO, calls((X, {})), told(X, "1")], calls((X, {}))],
+         [[SYSTEM, calls((X, {})), told(X, "1"), calls((X, {})), told(X, "2")], calls((X, {}))],
+         [[SYSTEM, calls((X, {})), told(X, "2"), calls((X, {})), told(X, "3")], DONE]],
+        [["1"], ["2"], ["3"]],
+    ),
+    "an agent inside of another's call, on the same question": (
+        [[[SYSTEM, GO], calls((X, {"q": "go"}))], [[OTHER, GO], calls((X, {"q": "go"}))],
+         [[OTHER, GO, calls((X, {"q": "go"})), told(X, "inner")], DONE],
+         [[SYSTEM, GO, calls((X, {"q": "go"})), told(X, "outer")], DONE]],
+        [["outer"], ["inner"]],
+    ),
     "an agent hands over before the result": (
         [[[SYSTEM, GO], calls((X, {"to": "B"})), "A"], [[user("else")], calls((X, {"to": "C"})), "B"],
          [[OTHER, GO, calls((X, {"to": "B"})), told(X, "over")], DONE, "B"]],
