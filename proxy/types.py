@@ -161,6 +161,9 @@ class ModelCall:
     `policy_versions`: all that were live while it ran, in order; more than one only where weights are replaced in
     place. `superseded_by`: the call that took its place, when the client sent the same request again. `extends`: the
     earlier call whose tokens, prompt and answer, this one's prompt begins with.
+
+    `request_of` and `prompt_of` are None where request and prompt are whole. In a short call they say what these take
+    from an earlier call (`store/requests/whole.py`), and the fields hold only what comes after it.
     """
 
     call_id: str
@@ -189,6 +192,8 @@ class ModelCall:
     superseded_by: str | None = None
     extends: str | None = None
     upstream: str | None = None
+    request_of: dict[str, Any] | None = None
+    prompt_of: dict[str, Any] | None = None
 
     @property
     def response_token_ids(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import typer
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
 from ...proxy.reward_function.process import FunctionProcess, NoReward, NotLoaded, source_of
+from ...proxy.store.requests.whole import whole_calls
 from ..api_client import ApiClient, ApiError
 from ..formats import progress_bar
 from ..show.listing import PAGE, checked, since_of
@@ -184,7 +185,7 @@ class _Work:
             before = {reward["name"]: reward["reward"] for reward in rollout["rewards"] if reward["call_id"] is None}
             made = partial(Scored, rollout_id, rollout["task_id"], before)
             try:
-                said = await process.ask(orjson.dumps(rollout))
+                said = await process.ask(orjson.dumps(rollout | {"calls": whole_calls(rollout["calls"])}))
             except NoReward as error:
                 return made({}, source, str(error))
             return made(said.values, source_of(self._config, said.version), None)

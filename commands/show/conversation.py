@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...proxy.conversation.transcript import Turn
@@ -12,16 +12,14 @@ Message = dict[str, Any]
 Core = tuple[Any, ...]
 
 
-def additions(turns: Sequence[Turn]) -> list[list[Message]]:
-    """Return each call's new messages: all after the longest beginning that it shares with an earlier call."""
+def additions(turns: Iterable[Turn]) -> Iterator[tuple[Turn, list[Message]]]:
+    """Yield each turn with its new messages: all after the longest beginning that it shares with an earlier one."""
     earlier: set[int] = set()
-    added = []
     for turn in turns:
         digests = [*beginnings(turn.whole)]
         shared = next((i for i in range(len(turn.shown), 0, -1) if digests[i] in earlier), 0)
-        added.append(turn.shown[shared:])
+        yield turn, turn.shown[shared:]
         earlier.update(digests)
-    return added
 
 
 def beginnings(messages: Sequence[Message]) -> Iterator[int]:

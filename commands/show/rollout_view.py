@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...proxy.conversation.transcript import read
+from ...proxy.conversation.transcript import read_each
 from ...proxy.json_text import dumps
 from ..formats import cut, duration, number, plain
 from .conversation import additions, body, called
@@ -54,8 +54,8 @@ def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
     """Return the whole rollout: a header, then each call's new messages and answer, and events between."""
     parts: list[RenderableType] = [_header(rollout)]
     events = deque(rollout.get("events", ()))
-    turns = read(rollout["calls"])
-    for call, turn, added in zip(rollout["calls"], turns, additions(turns), strict=True):
+    turns = additions(read_each(rollout["calls"]))
+    for call, (turn, added) in zip(rollout["calls"], turns, strict=True):
         while events and events[0]["seq"] <= call["seq"]:
             parts += [Text(""), *_event(events.popleft(), full)]
         parts += [Text(""), _call_line(call)]
@@ -121,7 +121,8 @@ def _reward(reward: dict[str, Any]) -> str:
 
 def _call_line(call: dict[str, Any]) -> Text:
     versions = ", ".join(map(str, call["policy_versions"])) or "-"
-    tokens = f"{len(call['prompt_token_ids'])} + {len(call['response_token_ids'])} tokens"
+    shared = (call.get("prompt_of") or {"tokens": 0})["tokens"]
+    tokens = f"{shared + len(call['prompt_token_ids'])} + {len(call['response_token_ids'])} tokens"
     latency = "-" if call["latency_ms"] is None else duration(call["latency_ms"] / 1000)
     facts = [f"version {versions}", tokens, call["finish_reason"] or call["status"], latency]
     if call["agent"]:

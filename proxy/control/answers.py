@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict
 
-from ..store.reports.credit import ComparedRollout
 from ..store.reports.traffic import RecentCalls
 from ..store.resources.promotions import Promotion
 from ..store.resources.prompts import Placed
@@ -67,7 +66,28 @@ class RolloutPage(BaseModel):
     next_cursor: str | None
 
 
+class RequestOf(BaseModel):
+    """What a request takes from an earlier call's: of each field named here, the first so many.
+
+    That is items of a list, characters (Unicode code points) of a text, members of an object of the whole field there.
+    The request itself has what comes after them.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, int]
+    call_id: str
+
+
+class PromptOf(BaseModel):
+    """What a prompt takes from an earlier call: the first so many of its tokens, prompt and answer."""
+
+    call_id: str
+    tokens: int
+
+
 class Call(BaseModel):
+    """A call. What `request` and `prompt_token_ids` have comes after `request_of` and `prompt_of`, if there are any."""
+
     call_id: str
     seq: int
     agent: str | None
@@ -80,8 +100,10 @@ class Call(BaseModel):
     policy_version: int | None
     policy_versions: list[int]
     request: dict[str, Any]
+    request_of: RequestOf | None
     response: Any
     prompt_token_ids: list[int]
+    prompt_of: PromptOf | None
     response_token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None
@@ -130,64 +152,9 @@ class RolloutDetail(BaseModel):
 
 
 class Transitions(BaseModel):
+    """The state of a model's call may have `request_of` and `prompt_of`, as a call has."""
+
     data: list[Transition]
-
-
-class CreditedCall(BaseModel):
-    """How a call was trained, by the newest step that took its rollout: null where it has no credit.
-
-    `row`: the index of the rollout's training row. `placed`: `first` of its rollout; `merged` into a row; `drift`,
-    `edited`, `repeated`, `adjoining` or `new`: why it opened a row; otherwise why it is in none.
-    """
-
-    call_id: str
-    seq: int
-    agent: str | None
-    step: int | None
-    # `return` is a word of Python's own.
-    returned: float | None = Field(alias="return")
-    advantage: float | None
-    row: int | None
-    placed: str | None
-
-
-class TrainingRow(BaseModel):
-    row: int
-    call_ids: list[str]
-    tokens: int
-    trained_tokens: int
-
-
-class PrefixRun(BaseModel):
-    """Tokens that the same rows pass through. `depth` is that of the first; `parent` the index of the run before.
-
-    `trained`: how many of them an answer has that is trained on. `rows`: rollout ids with the index of their row.
-    `call_ids`: calls whose answers lie in it, in part or as a whole.
-    """
-
-    parent: int | None
-    depth: int
-    tokens: int
-    trained: int
-    rows: list[tuple[str, int]]
-    call_ids: list[str]
-
-
-class TrainingRows(BaseModel):
-    """`group`: the rollouts that this one was compared with, itself among them, at most 256, oldest first.
-
-    `tree`: the training rows of all of them as one prefix tree, in preorder; `tree_left_out` rows are too many for it.
-    """
-
-    rollout_id: str
-    task_id: str | None
-    step: int | None
-    dropped: str | None
-    group: list[ComparedRollout]
-    calls: list[CreditedCall]
-    rows: list[TrainingRow]
-    tree: list[PrefixRun]
-    tree_left_out: int
 
 
 class TaskReward(BaseModel):

@@ -15,7 +15,7 @@ from ..json_text import dumps
 from ..store.keys import hash_key, new_key
 from ..store.rollouts import Wanted
 from ..types import Event, Rollout, RolloutName, check_id
-from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, TrainingRows, Transitions, answers
+from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
 from .bodies import Cursor, EndBody, EventBody, EventList, Finite, Id, PathId, RolloutsBody
 from .door import AdminRoute, AgentRoute
 from .parts import Parts
@@ -30,9 +30,12 @@ from .requests import (
     position_of,
     redacted_text,
 )
+from .row_answers import TrainingRows
 from .training_rows import Forest, TrainedRow, prefix_runs, rows_of
 from .transitions import transitions
 from .views import credit_view, record_view, rollout_detail
+
+Requests = Literal["short", "whole"]
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
@@ -102,11 +105,16 @@ async def list_rollouts(
 
 
 @router.get("/{rollout_id}", response_model=None, responses=answers(RolloutDetail))
-async def get_rollout(request: Request, rollout_id: PathId) -> Response:
-    """A rollout with its calls in order and its rewards."""
+async def get_rollout(request: Request, rollout_id: PathId, requests: Requests = "short") -> Response:
+    """A rollout with its calls in order and its rewards.
+
+    A call has what its request and prompt add to those of an earlier call: `request_of` and `prompt_of` say to what.
+    `requests=whole`: each call has all of both, and a long rollout is large.
+    """
     p = await parts_for(request, rollout_id)
     rollout = await p.store.rollouts.get(rollout_id)
-    calls, rewards = await p.store.calls.of(rollout_id), await p.store.rewards.of(rollout_id)
+    calls = await p.store.calls.of(rollout_id, short=requests == "short")
+    rewards = await p.store.rewards.of(rollout_id)
     events, awaits = await p.store.events.of(rollout_id), await p.store.endings.awaits(rollout_id)
     placed = await p.store.prompts.placed_in(rollout_id)
     also = {"awaits_reward": awaits, "prompts": [*map(record_view, placed)]}
@@ -114,10 +122,15 @@ async def get_rollout(request: Request, rollout_id: PathId) -> Response:
 
 
 @router.get("/{rollout_id}/transitions", response_model=None, responses=answers(Transitions))
-async def get_transitions(request: Request, rollout_id: PathId) -> Response:
-    """The rollout as transitions of a Markov decision process."""
+async def get_transitions(request: Request, rollout_id: PathId, requests: Requests = "short") -> Response:
+    """The rollout as transitions of a Markov decision process.
+
+    A state of a model's call has what it adds to the state of an earlier one, as a call of `GET /rollouts/{id}` has.
+    `requests=whole`: each state has all of it.
+    """
     p = await parts_for(request, rollout_id)
-    rollout, calls = await p.store.rollouts.get(rollout_id), await p.store.calls.of(rollout_id)
+    rollout = await p.store.rollouts.get(rollout_id)
+    calls = await p.store.calls.of(rollout_id, short=requests == "short")
     events = await p.store.events.of(rollout_id)
     return await large_response(lambda: {"data": [*map(record_view, transitions(rollout, calls, events))]})
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..apis.tools import dicts
 from ..types import Event, ModelCall, Rollout, ToolCall, Transition
+from .decisions import among_decisions
 
 # What of a request the model is shown, in any of the recorded APIs.
 _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")
@@ -20,8 +21,10 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[E
     A state is what the model was shown, an action its whole answer. The last call's transition carries the rollout's
     own reward. A request that the client sent again counts once: as the last of its calls. An action that the agent
     told of is a tool transition without a call; its state is the one that the same agent told of last.
+
+    Of short calls (`ModelCall.request_of`) the states are short, too.
     """
-    answered = [call for call in calls if call.is_decision]
+    answered = among_decisions(calls)
     following = {call.call_id: after for call, after in pairwise(answered)}
     made: list[Transition] = []
     states: dict[str | None, Any] = {}
@@ -62,7 +65,10 @@ def message_of(call: ModelCall) -> Any:
 
 def _state(call: ModelCall) -> dict[str, Any]:
     shown = {key: call.request[key] for key in _SHOWN if key in call.request}
-    return shown | {"prompt_token_ids": call.prompt_token_ids}
+    shared = {key: n for key, n in (call.request_of or {}).items() if key in ("call_id", *_SHOWN)}
+    state = shown | {"prompt_token_ids": call.prompt_token_ids}
+    state |= {"request_of": shared} if len(shared) > 1 else {}
+    return state | ({"prompt_of": call.prompt_of} if call.prompt_of else {})
 
 
 def _tool_transition(t: int, call: ModelCall, tool: ToolCall) -> Transition:

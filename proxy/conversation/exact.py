@@ -20,7 +20,7 @@ from ..apis.as_chat.translators import CHAT_ENDPOINT, chat_answer
 from ..config.upstreams import UpstreamConfig
 from ..errors import NotFound
 from ..json_text import encode
-from ..store.delta import common_prefix
+from ..store.requests.delta import common_prefix
 from ..store.store import Store
 from ..types import CallEnd, CallStart, ModelCall
 from ..upstreams.attempts import Upstreams

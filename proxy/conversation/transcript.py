@@ -14,6 +14,7 @@ from ..apis.as_chat.translation import Untranslatable
 from ..apis.tools import dicts
 from ..errors import NotFound
 from ..json_text import loads
+from ..store.requests.whole import whole_calls
 from .earlier import Said, conversation, items_of, said_in
 
 Json = dict[str, Any]
@@ -42,11 +43,17 @@ class Turn(NamedTuple):
 
 def read(calls: Sequence[Json]) -> list[Turn]:
     """Return the calls of one rollout, as the control API has them, as chat."""
+    return [*read_each(calls)]
+
+
+def read_each(calls: Sequence[Json]) -> Iterator[Turn]:
+    """Yield what `read` returns: all turns of a long rollout together take much memory."""
+    calls = whole_calls(calls, prompts=False)
     responses = [call for call in calls if _endpoint(call) == "responses" and isinstance(call["response"], dict)]
     answered = [call for call in responses if call["status"] == "ok"]
     said = [said_in(call["call_id"], call["request"], call["response"]) for call in answered]
     reader = _Reader({each.response_id: each for each in said})
-    return [reader.read(call) for call in calls]
+    yield from map(reader.read, calls)
 
 
 class _Reader:

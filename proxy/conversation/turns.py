@@ -16,7 +16,7 @@ from typing import Any, Literal
 import orjson
 
 from ..apis.tools import dicts
-from ..store.delta import common_prefix
+from ..store.requests.delta import common_prefix
 from ..types import Choice
 
 Json = dict[str, Any]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..apis.tools import conversation
-from ..store.delta import same_prefix
+from ..store.requests.delta import same_prefix
 from ..types import CallEnd
 from .places import Told
 

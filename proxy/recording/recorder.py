@@ -26,7 +26,7 @@ from ..store.calls import (
     call_end_row,
 )
 from ..store.database import Refused
-from ..store.delta import common_prefix, shrink_request
+from ..store.requests.delta import common_prefix, shrink_request
 from ..store.resources.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store

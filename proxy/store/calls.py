@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from ..aside import LARGE
 from ..errors import NotFound
-from ..json_text import dumps_or_none, loads, loads_in_turns, loads_or_none
+from ..json_text import dumps_or_none, loads_or_none
 from ..types import CallEnd, CallStatus, Choice, ModelCall, ToolCall
 from .database import Database, Row, Transaction
-from .delta import grow_request, pack_floats, pack_ids, unpack_floats, unpack_ids
+from .requests.delta import pack_floats, pack_ids, unpack_floats, unpack_ids
+from .requests.parents import ShortParts, WholeParts
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .rows import read
@@ -109,15 +110,19 @@ class Calls:
         self._rollouts = rollouts
         self._rewards = rewards
 
-    async def of(self, rollout_id: str) -> list[ModelCall]:
-        """Return the rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout."""
+    async def of(self, rollout_id: str, *, short: bool = False) -> list[ModelCall]:
+        """Return the rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout.
+
+        With `short`, a call's request and prompt are what they add to its parent's: all calls together take as much
+        work and memory as the rollout has content.
+        """
         await self._rollouts.get(rollout_id)
         params: dict[str, object] = {"rollout_id": rollout_id}
         tools = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
         calls, made = await self._db.all(CALLS, params), await self._db.all(tools, params)
         rewards = (await self._rewards.earned(rollout_id)).calls
         log = await self._db.all(POLICY_LOG_DURING, params)
-        return await asyncio.to_thread(read_calls, calls, made, rewards, log)
+        return await asyncio.to_thread(partial(read_calls, calls, made, rewards, log, short=short))
 
     async def superseded(
         self, rollout_id: str, request: dict[str, Any], running: Container[str] = ()
@@ -204,71 +209,33 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
 
 
 def read_calls(
-    calls: Iterable[Row],
-    tool_calls: Iterable[Row],
-    rewards: Mapping[str, float],
-    log: Sequence[Row],
+    calls: Iterable[Row], tool_calls: Iterable[Row], rewards: Mapping[str, float], log: Sequence[Row], *, short: bool
 ) -> list[ModelCall]:
     """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
     tools: dict[str, list[ToolCall]] = {}
     for row in tool_calls:
         tools.setdefault(row["call_id"], []).append(_read_tool_call(row))
-    done: dict[str, ModelCall] = {}
-    for row in calls:
-        done[row["call_id"]] = _read_call(row, done, tools, rewards, log)
-    return list(done.values())
+    parts = ShortParts() if short else WholeParts()
+    return [_read_call(row, parts.of(row), tools, rewards, log) for row in calls]
 
 
 def _read_call(
-    row: Row,
-    earlier: dict[str, ModelCall],
-    tools: dict[str, list[ToolCall]],
-    rewards: Mapping[str, float],
-    log: Sequence[Row],
+    row: Row, parts: dict[str, Any], tools: dict[str, list[ToolCall]], rewards: Mapping[str, float], log: Sequence[Row]
 ) -> ModelCall:
-    parent = earlier.get(row["parent_id"])
-    before = parent.row_token_ids if parent else ()
-    prompt = before[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
-    stored, reason = _stored_request(row["request"] or row["large_request"]), _untrainable_reason(row)
+    reason = _untrainable_reason(row)
     return read(
         ModelCall,
         row,
         policy_versions=_versions(row, log),
-        request=grow_request(stored, parent.request if parent else None),
         response=loads_or_none(row["response"]),
-        prompt_token_ids=prompt,
         choices=_read_choices(row),
-        extends=_extended(prompt, parent, earlier),
         usage=loads_or_none(row["usage"]),
         tool_calls=tuple(tools.get(row["call_id"], ())),
         reward=rewards.get(row["call_id"]),
         trainable=reason is None,
         untrainable_reason=reason,
+        **parts,
     )
-
-
-def _stored_request(text: str) -> dict[str, Any]:
-    """Parse a stored request. One nested as deep as a parser allows is a level too deep in its stored form."""
-    try:
-        stored: dict[str, Any] = loads(text) if len(text) < LARGE else loads_in_turns(text)
-        return stored
-    except ValueError:
-        return {"new": loads(text.removeprefix('{"new":')[:-1])}
-
-
-def _extended(prompt: tuple[int, ...], parent: ModelCall | None, earlier: dict[str, ModelCall]) -> str | None:
-    """Return the call whose tokens the prompt begins with: usually the parent, else the newest such call."""
-    for call in (*([parent] if parent else ()), *reversed(earlier.values())):
-        if call.choices and _begins_with(prompt, call):
-            return call.call_id
-    return None
-
-
-def _begins_with(prompt: tuple[int, ...], call: ModelCall) -> bool:
-    """Whether these are the call's tokens and more; its answer is looked at first, where most others differ."""
-    asked, said = call.prompt_token_ids, call.response_token_ids
-    end = len(asked) + len(said)
-    return 0 < end <= len(prompt) and prompt[len(asked) : end] == said and prompt[: len(asked)] == asked
 
 
 def _untrainable_reason(row: Row) -> str | None:

@@ -53,7 +53,7 @@ function Head({ call, credit }) {
     ${call.agent && html`<${Badge}>${call.agent}<//>`}
     <span>${call.model}${versions !== null && html`<small> version ${versions}</small>`}</span>
     <span class="muted">${milliseconds(call.latency_ms)}${call.ttft_ms !== null && `, first token ${milliseconds(call.ttft_ms)}`}</span>
-    <span class="muted">${number(call.prompt_token_ids.length)} + ${plural(call.response_token_ids.length, "token")}${call.finish_reason && `, ${call.finish_reason}`}</span>
+    <span class="muted">${number((call.prompt_of?.tokens ?? 0) + call.prompt_token_ids.length)} + ${plural(call.response_token_ids.length, "token")}${call.finish_reason && `, ${call.finish_reason}`}</span>
     ${call.logprobs.length > 0 && html`<span class="muted">mean log-probability ${number(mean(call.logprobs))}</span>`}
     ${call.reward !== null && html`<span>reward <${Reward} value=${call.reward} /></span>`}
     ${call.superseded_by && html`<${Badge} kind="bad">sent again<//>`}

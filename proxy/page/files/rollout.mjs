@@ -6,11 +6,13 @@ import { milliseconds, number, signed, text } from "./format.mjs";
 import { html, useMemo } from "./html.mjs";
 import { Badge, Empty, Facts, Loaded, Panel, Reward, RolloutLink, Said, Table, Time, link, to } from "./parts.mjs";
 import { RolloutStatus } from "./rollouts.mjs";
+import { wholeRequests } from "./whole.mjs";
 
 const OF_A_ROLLOUT = ["call", "reward", "rollout"];
 
 export function useRollout(id) {
-  const rollout = useData(`/rollouts/${encodeURIComponent(id)}`);
+  const found = useData(`/rollouts/${encodeURIComponent(id)}`);
+  const rollout = { ...found, data: useMemo(() => found.data && wholeRequests(found.data), [found.data]) };
   const rows = useData(`/rollouts/${encodeURIComponent(id)}/rows`);
   useFresh(OF_A_ROLLOUT, rollout.reload, (data) => data.rollout_id === id);
   useFresh(["step"], rows.reload);

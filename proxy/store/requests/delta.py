@@ -6,8 +6,27 @@ A stored request is `{"same": [keys], "grown": {key: [kept, suffix]}, "new": {ke
 from __future__ import annotations
 
 from array import array
+from bisect import bisect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from ...json_text import encode
+from ...types import SAMPLING
+
+LONG_TEXT = 100  # characters from which on a text is shared with the parent's
+LARGE_OBJECT = 1_000  # bytes of JSON, likewise
+# `request_of` has this name itself, and `sampling` of a call shows these whole.
+_NEVER_SHARED = {"call_id", *SAMPLING}
+
+
+class Long(NamedTuple):
+    """Stands for a list, text or object of so many items, characters or members."""
+
+    kind: type
+    size: int
+
+
+Outline = dict[str, Any]  # a request with a Long in the place of each value that a later request may share
 
 from ..json_text import Number
 
@@ -41,6 +60,15 @@ def same_prefix(a: list[Any], b: list[Any]) -> int:
     return next((i for i, (one, other) in pairs if not is_same(one, other)), min(len(a), len(b)))
 
 
+def same_text(a: str, b: str) -> int:
+    """Count the leading characters that `a` and `b` share; 0 if they are few."""
+    if a.startswith(b):
+        shared = len(b)
+    else:
+        shared = bisect(range(1, len(b) + 1), False, key=lambda length: not a.startswith(b[:length]))
+    return shared if shared >= LONG_TEXT else 0
+
+
 def shrink_request(request: dict[str, Any], parent: dict[str, Any] | None) -> dict[str, Any]:
     """Return the stored form of `request`; `grow_request` with the same parent gives it back."""
     if parent is None:
@@ -48,14 +76,19 @@ def shrink_request(request: dict[str, Any], parent: dict[str, Any] | None) -> di
     same, grown, new = [], {}, {}
     for key, value in request.items():
         before = parent.get(key)
-        kept = same_prefix(value, before) if isinstance(value, list) and isinstance(before, list) else 0
         if key in parent and is_same(value, before):
             same.append(key)
-        elif kept:
+        elif kept := _kept(value, before):
             grown[key] = [kept, value[kept:]]
         else:
             new[key] = value
     return {"same": same, "grown": grown, "new": new}
+
+
+def _kept(value: Any, before: Any) -> int:
+    if isinstance(value, list) and isinstance(before, list):
+        return same_prefix(value, before)
+    return same_text(value, before) if isinstance(value, str) and isinstance(before, str) else 0
 
 
 def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[str, Any]:
@@ -66,6 +99,36 @@ def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[
     for key, (kept, suffix) in stored.get("grown", {}).items():
         request[key] = (parent or {})[key][:kept] + suffix
     return request
+
+
+def short_request(stored: dict[str, Any], parent: Outline | None) -> tuple[dict[str, Any], dict[str, int], Outline]:
+    """Return what a stored request adds to its parent's, how much of it is the parent's by field, and its outline.
+
+    Nothing whole is made of it: `store/requests/whole.py` does that.
+    """
+    request, shared, outline = {}, {}, {}
+    for key in stored.get("same", ()):
+        request[key] = outline[key] = before = (parent or {})[key]
+        if isinstance(before, Long):
+            request[key], shared[key] = before.kind(), before.size
+    for key, (kept, suffix) in stored.get("grown", {}).items():
+        before = (parent or {})[key]
+        if isinstance(before, Long):
+            request[key], shared[key], outline[key] = suffix, kept, Long(before.kind, kept + len(suffix))
+        else:
+            request[key] = outline[key] = before[:kept] + suffix
+    for key, value in stored["new"].items():
+        request[key] = value
+        outline[key] = Long(type(value), len(value)) if _is_long(key, value) else value
+    return request, shared, outline
+
+
+def _is_long(key: str, value: Any) -> bool:
+    if key in _NEVER_SHARED:
+        return False
+    if isinstance(value, str):
+        return len(value) >= LONG_TEXT
+    return isinstance(value, list) or (isinstance(value, dict) and len(encode(value)) >= LARGE_OBJECT)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

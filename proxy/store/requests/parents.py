@@ -1,0 +1,120 @@
+"""Reads what calls are stored as relative to their parents: requests and prompts, whole, or what each adds. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...aside import LARGE
+from ...json_text import loads, loads_in_turns
+from ..database import Row
+from .delta import Outline, grow_request, short_request, unpack_ids
+
+TOKEN_SIZE = 4  # bytes
+
+
+class WholeParts:
+    """Gives each call its whole request and prompt. Requests share their messages, so they take little memory."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, dict[str, Any]] = {}
+        self._rows = _Rows()
+        self._tokens: dict[str, tuple[int, ...]] = {}  # of prompt and answer
+
+    def of(self, row: Row) -> dict[str, Any]:
+        """Return the fields of ModelCall that need the call's parent. It was read before."""
+        call_id, parent = row["call_id"], row["parent_id"]
+        request = grow_request(_stored_request(row), self._requests.get(parent))
+        prompt = self._tokens.get(parent, ())[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
+        self._requests[call_id], self._tokens[call_id] = request, prompt + unpack_ids(row["token_ids"])
+        return {
+            "request": request,
+            "request_of": None,
+            "prompt_token_ids": prompt,
+            "prompt_of": None,
+            "extends": self._rows.extended_by(row),
+        }
+
+
+class ShortParts:
+    """Gives each call what its request and prompt add to its parent's."""
+
+    def __init__(self) -> None:
+        self._outlines: dict[str, Outline] = {}
+        self._rows = _Rows()
+
+    def of(self, row: Row) -> dict[str, Any]:
+        """Return the fields of ModelCall that need the call's parent. It was read before."""
+        call_id, parent, tokens = row["call_id"], row["parent_id"], row["prompt_shared"]
+        request, shared, self._outlines[call_id] = short_request(_stored_request(row), self._outlines.get(parent))
+        return {
+            "request": request,
+            "request_of": {"call_id": parent, **shared} if shared else None,
+            "prompt_token_ids": unpack_ids(row["prompt_ids"]),
+            "prompt_of": {"call_id": parent, "tokens": tokens} if tokens else None,
+            "extends": self._rows.extended_by(row),
+        }
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a call as bytes: so many of its parent's, the rest of its prompt, its answer."""
+
+    parent: Any  # a _Tokens, or None
+    shared: int
+    own: bytes
+    answer: bytes
+
+    @property
+    def asked(self) -> int:
+        return self.shared + len(self.own)
+
+    @property
+    def size(self) -> int:
+        return self.asked + len(self.answer)
+
+    def first(self, size: int) -> bytes:
+        """Return so many bytes from the beginning."""
+        parts, tokens = [], self
+        while tokens is not None and size > 0:
+            parts.append(tokens.answer[: max(0, size - tokens.asked)])
+            parts.append(tokens.own[: max(0, size - tokens.shared)])
+            size = min(size, tokens.shared)
+            tokens = tokens.parent
+        return b"".join(reversed(parts))
+
+
+class _Rows:
+    """Finds the call whose tokens, prompt and answer, a prompt begins with. What prompts share is kept once."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, _Tokens] = {}
+
+    def extended_by(self, row: Row) -> str | None:
+        """Return it for this call's prompt: usually the parent, else the newest such call."""
+        parent_id, parent = row["parent_id"], self._tokens.get(row["parent_id"])
+        shared = TOKEN_SIZE * row["prompt_shared"] if parent else 0
+        tokens = _Tokens(parent, shared, row["prompt_ids"] or b"", row["token_ids"] or b"")
+        extends_parent = parent is not None and 0 < parent.size == shared
+        found = parent_id if extends_parent else self._newest_in(tokens)
+        if row["token_ids"] is not None:  # it was answered
+            self._tokens[row["call_id"]] = tokens
+        return found
+
+    def _newest_in(self, tokens: _Tokens) -> str | None:
+        """An answer is looked at first, where most others differ."""
+        prompt = tokens.first(tokens.asked)
+        for call_id, earlier in reversed(self._tokens.items()):
+            answer = prompt[earlier.asked : earlier.size]
+            may = 0 < earlier.size <= len(prompt) and answer == earlier.answer
+            if may and prompt.startswith(earlier.first(earlier.asked)):
+                return call_id
+        return None
+
+
+def _stored_request(row: Row) -> dict[str, Any]:
+    """Parse a stored request. One nested as deep as a parser allows is a level too deep in its stored form."""
+    text = row["request"] or row["large_request"]
+    try:
+        stored: dict[str, Any] = loads(text) if len(text) < LARGE else loads_in_turns(text)
+        return stored
+    except ValueError:
+        return {"new": loads(text.removeprefix('{"new":')[:-1])}
