@@ -1,212 +1,229 @@
-"""How the store does as it grows: `python benchmarks/store.py --calls 1000000`, about ten minutes.
+"""What grows with the store: `make bench-store`, about ten minutes.
 
-Fills a store through the real recorder with rollouts of several turns (system prompt, tools, tool calls, token ids,
-log-probabilities, rewards) while a trainer claims what has ended, and after each `--every` calls measures, at rest,
-what must not become slower. With `--store FILE` it goes on from what the file holds already.
+Fills a store with 100,000 calls, 10,000 versions and steps, and one rollout of 500 turns. Asks each route of a proxy on
+it, and takes each look that a trainer and a proxy take at every poll, second and step, beside a nearly empty store, in
+turns. None may take over 3 times as long but by the size of its answer. Writes benchmarks/results/store.md.
 """
+
+from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import random
+import http.client
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 
-from rich.console import Console
-from rich.table import Table
+from filled import SIBLINGS, Size, fill
+from report import machine
+from servers import Server
+from targets import start_proxy, start_upstream
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.control.views import rollout_detail
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.store.waiting import Group
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
+from lightning_proxy.proxy.types import Reward
 
-AT_ONCE = 64  # rollouts
-SIBLINGS = 8
-TASKS_PER_STEP = 8
+HERE = Path(__file__).parent
+PAGE = HERE / "results" / "store.md"
+FULL, SMALL = Size(100_000, 10_000, 500), Size(400, 50, 20)
+EMPTY = Size(4 * SIBLINGS * 8, 4, 4)
 REPEATS = 15
-WORDS = ["amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lemur"]
-SOURCE = random.Random(0)
-TEXTS = [" ".join(SOURCE.choices(WORDS, k=60)) for _ in range(1000)]
-SYSTEM = {"role": "system", "content": " ".join(SOURCE.choices(WORDS, k=250))}
-PARAMETERS = {"type": "object", "properties": {"query": {"type": "string", "description": TEXTS[0]}}}
-TOOLS = [{"type": "function", "function": {"name": f"tool_{i}", "parameters": PARAMETERS}} for i in range(4)]
-IDS = tuple(SOURCE.choices(range(150_000), k=20_000))
-LOGPROBS = tuple(-SOURCE.random() for _ in range(20_000))
+TIMES = 3.0  # slower than beside an empty store, and by its answer's size
+NO_JSON = ("/", "/feed", "/thumbs.js", "/metrics", "/docs", "/redoc", "/openapi.json")
+ROLLOUTS = ("r1", "long")
+
+Look = Callable[[Store], Awaitable[object]]
 
 
-@dataclass
-class Filler:
-    """Records rollouts, `AT_ONCE` at a time, until so many calls are there."""
+@dataclass(frozen=True)
+class Figure:
+    """What one route or look takes in the filled store and in the empty one: milliseconds, and bytes of its answer."""
 
-    store: Store
-    recorder: Recorder
-    rollouts: int
-    calls: int
-    ended: list[str] = field(default_factory=list)
+    when: str
+    name: str
+    ms: tuple[float, float]
+    size: tuple[int, int]
 
-    async def fill(self, calls: int) -> None:
-        await asyncio.gather(*(self._work(calls) for _ in range(AT_ONCE)))
+    @property
+    def times(self) -> float:
+        return self.ms[0] / self.ms[1]
 
-    async def _work(self, calls: int) -> None:
-        while self.calls < calls:
-            number, self.rollouts = self.rollouts, self.rollouts + 1
-            await self._rollout(number)
-
-    async def _rollout(self, number: int) -> None:
-        source = random.Random(number)
-        rollout_id = f"{source.getrandbits(128):032x}"
-        agent = "reviewer" if number % 1000 == 0 else "planner"
-        mode = "eval" if number % 1000 < 40 else "train"
-        name = RolloutName(rollout_id, f"task-{number // SIBLINGS}", agent, mode)
-        messages: list = [SYSTEM, {"role": "user", "content": source.choice(TEXTS)}]
-        prompt = IDS[:400]
-        for turn in range(source.randint(4, 12)):
-            prompt, answer = await self._turn(name, turn, messages, prompt, source)
-            messages = [*messages, *answer]
-        if number % 100 == 0:
-            await self.store.rollouts.end(rollout_id, "failed", "the benchmark says so")
-        else:
-            await self.store.rewards.post([Reward(rollout_id, source.random(), final=True)], None, b"")
-        self.ended = [*self.ended[-99:], rollout_id]
-
-    async def _turn(
-        self, name: RolloutName, turn: int, messages: list, prompt: tuple[int, ...], source: random.Random
-    ) -> tuple[tuple[int, ...], list]:
-        """One call; the prompt of the next one, and what its conversation gains."""
-        self.calls += 1
-        call_id, at = f"{name.rollout_id}-{turn}", source.randrange(10_000)
-        tool = ToolCall(f"call_{source.getrandbits(64):x}", "tool_1", dumps({"query": source.choice(TEXTS)[:100]}))
-        function = {"name": tool.name, "arguments": tool.arguments}
-        calls = [{"id": tool.id, "type": "function", "function": function}]
-        message = {"role": "assistant", "content": source.choice(TEXTS)[:200], "tool_calls": calls}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": 80, "total_tokens": len(prompt) + 80}
-        choices = [{"index": 0, "message": message, "finish_reason": "tool_calls"}]
-        response = {"id": f"chatcmpl-{call_id}", "object": "chat.completion", "model": "m", "choices": choices}
-        request = {"model": "policy", "messages": messages, "tools": TOOLS, "temperature": 1.0, "stream": True}
-        await self.recorder.start(CallStart(call_id, name, "chat/completions", "m", 0, request, time.time()))
-        sampled = Choice(0, IDS[at : at + 80], LOGPROBS[at : at + 80], "tool_calls")
-        await self.recorder.end(
-            CallEnd(
-                call_id, name.rollout_id, "ok", response | {"usage": usage}, 200, prompt, (sampled,), usage, (tool,),
-                ttft_ms=20.0, latency_ms=900.0,
-            )
-        )  # fmt: skip
-        result = {"role": "tool", "tool_call_id": tool.id, "content": source.choice(TEXTS)}
-        return prompt + sampled.token_ids + IDS[at : at + 100], [message, result]
+    @property
+    def grows(self) -> bool:
+        return self.times > TIMES * max(1.0, self.size[0] / max(1, self.size[1]))
 
 
-async def train(store: Store, done: asyncio.Event) -> None:
-    """Take steps as a trainer does, as long as there are enough groups; a few are left to claim."""
-    while not done.is_set():
-        ready = [group for group in await store.waiting.groups() if group.ended >= SIBLINGS - 1]
-        for first in range(0, len(ready) - 2 * TASKS_PER_STEP, TASKS_PER_STEP):
-            await step(store, ready[first : first + TASKS_PER_STEP])
-        await asyncio.sleep(0.1)
+def looks(size: Size) -> list[tuple[str, str, Look]]:
+    """What is read and written at each call, second, poll and step. `size` says which version is the newest."""
+    newest, task = size.versions, "task-0"
 
-
-async def step(store: Store, groups: list[Group]) -> None:
-    rollouts = [one.rollout_id for group in groups for one in await store.waiting.of_group(group)]
-    await store.steps.trained(await store.steps.claim(rollouts, 0), None, {"reward_mean": 0.5})
-
-
-async def figures(store: Store, filler: Filler, path: Path) -> dict[str, float]:
-    """Median milliseconds of each, with nothing else running, and the file's size."""
-    _, middle = await store.rollouts.page({}, 1, filler.rollouts // 2)
-    pages: dict[str, tuple[dict[str, str], int | None]] = {
-        "page": ({}, None),
-        "deep": ({}, middle),
-        "status": ({"status": "failed"}, None),
-        "task": ({"task_id": f"task-{filler.rollouts // 2 // SIBLINGS}"}, None),
-        "agent": ({"agent": "reviewer"}, None),
-        "mode": ({"mode": "eval"}, None),
-    }
-    found = {
-        name: await timed(lambda f=filters, c=cursor: store.rollouts.page(f, 100, c))
-        for name, (filters, cursor) in pages.items()
-    }
-
-    async def rollout() -> None:
-        rollout_id = random.choice(filler.ended)
-        calls, rewards = await store.calls.of(rollout_id), await store.rewards.of(rollout_id)
-        dumps(rollout_detail(await store.rollouts.get(rollout_id), calls, rewards))
-
-    async def claim() -> None:
+    async def step(store: Store) -> None:
         groups = await store.waiting.groups()
-        await step(store, [group.task_id for group in groups[:1]])
+        rollouts = [one.rollout_id for group in groups[:1] for one in await store.waiting.of_group(group)]
+        await store.steps.claim(rollouts[:0], newest)
+        await store.steps.release_unfinished()
 
-    found["rollout"] = await timed(rollout)
-    found["groups"] = await timed(store.waiting.groups)
-    found["step"] = await timed(claim)
-    found["counts"] = await timed(store.rollouts.counts)
-    size = sum(file.stat().st_size for file in path.parent.glob(path.name + "*"))
-    return found | {"GiB": size / 2**30, "B/call": size / filler.calls}
-
-
-async def timed(work: Callable[[], Awaitable[object]]) -> float:
-    took = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        await work()
-        took.append(1000 * (time.perf_counter() - began))
-    return median(took)
-
-
-async def count(database: Database) -> tuple[int, int]:
-    (row,) = await database.all("SELECT (SELECT COUNT(*) FROM rollouts) AS r, (SELECT COUNT(*) FROM calls) AS c")
-    return row["r"], row["c"]
-
-
-async def run(path: Path, calls: int, every: int) -> list[dict[str, float]]:
-    config, rows = StoreConfig(url=f"sqlite:///{path}"), []
-    async with opened(config) as database, opened(config) as trainers:
-        store, trainer_store = Store(database), Store(trainers)
-        async with Recorder(store, merged=False) as recorder:
-            filler = Filler(store, recorder, *await count(database))
-            while filler.calls < calls:
-                done, before, began = asyncio.Event(), filler.calls, time.perf_counter()
-                training = asyncio.create_task(train(trainer_store, done))
-                await filler.fill(min(calls, (before // every + 1) * every))
-                per_s = (filler.calls - before) / (time.perf_counter() - began)
-                done.set()
-                await training
-                rows.append({"calls": filler.calls, "calls/s": per_s, **await figures(store, filler, path)})
-                print(" ".join(f"{name}={shown(value)}" for name, value in rows[-1].items()), flush=True)
-    return rows
+    return [
+        ("a call", "a version by its served name", lambda s: s.versions.named(f"policy-v{newest}")),
+        ("a call", "an adapter by its served name", lambda s: s.versions.named(f"policy-v{newest}.planner")),
+        ("a call", "the live version", lambda s: s.versions.live_now()),
+        ("a call", "the version that a rollout keeps", lambda s: s.rollouts.get("r1")),
+        ("a call", "the test under way", lambda s: s.promotions.now()),
+        ("a second", "versions to serve", lambda s: s.versions.to_serve({newest, newest - 1})),
+        ("a second", "versions of running rollouts", lambda s: s.versions.pinned(0.0)),
+        ("a second", "whether anything was ever published", lambda s: s.versions.is_new()),
+        ("a second", "the newest of the feed", lambda s: Feed(s.database).newest()),
+        ("a second", "the version that waits for its test", lambda s: s.promotions.waiting()),
+        ("a poll", "the last step", lambda s: s.steps.last()),
+        ("a poll", "the live version as a row", lambda s: s.versions.live()),
+        ("a poll", "why publication is stopped", lambda s: s.steps.collapse()),
+        ("a poll", "the line of the live version", lambda s: s.version_report.line(newest, newest - 2, 0.0)),
+        ("a poll", "the last test of a version", lambda s: s.promotions.last_of(newest)),
+        ("a poll", "what a probe found", lambda s: s.probes.problem(newest)),
+        ("a poll", "groups that wait", lambda s: s.waiting.groups()),
+        ("a poll", "rollouts without a task that wait", lambda s: s.waiting.lone()),
+        ("a poll", "rewards of the newest versions", lambda s: s.waiting.rewarded_since(newest - 2, 64)),
+        ("a poll", "whether training stands still", lambda s: s.waiting.standstill(SIBLINGS)),
+        ("a step", "claim and give back", step),
+        ("a step", "a reward", lambda s: s.rewards.post([Reward("r1", 0.5, final=False)])),
+        ("a step", "a rollout with its calls", lambda s: s.calls.of("r1")),
+        ("a step", "earlier rollouts of a task", lambda s: s.waiting.earlier("r1", task, 8)),
+        ("a step", "the first steps", lambda s: s.steps.first(5)),
+        ("a step", "the newest steps", lambda s: s.steps.newest(4)),
+        ("a step", "versions with files", lambda s: s.versions.with_files()),
+        ("a step", "checkpoints to remove", lambda s: s.steps.old_checkpoints(100)),
+        ("a step", "unfinished versions", lambda s: s.versions.of_status("publishing")),
+    ]
 
 
-def shown(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+async def looked(directory: Path, sizes: tuple[Size, Size], repeats: int) -> list[Figure]:
+    """Each look at the filled store and at the empty one, in turns."""
+    async with AsyncExitStack() as stack:
+        stores = [Store(await stack.enter_async_context(opened(store_of(directory, n)))) for n in range(2)]
+        found = []
+        for both in zip(*map(looks, sizes), strict=True):
+            took: tuple[list[float], list[float]] = ([], [])
+            bytes_ = [0, 0]
+            for _ in range(repeats):
+                for n, (_, _, look) in enumerate(both):
+                    began = time.perf_counter()
+                    answer = await look(stores[n])
+                    took[n].append(1000 * (time.perf_counter() - began))
+                    bytes_[n] = len(repr(answer))
+            when, name, _ = both[0]
+            found.append(Figure(when, name, (min(took[0]), min(took[1])), (bytes_[0], bytes_[1])))
+        return found
 
 
-def show(rows: list[dict[str, float]]) -> None:
-    table = Table(title=f"milliseconds unless said otherwise; {os.cpu_count()} cores", box=None)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*map(shown, row.values()))
-    table.add_section()
-    table.add_row("last / first", *(f"{rows[-1][name] / rows[0][name]:.2f}" for name in list(rows[0])[1:]))
-    Console(width=150).print(table)
+def routes(server: Server, size: Size) -> Iterator[str]:
+    """Every route of the document that is read, with values for what it needs."""
+    document = server.get("/openapi.json")
+    values = {"a": "0", "b": str(size.versions), "run": "1", "name": "greeting"}
+    for path, methods in sorted(document["paths"].items()):
+        if "get" not in methods or path in NO_JSON:
+            continue
+        needed = [p["name"] for p in methods["get"].get("parameters", []) if p["required"] and p["in"] == "query"]
+        query = "?" + "&".join(f"{name}={values[name]}" for name in needed) if needed else ""
+        for rollout in ROLLOUTS if "{rollout_id}" in path else ("",):
+            yield path.replace("{rollout_id}", rollout).replace("{name}", values["name"]) + query
+
+
+def asked(directory: Path, upstream: Server, sizes: tuple[Size, Size], repeats: int) -> list[Figure]:
+    """Each route of a proxy on the filled store and of one on the empty store, in turns."""
+    with ExitStack() as stack:
+        servers = [start_proxy(directory / str(n), upstream.url) for n in range(2)]
+        for server in servers:
+            stack.callback(server.stop)
+            server.settle()
+            server.send("POST", "/prompts", {"name": "greeting", "text": "Be kind to everybody who asks."})
+        connections = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=120) for server in servers]
+        found = []
+        for both in zip(*(routes(s, size) for s, size in zip(servers, sizes, strict=True)), strict=True):
+            took: tuple[list[float], list[float]] = ([], [])
+            bytes_, status = [0, 0], 0
+            for _ in range(repeats):
+                for n, path in enumerate(both):
+                    began = time.perf_counter()
+                    status, bytes_[n] = ask(connections[n], path)
+                    took[n].append(1000 * (time.perf_counter() - began))
+            name = f"`GET {both[0]}`" + ("" if status == 200 else f" ({status})")
+            found.append(Figure("a request", name, (min(took[0]), min(took[1])), (bytes_[0], bytes_[1])))
+        return found
+
+
+def ask(connection: http.client.HTTPConnection, path: str) -> tuple[int, int]:
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    return answer.status, len(answer.read())
+
+
+def store_of(directory: Path, n: int) -> StoreConfig:
+    return StoreConfig(url=f"sqlite:///{directory / str(n) / 'store.db'}")
+
+
+def measure(size: Size, repeats: int) -> list[Figure]:
+    sizes = (size, EMPTY)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        directory = Path(name)
+        for n, one in enumerate(sizes):
+            (directory / str(n)).mkdir()
+            asyncio.run(fill(store_of(directory, n), one))
+        upstream = start_upstream()
+        stack.callback(upstream.stop)
+        return [*asked(directory, upstream, sizes, repeats), *asyncio.run(looked(directory, sizes, repeats))]
+
+
+def page(figures: list[Figure], size: Size, repeats: int) -> str:
+    """The result as Markdown: what was measured, where, when and how."""
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    lines = [
+        "# What grows with the store",
+        "",
+        f"`python benchmarks/store.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
+        f"on {machine()}, commit {commit}, {datetime.now(UTC):%Y-%m-%d}.",
+        "",
+        f"{size.calls:,} calls, {size.versions:,} versions and as many steps, and a rollout of {size.turns} turns,",
+        f"beside {EMPTY.calls} calls, {EMPTY.versions} versions and {EMPTY.turns} turns.",
+        f"The fastest of {repeats} tries, which take turns.",
+        f"**Bold**: over {TIMES:g} times as long, and more so than its answer is larger.",
+        "",
+        "| at | what | ms | ms, empty | times | kB | kB, empty |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for f in figures:
+        times = f"**{f.times:.1f}**" if f.grows else f"{f.times:.1f}"
+        sizes = f"{f.size[0] / 1000:,.1f} | {f.size[1] / 1000:,.1f}"
+        lines.append(f"| {f.when} | {f.name} | {f.ms[0]:.2f} | {f.ms[1]:.2f} | {times} | {sizes} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=1_000_000, help="in the store at the end")
-    parser.add_argument("--every", type=int, default=100_000, help="calls between two measurements")
-    parser.add_argument("--store", type=Path, help="a file to keep and to go on with; default: a temporary one")
+    for name, value in (("calls", FULL.calls), ("versions", FULL.versions), ("turns", FULL.turns)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--small", action="store_true", help="a small store, asked twice: does all of it run?")
+    parser.add_argument("--out", type=Path, help=f"the page to write; default: {PAGE.relative_to(HERE.parent)}")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        rows = asyncio.run(run(options.store or Path(directory) / "store.db", options.calls, options.every))
-    if rows:
-        show(rows)
+    size = SMALL if options.small else Size(options.calls, options.versions, options.turns)
+    repeats = 2 if options.small else REPEATS
+    figures = measure(size, repeats)
+    text = page(figures, size, repeats)
+    print(text)
+    if options.out or not options.small:
+        target = options.out or PAGE
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(text)
+    if not options.small and (grown := [f.name for f in figures if f.grows]):
+        raise SystemExit(f"grows with the store: {', '.join(grown)}")
 
 
 if __name__ == "__main__":

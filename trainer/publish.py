@@ -168,15 +168,12 @@ class Publisher:
 
     async def abandon_unfinished(self, why: str = "the trainer was stopped while it published this version") -> None:
         """Mark the versions that were being published as failed, and remove their files."""
-        for version in await self._unfinished():
+        for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.failed(version.version, why)
             await self.files.remove(version)
 
     async def _forget_unfinished(self) -> None:
         """Undo a try: the next one gets the same version number, because staleness is counted by version numbers."""
-        for version in await self._unfinished():
+        for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.forget_unfinished(version.version)
             await self.files.delete(version.version)
-
-    async def _unfinished(self) -> list[PolicyVersion]:
-        return [version for version in await self._store.versions.all() if version.status == "publishing"]

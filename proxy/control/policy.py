@@ -34,8 +34,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
     And the test of the version that may go live next (docs/promotion.md).
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
-    tests, waiting = await p.store.promotions.last(), await p.store.promotions.waiting()
-    under_way = next((test for test in tests.values() if test.status == "testing"), None)
+    under_way, waiting = await p.store.promotions.test(), await p.store.promotions.waiting()
     live, last, collapse = await p.store.versions.live(), await p.store.steps.last(), await p.store.steps.collapse()
     view = {
         "alias": p.config.policy.alias,

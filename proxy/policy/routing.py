@@ -86,7 +86,7 @@ class PolicyRouter:
             adapter = self._policy.adapter_of(rollout.agent)
             served = watch.base if version.version == 0 else version.adapters.get(adapter, version.served_model)
             return Route(upstream, served, version.version)
-        asked = 0 if model in (None, watch.base) else await self._version_named(model)
+        asked = 0 if model is None or model == watch.base else await self._store.versions.named(model)
         return Route(upstream, None, asked, pins=False)
 
     async def _in_line(self, watch: Watch) -> tuple[PolicyVersion, PolicyVersion | None]:
@@ -128,9 +128,6 @@ class PolicyRouter:
         # A version whose files were pruned cannot be served any more.
         servable = version.version == 0 or (version.path and version.publish == "lora")
         return version if servable else live
-
-    async def _version_named(self, model: str | None) -> int | None:
-        return next((v.version for v in await self._store.versions.all() if model in v.served_models), None)
 
     def _upstream_of(self, model: str | None) -> UpstreamConfig:
         if model == self.alias and self._watch is not None:

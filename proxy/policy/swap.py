@@ -168,13 +168,10 @@ class Swap:
     async def rollback(self) -> PolicyVersion:
         """Make the newest version before the live one live again; Conflict if there is none."""
         live = await self.store.versions.live()
-        earlier = [
-            v.version for v in await self.store.versions.all()
-            if v.version < live.version and v.status == "ready" and (v.path or v.version == 0) and v.live_at is not None
-        ]  # fmt: skip
-        if not earlier:
+        earlier = await self.store.versions.before(live.version)
+        if earlier is None:
             raise Conflict(f"there is no version before {live.version} to go back to")
-        return await self.promote(earlier[-1])
+        return await self.promote(earlier.version)
 
     async def serves(self, version: PolicyVersion) -> bool:
         """Return whether merged weights in vLLM carry the label of this version."""
@@ -275,9 +272,8 @@ class Swap:
 
     async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
         served = await server.adapters()
-        for version in await self.store.versions.all():
-            wanted = version.path and (version.status in ("live", "candidate") or version.version in pinned)
-            if wanted and version.publish == self.mode and (fault := fault_of(version, served)) is not None:
+        for version in await self.store.versions.to_serve(pinned):
+            if version.publish == self.mode and (fault := fault_of(version, served)) is not None:
                 log.warning("vLLM %s policy version %d: loading it again", fault, version.version)
                 await self._load_again(server, version)
 

@@ -76,6 +76,15 @@ SELECT * FROM steps WHERE status = 'trained'
     AND json_extract(metrics, '$.method') IS NULL AND NOT json_extract(metrics, '$.skipped')
 ORDER BY step LIMIT :limit
 """
+# Not the newest, nor those of versions that have files.
+OLD_CHECKPOINTS = """
+SELECT step, checkpoint FROM steps
+WHERE checkpoint IS NOT NULL AND status = 'trained'
+  AND step < (SELECT step FROM steps WHERE checkpoint IS NOT NULL AND status = 'trained'
+              ORDER BY step DESC LIMIT 1 OFFSET :newer)
+  AND NOT EXISTS (SELECT 1 FROM policy_versions WHERE policy_versions.version = steps.version AND path IS NOT NULL)
+ORDER BY step
+"""
 TRAINED_DATA = """
 SELECT COUNT(*) AS rollouts, COUNT(DISTINCT task_id) AS tasks, MIN(created_at) AS first, MAX(created_at) AS last
 FROM rollouts WHERE step IN (SELECT value FROM json_each(:steps))
@@ -292,6 +301,11 @@ class Steps:
     async def update_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Replace the metrics of a step."""
         await self._db.commit([(STEP_METRICS, [{"step": step, "metrics": dumps(metrics)}])])
+
+    async def old_checkpoints(self, keep: int) -> list[tuple[int, str]]:
+        """Return steps and checkpoints that are not among the newest `keep`, and of no version that has files."""
+        rows = await self._db.all(OLD_CHECKPOINTS, {"newer": keep - 1})
+        return [(row["step"], row["checkpoint"]) for row in rows]
 
     async def forget_checkpoint(self, step: int) -> None:
         """Note that a step's checkpoint is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ..aside import aside
 from ..errors import NotFound
 from ..json_text import dumps, loads
-from ..types import PolicyVersion, PublishMode
+from ..types import PolicyVersion, PublishMode, VersionStatus
 from .database import Database, Row, Transaction
 from .rows import read
 
@@ -32,6 +33,10 @@ VERSION_VERIFIED = "UPDATE policy_versions SET verified = 1 WHERE version = :ver
 VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE version = :version"
 VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"
 VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
+STEP_UNPUBLISHED = """
+UPDATE steps SET version = NULL
+WHERE step = (SELECT step FROM policy_versions WHERE version = :version) AND version = :version
+"""
 VERSION_FORGET = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
 # Whoever makes a version live decides about the one that is tested, and about the one that waits.
 TEST_ENDED = """
@@ -39,6 +44,24 @@ UPDATE promotions SET status = 'ended', decided_at = :at, reason = :reason WHERE
 """
 VERSION_UNTESTED = "UPDATE policy_versions SET status = 'ready' WHERE status IN ('candidate', 'waiting')"
 POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
+# Adapters of agents are served under the version's own name with a point and theirs: `names` are its beginnings.
+VERSION_NAMED = """
+SELECT version, served_model, adapters FROM policy_versions
+WHERE served_model IN (SELECT value FROM json_each(:names)) ORDER BY version
+"""
+VERSIONS_WITH_FILES = "SELECT * FROM policy_versions WHERE path IS NOT NULL ORDER BY version"
+VERSIONS_OF_STATUS = "SELECT * FROM policy_versions WHERE status = :status ORDER BY version"
+VERSIONS_TO_SERVE = """
+SELECT * FROM policy_versions WHERE path IS NOT NULL
+    AND (status = 'live' OR status = 'candidate' OR version IN (SELECT value FROM json_each(:pinned)))
+"""
+VERSION_BEFORE = """
+SELECT * FROM policy_versions WHERE version = (
+    SELECT MAX(version) FROM policy_versions
+    WHERE version < :version AND status = 'ready' AND live_at IS NOT NULL AND (path IS NOT NULL OR version = 0)
+)
+"""
+VERSION_EVER_PUBLISHED = "SELECT 1 FROM policy_versions WHERE publish IS NOT NULL LIMIT 1"
 PINNED_VERSIONS = """
 SELECT DISTINCT policy_version FROM rollouts
 WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
@@ -75,7 +98,7 @@ class Versions:
 
     async def is_new(self) -> bool:
         """Return whether nothing was ever published from this store."""
-        return await self._db.one("SELECT 1 FROM policy_versions WHERE publish IS NOT NULL") is None
+        return await self._db.one(VERSION_EVER_PUBLISHED) is None
 
     async def get(self, version: int) -> PolicyVersion:
         """Return the version of this number; NotFound if there is none."""
@@ -83,6 +106,31 @@ class Versions:
         if row is None:
             raise NotFound(f"no policy version {version}", param="version")
         return read_version(row)
+
+    async def named(self, model: str) -> int | None:
+        """Return the version that vLLM serves under this name, itself or an adapter of it; None if there is none."""
+        names = [model, *(model[: point.start()] for point in re.finditer(r"\.", model))]
+        rows = await self._db.all(VERSION_NAMED, {"names": dumps(names)})
+        found = (r["version"] for r in rows if model in (r["served_model"], *loads(r["adapters"]).values()))
+        return next(found, None)
+
+    async def with_files(self) -> list[PolicyVersion]:
+        """Return the versions whose files are there, by number."""
+        return [read_version(row) for row in await self._db.all(VERSIONS_WITH_FILES)]
+
+    async def of_status(self, status: VersionStatus) -> list[PolicyVersion]:
+        """Return the versions of a status, by number."""
+        return [read_version(row) for row in await self._db.all(VERSIONS_OF_STATUS, {"status": status})]
+
+    async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
+        """Return those of the live version, the candidate and the `pinned` ones whose files are there, by number."""
+        rows = await self._db.all(VERSIONS_TO_SERVE, {"pinned": dumps([*pinned])})
+        return sorted(map(read_version, rows), key=lambda version: version.version)
+
+    async def before(self, version: int) -> PolicyVersion | None:
+        """Return the newest version before this one that was live and can be again; None if there is none."""
+        row = await self._db.one(VERSION_BEFORE, {"version": version})
+        return None if row is None else read_version(row)
 
     async def new(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
         """Reserve the next version number, in the state `publishing`."""
@@ -122,9 +170,7 @@ class Versions:
     async def failed(self, version: int, error: str) -> None:
         """Note why the version did not go live; it never will."""
         row = {"version": version, "error": error}
-        await self._db.commit(
-            [(VERSION_FAILED, [row]), ("UPDATE steps SET version = NULL WHERE version = :version", [row])]
-        )
+        await self._db.commit([(VERSION_FAILED, [row]), (STEP_UNPUBLISHED, [row])])
 
     async def forget_unfinished(self, version: int) -> None:
         """Delete a version whose publishing was broken off."""

@@ -85,7 +85,10 @@ SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
     SELECT reward FROM rollouts
     WHERE n > COALESCE(
             (SELECT MAX(n) FROM rollouts WHERE step = (SELECT MAX(step) FROM steps)),
-            (SELECT n FROM rollouts WHERE created_at <= (SELECT MAX(created_at) FROM steps) ORDER BY n DESC LIMIT 1),
+            (
+                SELECT n FROM rollouts
+                WHERE created_at <= (SELECT created_at FROM steps ORDER BY step DESC LIMIT 1) ORDER BY n DESC LIMIT 1
+            ),
             0
         )
       AND mode <> 'eval' AND dropped = :reason

@@ -25,6 +25,8 @@ WHOLE = {
     "SELECT COALESCE(MAX(ended_at), 0) FROM rollouts", "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at",
     "UPDATE rollouts SET step = NULL, group_id = NULL WHERE step ",
     "SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1",
+    "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
+    "PARENTS", "STEPS_FIRST", "VERSION_EVER_PUBLISHED", "NEWEST_CHECKPOINT",
 }  # fmt: skip
 VALUES: dict[str, object] = {"limit": 20, "newest": 500, "before": 100, "step": 2990, "version": 9, "task_id": "task9"}
 
@@ -62,13 +64,18 @@ INSERT INTO idempotency SELECT 'key' || i, 'hash', '{}', i FROM generate_series(
 INSERT INTO feed (kind, ref) SELECT 'call', 'c' || i FROM generate_series(1, 10000) AS i;
 INSERT INTO large_requests SELECT 'c' || i, 'x' FROM generate_series(0, 119999, 10) AS i;
 INSERT INTO steps (step, status, version, base, created_at)
-SELECT i, 'done', i / 30, 0, i FROM generate_series(0, 3000) AS i;
+SELECT i, 'trained', i, i - 1, i FROM generate_series(1, 10000) AS i;
+UPDATE steps SET checkpoint = 's' || step WHERE step > 9990;
+INSERT INTO policy_versions (version, status, publish, path, served_model, step, created_at)
+SELECT i, CASE WHEN i > 9997 THEN 'publishing' ELSE 'ready' END, 'lora', CASE WHEN i > 9990 THEN 'v' || i END,
+    'policy-v' || i, i, i
+FROM generate_series(1, 10000) AS i;
 RESET session_replication_role;
 """
 LARGE = {
     "rollouts", "calls", "rewards", "tool_calls", "events", "rollout_keys", "rollout_agents", "rollout_models",
     "rollout_prompts", "call_prompts", "call_credit", "conversation_points", "conversation_tips", "idempotency", "feed",
-    "large_requests",
+    "large_requests", "policy_versions", "steps",
 }  # fmt: skip
 
 

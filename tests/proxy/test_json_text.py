@@ -22,7 +22,7 @@ from lightning_proxy.proxy.json_text import (
     loads,
     loads_in_turns,
 )
-from lightning_proxy.proxy.store.delta import grow_request, shrink_request
+from lightning_proxy.proxy.store.requests.delta import grow_request, shrink_request
 from support.fuzzing import examples
 
 NUMBERS = [

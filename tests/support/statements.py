@@ -12,7 +12,7 @@ from lightning_proxy.proxy import store
 from lightning_proxy.proxy.store.reports.tasks import TASK_ROLLOUTS
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
 
-ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE")
+ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE", "WITH RECURSIVE")
 
 
 def pages() -> dict[str, str]:

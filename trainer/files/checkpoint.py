@@ -46,12 +46,9 @@ def whole_directory(target: Path) -> Iterator[Path]:
 
 async def prune_checkpoints(store: Store, keep: int) -> None:
     """Keep the newest checkpoints, and those of policy versions that have files: training may go on from these."""
-    steps = [s for s in await store.steps.all() if s.checkpoint is not None]
-    servable = {v.version for v in await store.versions.all() if v.path is not None}
-    for step in steps[:-keep]:
-        if step.version not in servable:
-            await asyncio.to_thread(shutil.rmtree, str(step.checkpoint), ignore_errors=True)
-            await store.steps.forget_checkpoint(step.step)
+    for step, checkpoint in await store.steps.old_checkpoints(keep):
+        await asyncio.to_thread(shutil.rmtree, checkpoint, ignore_errors=True)
+        await store.steps.forget_checkpoint(step)
 
 
 def _is_disk_error(error: Exception) -> bool:

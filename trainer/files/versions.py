@@ -44,7 +44,7 @@ class VersionFiles:
 
         Versions that never went live (`policy.promotion: gated`) take no place among the newest: one of them is kept.
         """
-        versions = [v for v in await self._store.versions.all() if v.path is not None]
+        versions = await self._store.versions.with_files()
         tested = {v.version for v in versions if v.status in ("waiting", "candidate")}
         passed_by = [v for v in versions if v.live_at is None and v.status in ("ready", "rejected")]
         others = [v for v in versions if v not in passed_by]

@@ -56,9 +56,9 @@ class GatedPublisher(Publisher):
         """Return whether `version` was trained on from what is live, and nothing of that was taken back since."""
         if version == live.version:
             return True
-        test = (await self._store.promotions.last()).get(live.version)
-        broken = line.broken(await self._store.versions.all(), live, test)
-        return line.goes_on(version, live.version, await self._store.version_report.parents(), broken)
+        since = line.chosen_at(live, await self._store.promotions.last_of(live.version))
+        found = await self._store.version_report.line(version, live.version, since)
+        return line.goes_on(found, live.version, since)
 
     async def waits_for(self, version: int) -> str | None:
         """Return what to wait for where the weights are so far ahead that rollouts of the live version are stale."""
@@ -139,7 +139,8 @@ class GatedPublisher(Publisher):
         if self._unseen == test.n or time.time() < test.began_at + UNSEEN_S:
             return
         self._unseen = test.n
-        if not (await self._store.promotions.last())[test.version].evidence:
+        last = await self._store.promotions.last_of(test.version)
+        if last is not None and not last.evidence:
             log.warning(
                 "no proxy weighs policy version %d, so it will not be decided about: give the proxy the trainer's "
                 "configuration (policy.promotion: gated) and start it again",

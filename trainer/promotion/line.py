@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Sequence
 
+from ...proxy.store.reports.versions import Ancestor
 from ...proxy.store.resources.promotions import Promotion
 from ...proxy.types import PolicyVersion
 
+TAKEN_BACK = ("rejected", "failed")
 
-def goes_on(version: int, live: int, parents: Mapping[int, int], broken: Set[int]) -> bool:
-    """Return whether `version` was trained on from `live` by way of versions that are not `broken`, itself included.
 
-    `parents`: by version, the one that its step started from. A version goes on from itself.
+def goes_on(line: Sequence[Ancestor], live: int, since: float) -> bool:
+    """Return whether a version was trained on from `live` by way of versions that were not taken back, or too old.
+
+    `line`: the version and those that it was trained on from, newest first.
     """
-    while version != live:
-        if version in broken or version not in parents:
-            return False
-        version = parents[version]
-    return True
+    later = [one for one in line if one.version != live]
+    return len(later) < len(line) and all(one.status not in TAKEN_BACK and one.created_at >= since for one in later)
 
 
-def broken(versions: Iterable[PolicyVersion], live: PolicyVersion, test: Promotion | None) -> set[int]:
-    """Return the versions that nothing is trained on from: taken back, or older than a choice by hand.
+def chosen_at(live: PolicyVersion, test: Promotion | None) -> float:
+    """Return when the live version was chosen by hand (Unix time); nothing is trained on from versions made before.
 
-    `test`: the last one of the live version. If that made it live, versions may have gone on from it before.
+    0 if it was not. `test`: its last one. If that made it live, versions may have gone on from it before.
     """
     by_gate = test is not None and test.status == "promoted" and test.decided_at == live.live_at
-    since = 0.0 if by_gate or live.live_at is None else live.live_at
-    return {v.version for v in versions if v.status in ("rejected", "failed") or v.created_at < since}
+    return 0.0 if by_gate or live.live_at is None else live.live_at

@@ -8,6 +8,7 @@ from ..resources import prompts
 from ..retention import PAGES
 from ..rollouts import ROLLOUT_OF_ANOTHER_KEY, ROLLOUT_REWARDS, ROLLOUT_SEEN, ROLLOUTS_OF_NUMBERS
 from ..training import STEPS_FIRST, STEPS_NEWEST, TRAINED_DATA
+from ..versions import VERSION_NAMED, VERSIONS_TO_SERVE
 from ..waiting import REWARDS_SINCE_VERSION
 
 # A number is used up only by a rollout that is new: the newest of so many are counted by their numbers.
@@ -36,13 +37,17 @@ def _listed(name: str, kind: str = "BIGINT") -> str:
 
 
 def _wanted(ref: str, kind: str, statement: str) -> str:
-    """A statement of the feed: it names what it reads by a list of texts."""
+    """A statement of the feed: it names what it reads by a list of texts.
+
+    With OFFSET each is looked up, where the server might read the whole table.
+    """
     begun, rest = statement.split("FROM json_each(:refs) AS wanted CROSS JOIN ", 1)
     table, rest = rest.split(" ON ", 1)
     rest = rest.split("wanted.value", 1)[1]
     begun = begun.replace(f"{ref} AS ref", f"{ref}::TEXT AS ref", 1)
     wanted = f"(SELECT value::{kind} FROM json_array_elements_text(:refs::json)) AS wanted (value)"
-    return f"{begun}FROM {wanted} JOIN {table} ON {ref} = wanted.value{rest}"
+    looked_up = f"(SELECT * FROM {table} WHERE {ref} = wanted.value OFFSET 0)"
+    return f"{begun}FROM {wanted} CROSS JOIN LATERAL {looked_up} AS {table}{rest}"
 
 
 def _of_json(column: str, name: str) -> str:
@@ -80,6 +85,10 @@ AND key_id IS NOT :key_id LIMIT 1
 """,
     ROLLOUTS_OF_NUMBERS: f"SELECT * FROM rollouts WHERE n IN ({_listed('numbers')}) ORDER BY n DESC",
     ROLLOUT_REWARDS: ROLLOUT_REWARDS.replace("SELECT value FROM json_each(:versions)", _listed("versions")),
+    VERSION_NAMED: VERSION_NAMED.replace(
+        "IN (SELECT value FROM json_each(:names))", f"= ANY(ARRAY({_listed('names', 'TEXT')}))"
+    ),
+    VERSIONS_TO_SERVE: VERSIONS_TO_SERVE.replace("SELECT value FROM json_each(:pinned)", _listed("pinned")),
     TRAINED_DATA: TRAINED_DATA.replace("SELECT value FROM json_each(:steps)", _listed("steps")),
     STEPS_NEWEST: STEPS_NEWEST.replace(
         "json_remove(metrics, '$.reward_by_task')",

@@ -10,7 +10,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ...json_text import encode
+from ...json_text import Number, encode
 from ...types import SAMPLING
 
 LONG_TEXT = 100  # characters from which on a text is shared with the parent's
@@ -27,8 +27,6 @@ class Long(NamedTuple):
 
 
 Outline = dict[str, Any]  # a request with a Long in the place of each value that a later request may share
-
-from ..json_text import Number
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:

@@ -28,6 +28,8 @@ CANDIDATE = "SELECT * FROM policy_versions WHERE version = :version"
 PROMOTION = "SELECT * FROM promotions WHERE n = :n"
 # The last test of each version.
 PROMOTIONS = "SELECT * FROM promotions WHERE n IN (SELECT MAX(n) FROM promotions GROUP BY version)"
+PROMOTION_OF = "SELECT * FROM promotions WHERE version = :version ORDER BY n DESC LIMIT 1"
+PROMOTION_UNDER_WAY = "SELECT * FROM promotions WHERE status = 'testing'"
 WAITING = "SELECT * FROM policy_versions WHERE status = 'waiting' ORDER BY version DESC LIMIT 1"
 REPLACED = """
 UPDATE policy_versions SET status = 'ready', error = :why WHERE status = 'waiting' AND version <> :version
@@ -188,6 +190,11 @@ class Promotions:
         test = await self.now()
         return [] if test is None else [test.promotion]
 
+    async def test(self) -> Promotion | None:
+        """Return the test that is under way, with its evidence so far; None without one."""
+        row = await self._db.one(PROMOTION_UNDER_WAY)
+        return None if row is None else _read(row)
+
     async def candidate(self) -> PolicyVersion | None:
         """Return the version that is tested; None if none is."""
         test = await self.now()
@@ -196,6 +203,11 @@ class Promotions:
     async def last(self) -> dict[int, Promotion]:
         """Return, by version, the last test of each."""
         return {row["version"]: _read(row) for row in await self._db.all(PROMOTIONS)}
+
+    async def last_of(self, version: int) -> Promotion | None:
+        """Return the last test of a version; None if it had none."""
+        row = await self._db.one(PROMOTION_OF, {"version": version})
+        return None if row is None else _read(row)
 
     async def waiting(self) -> PolicyVersion | None:
         """Return the version that waits for its test; None if none does."""
