@@ -107,7 +107,7 @@ bench-proxy: setup  ## the proxy's speed beside a bare forwarder's and its peers
 bench-peers: setup  ## install the gateways that bench-proxy compares with, each in .venv-peers/NAME
 	$(BIN)/python benchmarks/peers.py $(ARGS)
 
-bench-store: setup  ## a million calls in one store: what gets slower? (ten minutes, 6 GB)
+bench-store: setup  ## what grows with the store: every route and look beside an empty one: ten minutes; ARGS=--small
 	$(BIN)/python benchmarks/store.py $(ARGS)
 
 bench-instructions: setup  ## how many instructions a call costs beside a bare forwarder (valgrind): three minutes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.requests.whole import whole_calls, whole_transitions
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
+from support.paths import ROOT
 from support.stores import store_url
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -97,11 +99,20 @@ async def test_a_short_rollout_made_whole_is_the_whole_one(store: Store, endpoin
         assert dumps(whole_calls(told[0])) == dumps(
             [sorted_as(one, other) for one, other in zip(told[1], whole_calls(told[0]), strict=True)]
         )
+        assert whole_requests(told[0]) == {call["call_id"]: call["request"] for call in told[1]}
         steps = [loads(dumps([*map(record_view, transitions(rollout, calls))])) for calls in (short, whole)]
         assert whole_transitions(steps[0]) == steps[1]
         assert whole_transitions(steps[1]) == steps[1]
         shortened += sum(call["request_of"] is not None for call in told[0])
     assert shortened > 4 * TURNS
+
+
+def whole_requests(calls: list[Json]) -> dict[str, Json]:
+    """What docs/client.md does to make requests whole."""
+    (code,) = re.findall(r"```python\n(def whole_requests.*?)```", (ROOT / "docs/client.md").read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["whole_requests"](calls)
 
 
 def sorted_as(call: Json, other: Json) -> Json:
