@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -18,6 +18,7 @@ from rich.console import Console
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.control.transitions import transitions
+from ...proxy.control.views import record_view
 from ...proxy.errors import ConfigError, LightningError, NotFound
 from ...proxy.store.database import opened
 from ...proxy.store.store import Store
@@ -151,7 +152,7 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
                     if not selection.takes(rollout):
                         continue
                     with suppress(NotFound):  # deleted meanwhile, for its age perhaps
-                        calls = await store.calls.of(rollout.rollout_id)
+                        calls = await store.calls.of(rollout.rollout_id, short=kind == "sft")
                         told = await store.events.of(rollout.rollout_id)
                         rewards = await store.rewards.of(rollout.rollout_id)
                         for row in rows_of(rollout, calls, kind, told, rewards, written.left_out):
@@ -201,7 +202,7 @@ def _transitions(
             "status": rollout.status,
             "rollout_reward": rollout.reward,
             "policy_version": call.policy_version if call else None,
-            **{name: _without_ids(value) for name, value in asdict(transition).items()},
+            **{name: _without_ids(value) for name, value in record_view(transition).items()},
             "prompt_token_ids": sampled.prompt_token_ids if sampled else (),
             "response_token_ids": sampled.response_token_ids if sampled else (),
             "logprobs": sampled.logprobs if sampled else (),
