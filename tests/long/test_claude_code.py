@@ -99,7 +99,7 @@ async def test_claude_code_works_and_what_it_does_is_trained_on(tmp_path: Path) 
         answer = await work(program, url, tmp_path)
         async with session.get(f"{url}/rollouts") as found:
             rollouts = (await found.json())["data"]
-        async with session.get(f"{url}/rollouts/{rollouts[0]['rollout_id']}") as found:
+        async with session.get(f"{url}/rollouts/{rollouts[0]['rollout_id']}?requests=whole") as found:
             calls = (await found.json())["calls"]
     assert (answer["result"], answer["num_turns"], len(rollouts)) == ("It says lightning.", 2, 1)
     assert [(call["endpoint"], call["status"], call["untrainable_reason"]) for call in calls] == [

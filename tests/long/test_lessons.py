@@ -138,7 +138,7 @@ def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when
     calls = [
         call
         for rollout in system.get("/rollouts?limit=1000&status=completed")["data"]
-        for call in system.get(f"/rollouts/{rollout['rollout_id']}")["calls"]
+        for call in system.get(f"/rollouts/{rollout['rollout_id']}?requests=whole")["calls"]
     ]
     answered = [call for call in calls if call["status"] == "ok"]
     assert len(answered) == 8 * TASKS * GROUP and all(call["trainable"] for call in answered)
@@ -164,7 +164,7 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
     calls = [
         call
         for rollout in system.get("/rollouts?limit=1000&mode=eval")["data"]
-        for call in system.get(f"/rollouts/{rollout['rollout_id']}")["calls"]
+        for call in system.get(f"/rollouts/{rollout['rollout_id']}?requests=whole")["calls"]
         if call["policy_version"] == live["version"]
     ]
     by_agent = {agent: [call for call in calls if call["agent"] == agent] for agent in ("planner", "executor")}

@@ -95,7 +95,7 @@ async def test_calls_of_one_rollout_go_through_both_in_order(two: Two) -> None:
         messages.append({"role": "assistant", "content": answer.said})
     assert two.seen[-1] == messages[:-1]
     for proxy in (0, 1):
-        _, rollout = await two.call(proxy, "GET", "/rollouts/r1")
+        _, rollout = await two.call(proxy, "GET", "/rollouts/r1?requests=whole")
         assert [call["seq"] for call in rollout["calls"]] == list(range(10))
         assert [call["request"]["messages"] for call in rollout["calls"]] == two.seen
         assert {(call["status"], call["trainable"]) for call in rollout["calls"]} == {("ok", True)}

@@ -98,7 +98,7 @@ async def stored(session: aiohttp.ClientSession) -> dict[str, Json]:
         ids = [rollout["rollout_id"] for rollout in (await answer.json())["data"]]
     found = {}
     for rollout_id in ids:
-        async with session.get(f"/rollouts/{rollout_id}") as answer:
+        async with session.get(f"/rollouts/{rollout_id}?requests=whole") as answer:
             found[rollout_id] = await answer.json()
     return found
 

@@ -135,7 +135,7 @@ async def report(proxy: str, traffic: Traffic) -> None:
     async with aiohttp.ClientSession() as session:
         for truth in {call.truth for call in traffic.calls}:
             served = [call for call in traffic.calls if call.truth == truth]
-            async with session.get(f"{proxy}/rollouts/{truth}") as answer:
+            async with session.get(f"{proxy}/rollouts/{truth}?requests=whole") as answer:
                 accounts[served[0].scenario].add(served, (await answer.json())["calls"])
     print(f"{'scenario':36}  served  stored  results  paired")
     for name, account in sorted(accounts.items()):

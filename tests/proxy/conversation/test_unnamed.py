@@ -157,7 +157,7 @@ async def test_hidden_names_are_found_again(running: Running, tmp_path: Path, co
         await asyncio.gather(*(Agent(c, i).run(kinds[i % 3]) for i, c in enumerate(clients)))
         await asyncio.gather(*(c.close() for c in clients))
         _, page = await system.call("GET", "/rollouts?limit=1000")
-        rollouts = [(await system.call("GET", f"/rollouts/{r['rollout_id']}"))[1] for r in page["data"]]
+        rollouts = [(await system.call("GET", f"/rollouts/{r['rollout_id']}?requests=whole"))[1] for r in page["data"]]
     calls = [(rollout["rollout_id"], call) for rollout in rollouts for call in rollout["calls"]]
     assert len(calls) > 300
     found = await replay(conversations, [call for _, call in calls])

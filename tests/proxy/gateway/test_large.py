@@ -98,10 +98,10 @@ async def test_a_large_conversation_is_recorded_and_gone_on_with(
             assert status == 200
             messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": f"more {turn}"}]
         (rollout,) = (await system.call("GET", "/rollouts"))[1]["data"]
-        _, seen = await system.call("GET", f"/rollouts/{rollout['rollout_id']}")
+        _, seen = await system.call("GET", f"/rollouts/{rollout['rollout_id']}?requests=whole")
         kept = json.loads(json.dumps(sent).replace("secret", "[redacted]" if recording else "secret"))
         assert [call["request"] for call in seen["calls"]] == kept
-        _, told = await system.call("GET", f"/rollouts/{rollout['rollout_id']}/transitions")
+        _, told = await system.call("GET", f"/rollouts/{rollout['rollout_id']}/transitions?requests=whole")
         assert [t["state"]["messages"] for t in told["data"]] == [body["messages"] for body in kept]
 
 

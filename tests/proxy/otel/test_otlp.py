@@ -281,7 +281,7 @@ async def test_with_tokens_and_a_policy_version_a_call_can_be_trained_on(running
             told.close()
 
         await asyncio.to_thread(agent)
-        _, rollout = await system.call("GET", "/rollouts/r1")
+        _, rollout = await system.call("GET", "/rollouts/r1?requests=whole")
     own, whole, unversioned, short = rollout["calls"]
     assert own["trainable"] and whole["trainable"]
     assert (whole["prompt_token_ids"], whole["response_token_ids"]) == ([1, 2, 3], [5, 6])

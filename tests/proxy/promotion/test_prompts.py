@@ -51,7 +51,7 @@ async def shown(system: Any, rollout: str, task: str | None = None, **headers: s
         assert answer.status == 200, await answer.text()
     if headers.get("X_Recording") == "off":
         return 0
-    _, detail = await system.call("GET", f"/rollouts/{rollout}")
+    _, detail = await system.call("GET", f"/rollouts/{rollout}?requests=whole")
     call = detail["calls"][-1]
     placed = next(one for one in detail["prompts"] if one["call_id"] == call["call_id"])
     version: int = placed["version"]

@@ -330,7 +330,7 @@ async def test_a_running_proxy_redacts_every_door_and_changes_nothing_for_the_ag
         reward = {"rollout_id": rollout_id, "reward": 1, "comment": f"Rumpelstiltskin used {OPENAI}"}
         assert (await system.call("POST", "/reward", reward))[0] == 200
 
-        _, shown = await system.call("GET", f"/rollouts/{rollout_id}")
+        _, shown = await system.call("GET", f"/rollouts/{rollout_id}?requests=whole")
         calls = shown["calls"]
         assert calls[1]["superseded_by"] == calls[2]["call_id"], "redacted requests are compared with redacted ones"
         assert calls[0]["tool_calls"][0]["result"] == f"{MASK} is valid"
