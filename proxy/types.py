@@ -31,9 +31,8 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 def check_id(value: str, what: str) -> str:
     """Return `value` if it is a valid id; raise InvalidRequest naming `what` otherwise."""
     if not _ID.fullmatch(value):
-        raise InvalidRequest(
-            f"{what} must be 1 to 200 characters of A-Z a-z 0-9 . _ : -, got {value[:60]!r}", param=what
-        )
+        problem = f"{what} must be 1 to 200 characters of A-Z a-z 0-9 . _ : -, got {value[:60]!r}"
+        raise InvalidRequest(problem, param=what)
     return value
 
 
@@ -158,12 +157,9 @@ class CallEnd(NamedTuple):
 class ModelCall:
     """A call read back from the store. Contract, section 3.
 
-    `policy_versions`: all that were live while it ran, in order; more than one only where weights are replaced in
-    place. `superseded_by`: the call that took its place, when the client sent the same request again. `extends`: the
-    earlier call whose tokens, prompt and answer, this one's prompt begins with.
-
-    `request_of` and `prompt_of` are None where request and prompt are whole. In a short call they say what these take
-    from an earlier call (`store/requests/whole.py`), and the fields hold only what comes after it.
+    `policy_versions`: all that were live while it ran, in order; several only where weights are replaced in place.
+    `superseded_by`: the call that sent the same request again. `extends`: the earlier call whose tokens, prompt and
+    answer, this prompt begins with. `request_of`, `prompt_of`: as in store/requests/whole.py; None where all is there.
     """
 
     call_id: str
@@ -206,7 +202,7 @@ class ModelCall:
 
     @property
     def row_token_ids(self) -> tuple[int, ...]:
-        """Return the token ids of prompt and answer in one sequence."""
+        """Return the token ids of prompt and answer."""
         return self.prompt_token_ids + self.response_token_ids
 
     @property
