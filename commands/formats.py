@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from ..proxy.json_text import dumps
+from ..proxy.json_text import dumps_readable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -17,7 +17,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 def print_json(value: Any) -> None:
     """Print one JSON document on one line."""
-    print(dumps(value), flush=True)
+    print(dumps_readable(value), flush=True)
 
 
 def progress_bar() -> Progress:

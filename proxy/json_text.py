@@ -100,34 +100,39 @@ def _fragment(value: Any) -> orjson.Fragment:
     raise TypeError
 
 
-def _written(value: Any, *, ascii_only: bool = False) -> bytes:
+def dumps_readable(value: Any) -> str:
+    """Encode a value as JSON text with blanks between its parts, as the standard library does."""
+    return _written(value, comma=", ", colon=": ").decode()
+
+
+def _written(value: Any, *, ascii_only: bool = False, comma: str = ",", colon: str = ":") -> bytes:
     """The JSON of a value as the standard library writes it, but for the texts of its numbers."""
-    encoder = json.JSONEncoder(ensure_ascii=ascii_only, separators=(",", ":"))
+    encoder = json.JSONEncoder(ensure_ascii=ascii_only, separators=(comma, colon))
     pieces: list[str] = []
+
+    def write(value: Any) -> None:
+        if isinstance(value, dict):
+            between = "{"
+            for name, item in value.items():
+                pieces.append(f"{between}{encoder.encode(str(name))}{colon}")
+                write(item)
+                between = comma
+            pieces.append("}" if value else "{}")
+        elif isinstance(value, list | tuple):
+            between = "["
+            for item in value:
+                pieces.append(between)
+                write(item)
+                between = comma
+            pieces.append("]" if value else "[]")
+        else:
+            pieces.append(value.text if isinstance(value, Number) else encoder.encode(value))
+
     try:
-        _write(value, encoder.encode, pieces.append)
+        write(value)
     except RecursionError:  # then numbers are written as floats
         return encoder.encode(value).encode()
     return "".join(pieces).encode()
-
-
-def _write(value: Any, encode_one: Callable[[Any], str], out: Callable[[str], object]) -> None:
-    if isinstance(value, dict):
-        between = "{"
-        for name, item in value.items():
-            out(f"{between}{encode_one(str(name))}:")
-            _write(item, encode_one, out)
-            between = ","
-        out("}" if value else "{}")
-    elif isinstance(value, list | tuple):
-        between = "["
-        for item in value:
-            out(between)
-            _write(item, encode_one, out)
-            between = ","
-        out("]" if value else "[]")
-    else:
-        out(value.text if isinstance(value, Number) else encode_one(value))
 
 
 def dumps(value: Any) -> str:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lightning_proxy.proxy.json_text import (
     Number,
     dumps,
+    dumps_readable,
     encode,
     encode_as_vllm,
     encode_in_turns,
@@ -100,3 +101,8 @@ def test_requests_that_differ_in_the_last_digit_are_not_the_same() -> None:
 def test_what_is_nested_too_deeply_for_orjson_is_written() -> None:
     text = "[" * 400 + "1" + "]" * 400
     assert encode(loads(text)) == text.encode()
+
+
+def test_text_for_people_has_blanks_between_its_parts() -> None:
+    value = loads('{"a":[1,{"b":1e400}],"é":"\\u0000","c":{},"d":[],"e":null}')
+    assert dumps_readable(value) == '{"a": [1, {"b": 1e400}], "é": "\\u0000", "c": {}, "d": [], "e": null}'
