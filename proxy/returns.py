@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .config.rollouts import DEFAULT_RANGE
 from .config.trainer import TrainerConfig
 from .types import Reward, RolloutStatus
 
@@ -24,15 +25,19 @@ LARGEST = 1e30
 
 
 class Rules(NamedTuple):
-    """How rewards count. `failed`: the reward of a failed rollout that has none of its own; None: it has none."""
+    """How rewards count. `failed`: the reward of a failed rollout that has none of its own; None: it has none.
+
+    `within`: `rewards.range`. What was stored before there was one, and is outside of it, counts as the nearer end.
+    """
 
     weights: Mapping[str, float]
     failed: float | None = None
+    within: tuple[float, float] = DEFAULT_RANGE
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Rules:
         """Return the rules that the configuration of a trainer has. A judge's scores only add to them."""
-        return cls(config.reward_weights, config.failed_reward)
+        return cls(config.reward_weights, config.failed_reward, config.reward_range)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +66,16 @@ def earned(rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "com
     newest: dict[str | None, dict[str, float]] = {}
     for reward in rewards:
         newest.setdefault(reward.call_id, {})[reward.name] = reward.value
-    found = {call_id: weighted(values, rules.weights) for call_id, values in newest.items()}
+    found = {call_id: weighted(values, rules) for call_id, values in newest.items()}
     own = found.pop(None, None)
     if own is None and status == "failed":
         own = rules.failed
     return Earned(own, {call_id: value for call_id, value in found.items() if call_id and value is not None})
 
 
-def weighted(values: Mapping[str, float], weights: Mapping[str, float]) -> float | None:
+def weighted(values: Mapping[str, float], rules: Rules) -> float | None:
     """Return the weighted sum of rewards by name, in whatever order; None if none of the names counts."""
-    counted = [max(-LARGEST, min(weights[name] * value, LARGEST)) for name, value in values.items() if name in weights]
+    (low, high), weights = rules.within, rules.weights
+    cut = {name: max(low, min(value, high)) for name, value in values.items() if name in weights}
+    counted = [max(-LARGEST, min(weights[name] * value, LARGEST)) for name, value in cut.items()]
     return math.fsum(counted) if counted else None

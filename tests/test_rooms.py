@@ -22,7 +22,7 @@ LEVELS = {
         {"policy", "conversation"},
         {"upstreams", "access", "recording"},
         {"store", "apis"},
-        {"returns"},
+        {"returns", "groups"},
         {"config", "types"},
         {"errors", "json_text", "aside", "bootstrap"},
     ],

@@ -23,7 +23,8 @@ from ..proxy.policy.swap import Superseded
 from ..proxy.store.store import Store
 from ..proxy.store.training import Step
 from .collapse.monitor import Monitor
-from .collect.collector import Collector, Order
+from .collect.collector import Collector
+from .collect.groups import Order
 from .collect.sampled import Sampled
 from .collect.schedule import Schedule
 from .collect.siblings import AskJudge

@@ -10,9 +10,9 @@ from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import StoreUnavailable
+from ...proxy.groups import Group, Grouping
 from ...proxy.store.database import opened
 from ...proxy.store.store import Store
-from ...proxy.store.waiting import Group
 from .checks import Check, failed, ok, warning
 
 
@@ -22,11 +22,11 @@ async def check_training(config: Config) -> AsyncIterator[Check]:
         return
     try:
         async with opened(config.store) as database:
-            groups = await Store(database).waiting.groups(config.trainer.failed_reward is not None)
+            groups = await Store(database).waiting.groups(grouping=Grouping.of(config.trainer))
     except StoreUnavailable as error:
         yield failed("next step", error.message, "see the store's check above")
         return
-    enough = full_groups(groups, config.trainer) >= config.trainer.tasks_per_step
+    enough = full_groups(groups) >= config.trainer.tasks_per_step
     if trainer_runs(config.store):
         yield ok("trainer", "one runs on this store")
     elif enough:
@@ -51,20 +51,20 @@ def trainer_runs(store: StoreConfig) -> bool:
     return False
 
 
-def full_groups(groups: list[Group], trainer: TrainerConfig) -> int:
+def full_groups(groups: list[Group]) -> int:
     """Count the groups that a step can take, all siblings of which have ended."""
-    return sum(group.group_id is None and group.ended >= trainer.group_size for group in groups)
+    return sum(group.group_id is None and group.whole for group in groups)
 
 
 def what_is_missing(groups: list[Group], trainer: TrainerConfig) -> str:
     """Say how many groups are full, and what a step still needs."""
-    wanted, full = trainer.tasks_per_step, full_groups(groups, trainer)
-    begun = [group for group in groups if group.group_id is None and group.ended < trainer.group_size]
+    wanted, full = trainer.tasks_per_step, full_groups(groups)
+    begun = [group for group in groups if group.group_id is None and not group.whole]
     told = f"{full} of the {wanted} groups that it takes are full (of {trainer.group_size} ended rollouts)"
     if full >= wanted:
         return f"{told}: it can be made"
     if not begun:
         return f"{told}; no other group has begun"
-    lacking = sum(trainer.group_size - group.ended for group in begun)
+    lacking = sum(len(group.awaited) or trainer.group_size - group.ended for group in begun)
     short = f"{lacking} rollout{'s' * (lacking != 1)} short"
     return f"{told}; {len(begun)} more {'has' if len(begun) == 1 else 'have'} begun, {short}"

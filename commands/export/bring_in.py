@@ -57,7 +57,10 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
     """Run `import`. Raises ConfigError, and imports nothing, if a line is no conversation."""
     if not math.isfinite(reward):
         raise ConfigError(f"--reward must be a finite number, got {reward}")
-    lines = sum(1 for _ in conversations(file, model, reward))  # all are looked at before the first is recorded
+    lines = 0
+    for lines, one in enumerate(conversations(file, model, reward), 1):  # all, before the first is recorded
+        if one.reward is not None:
+            config.rewards.require(one.reward, f"{file}, conversation {lines}: reward")
     brought = run_until_signal(bring_in(config, file, model, reward, lines))
     known = f", {brought.known} were there already" if brought.known else ""
     Console(stderr=True).print(f"{brought.rollouts} rollouts from {file}{known}", markup=False, soft_wrap=True)

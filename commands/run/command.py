@@ -19,7 +19,7 @@ from ..signals import run_until_signal
 from ..system.processes import make_directory
 from .backlog import Backlog, Gate
 from .executors.choose import runner_for
-from .group_size import too_small
+from .group_size import too_few, too_small
 from .journal import fail_left
 from .progress import ProgressView
 from .refill import Refill
@@ -67,8 +67,9 @@ def run_command(config: Config, asked: RunRequest) -> None:
         group_size, asked.concurrency, cast(Mode, asked.mode), logs_directory(asked.logs),
         score_timeout_s=score_timeout_s(config), timeout_s=config.run.timeout_s,
     )  # fmt: skip
-    if asked.mode == "train" and (told := too_small(trainer, tasks, group_size)):
-        console.print(told, markup=False, style="yellow")
+    wrong = too_small(trainer, tasks, group_size) or too_few(trainer, tasks, group_size)
+    if asked.mode == "train" and wrong is not None:
+        console.print(wrong, markup=False, style="yellow")
     api = ApiClient.of(config, patience_s=60)
     gate: Gate | None = None
     if asked.ahead is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,9 +13,12 @@ from .tasks import Task
 
 
 def too_small(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> str | None:
-    """Return what is wrong with groups of this size, and what to do. None if each task gets enough siblings."""
+    """Return what is wrong with groups of this size, and what to do. None if each rollout gets enough siblings.
+
+    Several that are opened together are a group. Single ones become groups of `trainer.group_size` of a task.
+    """
     siblings = group_size * min(Counter(task.task_id for task in tasks).values())
-    if siblings >= config.group_size or config.baseline in ACROSS_TASKS:
+    if group_size > 1 or siblings >= config.group_size or config.baseline in ACROSS_TASKS:
         return None
     way_out = f"leave --group-size out, or give {config.group_size} (trainer.group_size)"
     if siblings == 1:
@@ -24,4 +28,17 @@ def too_small(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> 
     return (
         f"a task gets {siblings} rollouts, fewer than the {config.group_size} that the trainer compares: "
         f"it waits {duration(config.group_timeout_s)} for the others; {way_out}"
+    )
+
+
+def too_few(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> str | None:
+    """Return what to do where there are fewer groups than a step takes; None if there are enough of them."""
+    wanted, siblings = config.tasks_per_step, Counter(task.task_id for task in tasks).values()
+    groups = len(tasks) if group_size > 1 else sum(of_task // config.group_size for of_task in siblings)
+    if not 0 < groups < wanted or config.schedule.when in ("rollouts", "times"):  # a round's last step may be small
+        return None
+    return (
+        f"{groups} {'group comes' if groups == 1 else 'groups come'} of this, and a step takes {wanted} "
+        f"(trainer.tasks_per_step): if no others come, it waits {duration(config.group_timeout_s)} for them; "
+        f"give more tasks, or --repeat {math.ceil(wanted / groups)}"
     )

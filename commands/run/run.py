@@ -183,7 +183,8 @@ class TaskRun:
     async def _replaced(self, job: Job) -> Job:
         """Return the same task with a new rollout. What the old one has recorded is of a run that never ended."""
         options, old = self._options, job.rollout.rollout_id
-        (rollout,) = await self._api.open_rollouts(job.task.task_id, options.mode, 1, **options.choice)
+        join = {"sibling_of": old, **options.choice}
+        (rollout,) = await self._api.open_rollouts(job.task.task_id, options.mode, 1, **join)
         self._opened[rollout.rollout_id] = rollout
         self._journal.opened([rollout.rollout_id])
         self._gate.ended(old)

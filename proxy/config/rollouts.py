@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, PlainSerializer, field_validator, model_validator
 
-from .section import Seconds, Section
+from ..errors import Unprocessable
+from .section import Number, Seconds, Section
+
+DEFAULT_RANGE = (-10_000.0, 10_000.0)
+Range = Annotated[tuple[Number, Number], PlainSerializer(list, when_used="json")]
 
 
 class RolloutsConfig(Section):
@@ -18,6 +22,19 @@ class RewardsConfig(Section):
     function: str | None = None
     timeout_s: Seconds = 30.0
     processes: Annotated[int, Field(ge=1, le=64)] = 1
+    range: Range = DEFAULT_RANGE
+
+    def require(self, value: float, param: str = "reward") -> None:
+        """Raise Unprocessable for a reward that is outside of `range`."""
+        low, high = self.range
+        if not low <= value <= high:
+            raise Unprocessable(f"{param}: {value:g} is outside of rewards.range, {low:g} to {high:g}", param=param)
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> RewardsConfig:
+        if self.range[0] >= self.range[1]:
+            raise ValueError(f"range: the lower end comes first, as in [0, 1]; got {[*self.range]}")
+        return self
 
     @property
     def file(self) -> Path:

@@ -43,6 +43,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _tells_the_trainer_which_rewards_there_are(self) -> Config:
+        if self.trainer.reward_range != self.rewards.range:
+            self.__dict__["trainer"] = self.trainer.within(self.rewards.range)  # frozen, but not yet seen by anybody
+        return self
+
+    @model_validator(mode="after")
     def _publishes_all_weights_merged(self) -> Config:
         if self.trainer.weights == "full" and self.policy.publish == "lora":
             raise ValueError("trainer.weights full has no adapter to publish: set policy.publish to merged or auto")

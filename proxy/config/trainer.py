@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
 from . import cron
+from .rollouts import DEFAULT_RANGE
 from .section import NOT_SENDABLE, CanBeOff, Gpu, Number, Positive, Seconds, Section, check_url, is_sendable
 from .tinker import TinkerConfig
 
@@ -241,6 +242,18 @@ class TrainerConfig(Section):
     report_to: list[str] = ["tensorboard"]
     poll_s: Seconds = 0.5
     seed: int = 0
+    _range: tuple[float, float] = PrivateAttr(DEFAULT_RANGE)
+
+    def within(self, limits: tuple[float, float]) -> TrainerConfig:
+        """Return the section for rewards within `rewards.range`, which these are."""
+        copy = self.model_copy()
+        copy._range = limits
+        return copy
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """Return `rewards.range`. A reward that was stored before there was one counts as the nearer end."""
+        return self._range
 
     @model_validator(mode="after")
     def _decays_to_an_end(self) -> TrainerConfig:

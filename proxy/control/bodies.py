@@ -60,6 +60,7 @@ class RolloutsBody(Body):
 
     `policy_version` or `model`: what answers the policy's alias in them, if not the live version. `prompts`: versions
     of prompts by name, if not the live ones. Without `may_reward` their keys may only call the model.
+    `sibling_of`: a rollout whose task and group they join, as one that is begun anew joins that of the one it replaces.
     """
 
     task_id: Id | None = None
@@ -67,6 +68,7 @@ class RolloutsBody(Body):
     metadata: dict[str, Any] = {}
     n: Annotated[int, Field(strict=True, ge=0, le=1000), WHOLE] = 1
     may_reward: Annotated[bool, Field(strict=True)] = True
+    sibling_of: Id | None = None
     policy_version: Annotated[int, Field(strict=True, ge=0, lt=2**31), WHOLE] | None = None
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     prompts: Annotated[

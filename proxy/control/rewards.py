@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
@@ -30,13 +31,16 @@ async def post_reward(
     await p.keys.require(caller, (b.rollout_id for b in bodies))
     if caller.rollout is not None and any(b.retrain for b in bodies):
         raise Forbidden("a rollout's own key cannot offer rollouts to the trainer again (retrain)")
-    rewards = await aside(len(sent), lambda: [_reward(p, b) for b in bodies])
+    places = range(len(bodies)) if isinstance(body, list) else [None]
+    rewards = await aside(len(sent), lambda: [*map(partial(_reward, p), bodies, places)])
     answer = await p.store.rewards.post(rewards, own_key(request, idempotency_key), sent, caller.sender)
     p.metrics.rewards.inc(len(answer))
     return json_response(answer if isinstance(body, list) else answer[0])
 
 
-def _reward(p: Parts, body: RewardBody) -> Reward:
+def _reward(p: Parts, body: RewardBody, place: int | None) -> Reward:
+    """The reward of a body; Unprocessable outside of the range. `place`: where it stands in a list."""
+    p.config.rewards.require(body.reward, "reward" if place is None else f"{place}.reward")
     final = body.call_id is None if body.final is None else body.final
     source, comment = redacted_text(p, body.source), redacted_text(p, body.comment)
     return Reward(body.rollout_id, body.reward, body.call_id, body.name, source, comment, final, body.retrain)

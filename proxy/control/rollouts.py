@@ -9,7 +9,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from ..aside import aside
-from ..errors import TooLarge
+from ..errors import TooLarge, Unprocessable
 from ..gateway.naming import DataPath, name_rollout
 from ..json_text import dumps
 from ..store.keys import hash_key, new_key
@@ -45,7 +45,8 @@ admins = APIRouter(route_class=AdminRoute)
 async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, str]]:
     """Open n sibling rollouts, each with a base URL and a key of its own."""
     p = await parts_for_all(request)
-    names = [RolloutName(uuid4().hex, body.task_id, None, body.mode) for _ in range(body.n)]
+    task_id = await _task_of(p, request, body)
+    names = [RolloutName(uuid4().hex, task_id, None, body.mode) for _ in range(body.n)]
     keys = [new_key("rollout") for _ in names]
     hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
     await p.model_check.require(body.policy_version, body.model)
@@ -53,7 +54,7 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     metadata = await aside(len(await request.body()), partial(_metadata, p, body))
     chosen: dict[str, Any] = {"policy_version": body.policy_version, "model": body.model}
     caller = caller_of(request)
-    chosen |= {"may_reward": body.may_reward, "evidence": caller.evidence}
+    chosen |= {"may_reward": body.may_reward, "evidence": caller.evidence, "sibling_of": body.sibling_of}
     await p.store.rollouts.open(hashed, metadata, caller.key_id, **chosen)
     await p.store.prompts.pin([n.rollout_id for n in names], body.prompts)
     root = str(request.base_url).rstrip("/")
@@ -61,6 +62,17 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
         {"rollout_id": n.rollout_id, "base_url": f"{root}/rollouts/{n.rollout_id}/v1", "api_key": key}
         for n, key in zip(names, keys, strict=True)
     ]
+
+
+async def _task_of(p: Parts, request: Request, body: RolloutsBody) -> str | None:
+    """The task of rollouts that are to be opened: that of the sibling they are given, if any."""
+    if body.sibling_of is None:
+        return body.task_id
+    await p.keys.require(caller_of(request), [body.sibling_of])
+    task_id = (await p.store.rollouts.get(body.sibling_of)).task_id
+    if body.task_id not in (None, task_id):
+        raise Unprocessable(f"sibling_of: its task is {task_id!r}, not {body.task_id!r}", param="sibling_of")
+    return task_id
 
 
 def _metadata(p: Parts, body: RolloutsBody) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..returns import Rules, earned
+from ..returns import LARGEST, Rules, earned
 from ..store.resources.promotions import Observed
 from .evidence import difference, sign_difference
 
+UNCUT = (-LARGEST, LARGEST)  # a gate has a range of its own
 TRAINED = "reward"  # what the trainer counts: named rewards, times their weights
 
 Value = Callable[[Observed], float | None]
@@ -74,4 +75,4 @@ def metrics(
 
 
 def _rewarded(weights: Mapping[str, float]) -> Value:
-    return lambda rollout: earned(rollout.rewards, Rules(weights)).returned
+    return lambda rollout: earned(rollout.rewards, Rules(weights, within=UNCUT)).returned

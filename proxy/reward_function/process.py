@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ..config.rollouts import RewardsConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, Unprocessable
 
 CHILD = Path(__file__).with_name("child.py")
 START_S = 60.0  # for the file's imports
@@ -87,6 +87,11 @@ class FunctionProcess:
         said = await self._said(self._config.timeout_s)
         if "error" in said:
             raise NoReward(said["error"])
+        try:
+            for name, value in said["values"].items():
+                self._config.require(value, name)
+        except Unprocessable as error:
+            raise NoReward(error.message) from None
         return Judgement(said["values"], loaded.version)
 
     async def close(self) -> None:

@@ -28,9 +28,19 @@ ON CONFLICT (rollout_id) DO UPDATE SET
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
 """
 ROLLOUT_OPEN = """
-INSERT INTO rollouts (rollout_id, task_id, mode, policy_version, metadata, key_id, evidence, created_at)
-VALUES (:rollout_id, :task_id, :mode, :policy_version, :metadata, :key_id, :evidence, :at)
+INSERT INTO rollouts (
+    rollout_id, task_id, mode, policy_version, metadata, key_id, evidence, created_at, opened_with, group_id
+) VALUES (
+    :rollout_id, :task_id, :mode, :policy_version, :metadata, :key_id, :evidence, :at,
+    COALESCE(
+        (SELECT opened_with FROM rollouts WHERE rollout_id = :sibling_of),
+        (SELECT n FROM rollouts WHERE rollout_id = :first)
+    ),
+    (SELECT group_id FROM rollouts WHERE rollout_id = :sibling_of)
+)
 """
+# The first of those that are opened together had no number when it was written.
+ROLLOUT_FIRST = "UPDATE rollouts SET opened_with = n WHERE rollout_id = :first"
 ROLLOUT_SIZE = 1_000  # bytes, about, of a rollout and its key, the metadata apart
 ROLLOUT_MODEL = "INSERT INTO rollout_models (rollout_id, model) VALUES (:rollout_id, :model)"
 ROLLOUT_KEY = """
@@ -174,10 +184,12 @@ class Rollouts:
         policy_version: int | None = None,
         model: str | None = None,
         may_reward: bool = True,
+        sibling_of: str | None = None,
     ) -> None:
         """Open rollouts with this metadata, each with the hash of its own key.
 
-        Unless they `may_reward`, these keys may only call the model.
+        Those of a task are a group if they are several, or belong to the group of the rollout `sibling_of`. Unless they
+        `may_reward`, these keys may only call the model.
 
         `key_id`: the stored key that asked for them; `evidence`: it gives evidence (`Sender`). `policy_version`,
         `model`: what answers the alias in them, if not the live version.
@@ -188,12 +200,15 @@ class Rollouts:
             "model": model,
             "at": time.time(),
         }
-        same |= {"key_id": key_id, "evidence": evidence, "may_reward": may_reward}
+        grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
+        same |= {"key_id": key_id, "evidence": evidence, "may_reward": may_reward, "sibling_of": sibling_of}
+        same |= {"first": names[0][0].rollout_id if grouped else None}
         opened = [same | {"rollout_id": n.rollout_id, "task_id": n.task_id, "mode": n.mode} for n, _ in names]
         chosen = [(ROLLOUT_MODEL, opened)] if model is not None else []
         named = [row | {"key_hash": key_hash} for row, (_, key_hash) in zip(opened, names, strict=True)]
+        first = [(ROLLOUT_FIRST, [same])] if grouped else []
         size = len(opened) * (len(same["metadata"]) + ROLLOUT_SIZE)
-        await self._db.commit([(ROLLOUT_OPEN, opened), *chosen, (ROLLOUT_KEY, named)], size)
+        await self._db.commit([(ROLLOUT_OPEN, opened), *first, *chosen, (ROLLOUT_KEY, named)], size)
 
     async def get(self, rollout_id: str) -> Rollout:
         """Return the rollout with this id; raise NotFound if there is none."""

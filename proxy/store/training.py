@@ -38,15 +38,6 @@ GROUP_JOIN = """
 UPDATE rollouts SET group_id = (SELECT n FROM rollouts WHERE rollout_id = :first)
 WHERE rollout_id = :rollout_id AND group_id IS NULL
 """
-# Of the task's running rollouts, those that were opened nearest to the group belong to it.
-GROUP_AWAIT = """
-UPDATE rollouts SET group_id = (SELECT n FROM rollouts WHERE rollout_id = :first)
-WHERE n IN (
-    SELECT other.n FROM rollouts AS other JOIN rollouts AS first ON first.rollout_id = :first
-    WHERE other.task_id = :task_id AND other.mode <> 'eval' AND other.status = 'running' AND other.group_id IS NULL
-    ORDER BY ABS(other.n - first.n) LIMIT :missing
-)
-"""
 STEP_TRAINED = """
 UPDATE steps SET status = 'trained', checkpoint = :checkpoint, metrics = :metrics, finished_at = :at WHERE step = :step
 """
@@ -143,11 +134,10 @@ class CallCredit:
 
 @dataclass(frozen=True, slots=True)
 class ComparedGroup:
-    """Siblings of a task that are compared with each other; `missing` more may still be running."""
+    """Siblings of a task that are compared with each other; some may still be running."""
 
     task_id: str
     rollout_ids: Sequence[str]
-    missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +308,8 @@ def _drops(dropped: Mapping[str, Sequence[str]], step: int | None) -> list[dict[
 
 async def _join(db: Transaction, groups: Sequence[ComparedGroup]) -> None:
     for group in groups:
-        same = {"first": group.rollout_ids[0], "task_id": group.task_id, "missing": group.missing}
-        await db.many(GROUP_JOIN, [same | {"rollout_id": rollout_id} for rollout_id in group.rollout_ids])
-        await db.run(GROUP_AWAIT, same)
+        first = group.rollout_ids[0]
+        await db.many(GROUP_JOIN, [{"first": first, "rollout_id": rollout_id} for rollout_id in group.rollout_ids])
 
 
 def _read_step(row: Row) -> Step:

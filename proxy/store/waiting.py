@@ -1,12 +1,17 @@
-"""Finds rollouts that wait for training: rewarded, taken by no step, and grouped by their common task."""
+"""Finds rollouts that wait for training: rewarded, taken by no step, in groups of siblings (`groups.py`)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..aside import aside
+from ..groups import NO_END, Group, Grouping, Member, Pool, formed
+from ..json_text import dumps
 from ..types import Reward, Rollout
-from .database import Database
+from .database import Database, Row
+from .reports.feed import Feed
 from .rewards import read_reward
 from .rollouts import read_rollout
 
@@ -16,57 +21,102 @@ HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'fa
 IS_OWN = "(foreign_calls = 0 OR foreign_calls < calls)"
 # The reward function, if there is one, was asked (`endings`). The index that is looked at holds `n`, too.
 IS_SCORED = "rollouts.n NOT IN (SELECT n FROM awaiting_rewards)"
-CLAIMABLE_GROUPS = f"""
-SELECT task_id, group_id,
-       COUNT(*) FILTER (WHERE {HAS_REWARD}) AS completed,
-       COUNT(*) FILTER (WHERE status <> 'completed' OR rewarded_at IS NOT NULL) AS ended,
-       MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END)
-           FILTER (WHERE {HAS_REWARD}) AS oldest
-FROM rollouts
-WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL
-  AND {IS_OWN} AND {IS_SCORED}
-GROUP BY task_id, group_id
-HAVING COUNT(*) FILTER (WHERE {HAS_REWARD}) > 0
-ORDER BY oldest
+# The rollout's key, if that sees only its own rollouts or is gone: it could not be told whose these are.
+OWNER = "CASE WHEN keys.scope = 'all' THEN NULL ELSE rollouts.key_id END"
+_KEYS = "LEFT JOIN keys ON keys.key_id = rollouts.key_id"
+_UNTAKEN = "mode = 'train' AND step IS NULL AND dropped IS NULL"
+_ENDED = f"{_UNTAKEN} AND status <> 'running'"
+# Opened one by one, and not compared so far.
+_LIVE = "group_id IS NULL AND opened_with IS NULL"
+_REWARDED = "(rewarded_at IS NOT NULL OR status <> 'completed')"
+_SINCE = "CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END"
+_MEMBER = f"""
+rollouts.n, task_id, {OWNER} AS owner, opened_with, group_id, status, rollouts.created_at AS opened_at,
+       {IS_OWN} AS own, {IS_SCORED} AS scored, rewarded_at IS NOT NULL AS rewarded, {_SINCE} AS since
 """
-CLAIMABLE_OF_GROUP = f"""
-SELECT * FROM rollouts
-WHERE task_id = :task_id AND group_id IS :group_id
-  AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND {IS_SCORED}
-ORDER BY ended_at
+# All of them: at a trainer's start, and when it has missed what changed.
+MEMBERS_ENDED = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_claimable {_KEYS}
+WHERE {_ENDED} AND task_id IS NOT NULL AND ({_REWARDED} OR opened_with IS NOT NULL OR NOT {IS_SCORED})
+"""
+MEMBERS_RUNNING = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task {_KEYS}
+WHERE {_UNTAKEN} AND status = 'running' AND task_id IS NOT NULL AND group_id IS NULL
+"""
+# Those of some pools.
+MEMBERS_OPENED_TOGETHER = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_opened_together {_KEYS}
+WHERE opened_with IN (SELECT value FROM json_each(:numbers)) AND {_UNTAKEN} AND group_id IS NULL
+"""
+MEMBERS_COMPARED_BEFORE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_by_group {_KEYS}
+WHERE group_id IN (SELECT value FROM json_each(:numbers)) AND {_ENDED} AND {_REWARDED}
+"""
+MEMBERS_LIVE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_live {_KEYS}
+WHERE task_id = :task_id AND {_ENDED} AND {_LIVE} AND {_REWARDED} AND {IS_OWN} AND {OWNER} IS :owner
+ORDER BY rollouts.n LIMIT :limit
+"""
+MEMBERS_LIVE_RUNNING = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task {_KEYS}
+WHERE task_id = :task_id AND status = 'running' AND rollouts.created_at >= :since AND rollouts.n <= :last
+  AND {_UNTAKEN} AND {_LIVE} AND {OWNER} IS :owner
+ORDER BY rollouts.n LIMIT :limit
+"""
+MEMBERS_LIVE_UNSCORED = f"""SELECT {_MEMBER}
+FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n {_KEYS}
+WHERE task_id = :task_id AND rollouts.n <= :last AND {_ENDED} AND {_LIVE} AND {OWNER} IS :owner
+"""
+POOLS_OF = f"""
+SELECT task_id, {OWNER} AS owner, opened_with, group_id FROM rollouts {_KEYS}
+WHERE rollouts.n IN (SELECT value FROM json_each(:numbers)) AND task_id IS NOT NULL
+"""
+CHANGED = "SELECT ref FROM feed WHERE n > :cursor AND n <= :newest AND kind = 'group'"
+# The rollouts of a group. `counted`: it ended, with its reward if it was completed.
+_COUNTED = f"rollouts.*, status <> 'running' AND {IS_SCORED} AND {_REWARDED} AS counted FROM rollouts INDEXED BY"
+_OF_GROUP = f"""
+{_UNTAKEN} AND (status <> 'running' OR rollouts.n IN (SELECT value FROM json_each(:awaited))) ORDER BY rollouts.n
+"""
+OPENED_TOGETHER = f"""SELECT {_COUNTED} rollouts_opened_together {_KEYS}
+WHERE opened_with = :opened_with AND group_id IS NULL AND {OWNER} IS :owner AND {_OF_GROUP}
+"""
+OPENED_IN_ORDER = f"""SELECT {_COUNTED} rollouts_by_task {_KEYS}
+WHERE task_id = :task_id AND rollouts.n > :after AND rollouts.n <= :last AND {_LIVE} AND {OWNER} IS :owner
+  AND {_OF_GROUP}
+"""
+COMPARED_AGAIN = f"""SELECT {_COUNTED} rollouts_by_group {_KEYS}
+WHERE group_id = :group_id AND {OWNER} IS :owner AND {_OF_GROUP}
 """
 # Those that a step took or dropped.
-COMPARED_BEFORE = """
-SELECT * FROM rollouts
-WHERE group_id = :group_id AND status <> 'running' AND (step IS NOT NULL OR dropped IS NOT NULL)
-ORDER BY n
+COMPARED_BEFORE = f"""
+SELECT rollouts.* FROM rollouts {_KEYS}
+WHERE group_id = :group_id AND status <> 'running' AND (step IS NOT NULL OR dropped IS NOT NULL) AND {OWNER} IS :owner
+ORDER BY rollouts.n
+"""
+WAITING_COUNT = f"""
+SELECT COUNT(*) AS rollouts FROM rollouts INDEXED BY rollouts_claimable
+WHERE {_ENDED} AND task_id IS NOT NULL AND {HAS_REWARD} AND {IS_OWN} AND {IS_SCORED}
 """
 # Rollouts without a task have no siblings.
-CLAIMABLE_LONE = f"""
-SELECT COUNT(*) AS completed, MIN(CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END) AS oldest
-FROM rollouts
-WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
+_LONE = f"""
+FROM rollouts INDEXED BY rollouts_lone
+WHERE task_id IS NULL AND {_ENDED} AND (rewarded_at IS NOT NULL OR status = 'failed')
   AND {HAS_REWARD} AND {IS_OWN} AND {IS_SCORED}
 """
-LONE = f"""
-SELECT * FROM rollouts
-WHERE task_id IS NULL AND mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL
-  AND {HAS_REWARD} AND {IS_OWN} AND {IS_SCORED}
-ORDER BY ended_at LIMIT :limit
+CLAIMABLE_LONE = f"""
+SELECT COUNT(*) AS completed, MIN(since) AS oldest FROM (SELECT {_SINCE} AS since {_LONE} LIMIT :limit) AS recent
+"""
+LONE = f"SELECT * {_LONE} ORDER BY ended_at LIMIT :limit"
+OWNERS = f"""
+SELECT rollout_id, {OWNER} AS owner FROM rollouts {_KEYS}
+WHERE rollout_id IN (SELECT value FROM json_each(:rollout_ids))
 """
 EARLIER = f"""
-SELECT * FROM rollouts
-WHERE n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-  AND mode = 'train' AND {HAS_REWARD} AND {IS_OWN}
-ORDER BY n DESC LIMIT :limit
+SELECT rollouts.* FROM rollouts {_KEYS}
+WHERE rollouts.n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+  AND mode = 'train' AND {HAS_REWARD} AND {IS_OWN} AND {OWNER} IS :owner
+ORDER BY rollouts.n DESC LIMIT :limit
 """
 # With `mode =` SQLite would go through the rollouts of all tasks that have this mode and status.
 EARLIER_OF_TASK = f"""
-SELECT * FROM rollouts
-WHERE task_id = :task_id AND n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-  AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN}
-ORDER BY n DESC LIMIT :limit
+SELECT rollouts.* FROM rollouts {_KEYS}
+WHERE task_id = :task_id AND rollouts.n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+  AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN} AND {OWNER} IS :owner
+ORDER BY rollouts.n DESC LIMIT :limit
 """
 # Of the newest rollouts. With `=` SQLite would go through all rollouts of this mode and status.
 _ENDED_SINCE_VERSION = """
@@ -95,6 +145,8 @@ SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
     ORDER BY n DESC LIMIT :enough
 ) AS recent
 """
+LOOK = 1_000  # rollouts in one look
+ROW_SIZE = 400  # bytes, about, of what is read of one
 BATCHES = 3  # batches in a row that taught nothing, until somebody is told
 
 
@@ -117,47 +169,94 @@ class Standstill:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The ended siblings that no step has taken. `completed` of `ended` have a reward.
-
-    `task_id` None: rollouts without a task, which are no siblings; only rewarded ones are counted. `group_id`: the
-    group that a step compared before these ended, or before they were offered again; None for a new group. If `failed`
-    is true in the methods below, a failed rollout counts as rewarded (`trainer.failed_rollouts`).
-    """
-
-    task_id: str | None
-    completed: int
-    ended: int
-    oldest: float
-    group_id: int | None = None
-
-
 class Waiting:
     """Reads what waits; `store.steps` takes it."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
+        self._feed = Feed(database)
 
-    async def groups(self, failed: bool = False) -> list[Group]:
-        """Return the groups with at least one rollout to train on, the longest waiting first."""
-        return [
-            Group(r["task_id"], r["completed"], r["ended"], r["oldest"], r["group_id"])
-            for r in await self._db.all(CLAIMABLE_GROUPS, {"failed": failed})
-        ]
+    async def groups(self, failed: bool = False, grouping: Grouping | None = None) -> list[Group]:
+        """Return the groups with at least one rollout to train on, the longest waiting first.
+
+        Without a `grouping`, those of a task that were opened one by one are one group.
+        """
+        found = await self.formed(grouping or Grouping(failed=failed))
+        return sorted((group for groups in found.values() for group in groups), key=lambda group: group.oldest)
+
+    async def formed(self, grouping: Grouping, numbers: Sequence[int] | None = None) -> dict[Pool, list[Group]]:
+        """Return the groups of all pools, or of the pools of some rollouts (by `n`); empty where there is none."""
+        if numbers is None:
+            rows = [*await self._db.all(MEMBERS_ENDED), *await self._db.all(MEMBERS_RUNNING)]
+            return await aside(ROW_SIZE * len(rows), lambda: formed(map(_member, rows), grouping))
+        pools: dict[Pool, list[Group]] = {}
+        for first in range(0, len(numbers), LOOK):
+            for row in await self._db.all(POOLS_OF, {"numbers": dumps(numbers[first : first + LOOK])}):
+                whole = Pool(row["task_id"], row["owner"])
+                opened = row["opened_with"]
+                pools[whole if opened is None else whole._replace(opened_with=opened)] = []
+                if row["group_id"] is not None:
+                    pools[whole._replace(group_id=row["group_id"])] = []
+        rows = await self._together(pools)
+        for pool in pools:
+            if pool.opened_with is None and pool.group_id is None:
+                rows += await self._live(pool, grouping)
+        return pools | await aside(ROW_SIZE * len(rows), lambda: formed(map(_member, rows), grouping))
+
+    async def _together(self, pools: Iterable[Pool]) -> list[Row]:
+        """The members of groups that were opened together, or compared before."""
+        opened = [pool.opened_with for pool in pools if pool.opened_with is not None]
+        late = [pool.group_id for pool in pools if pool.group_id is not None]
+        kinds = ((MEMBERS_OPENED_TOGETHER, opened), (MEMBERS_COMPARED_BEFORE, late))
+        parts = [(sql, of[i : i + LOOK]) for sql, of in kinds for i in range(0, len(of), LOOK)]
+        return [row for sql, part in parts for row in await self._db.all(sql, {"numbers": dumps(part)})]
+
+    async def _live(self, pool: Pool, grouping: Grouping) -> list[Row]:
+        """The first members of a pool of rollouts that were opened one by one: enough for some groups."""
+        limit = max(LOOK, 4 * grouping.size)
+        of: dict[str, object] = {"task_id": pool.task_id, "owner": pool.owner, "limit": limit}
+        ended = await self._db.all(MEMBERS_LIVE, of)
+        if not ended:
+            return []
+        of["last"] = ended[-1]["n"] if len(ended) == limit else NO_END
+        of["since"] = ended[0]["opened_at"] - min(grouping.timeout_s, NO_END)
+        running = await self._db.all(MEMBERS_LIVE_RUNNING, of)
+        seen = running[-1]["n"] if len(running) == limit else NO_END  # beyond it others may be running
+        unscored = await self._db.all(MEMBERS_LIVE_UNSCORED, of)
+        return [row for row in (*ended, *running, *unscored) if row["n"] <= seen]
+
+    async def changed(self, cursor: int | None) -> tuple[int, list[int] | None]:
+        """Return a cursor, and the rollouts (by `n`) whose groups may have changed after the last; None: all."""
+        newest = await self._feed.newest()
+        if cursor is None or not await self._feed.knows(cursor):
+            return newest, None
+        if newest == cursor:
+            return cursor, []
+        rows = await self._db.all(CHANGED, {"cursor": cursor, "newest": newest})
+        return newest, sorted({int(row["ref"]) for row in rows})
 
     async def of_group(self, group: Group) -> list[Rollout]:
-        """Return the waiting rollouts of a group, in the order in which they ended."""
-        params = {"task_id": group.task_id, "group_id": group.group_id}
-        return [read_rollout(r) for r in await self._db.all(CLAIMABLE_OF_GROUP, params)]
+        """Return the siblings of a group that have ended, in the order in which they were opened."""
+        return (await self.siblings(group))[0]
+
+    async def siblings(self, group: Group) -> tuple[list[Rollout], list[str]]:
+        """Return the siblings of a group that have ended, and the ids of those that it waits for; oldest first."""
+        pool = group.pool
+        assert pool is not None
+        one_by_one = OPENED_IN_ORDER if pool.opened_with is None else OPENED_TOGETHER
+        values = pool._asdict() | {"after": group.after, "last": group.last, "awaited": dumps([*group.awaited])}
+        rows = await self._db.all(one_by_one if pool.group_id is None else COMPARED_AGAIN, values)
+        ended = [read_rollout(row) for row in rows if row["counted"]]
+        return ended, [row["rollout_id"] for row in rows if not row["counted"]]
 
     async def compared_before(self, group: Group) -> list[Rollout]:
         """Return the rollouts of a group that steps took or dropped before, in the order in which they were opened."""
-        return [read_rollout(r) for r in await self._db.all(COMPARED_BEFORE, {"group_id": group.group_id})]
+        values = {"group_id": group.group_id, "owner": group.owner}
+        return [read_rollout(row) for row in await self._db.all(COMPARED_BEFORE, values)]
 
-    async def lone(self, failed: bool = False) -> Group | None:
-        """Return the group of rewarded rollouts without a task, if there are any."""
-        row = await self._db.one(CLAIMABLE_LONE, {"failed": failed})
+    async def lone(self, failed: bool = False, limit: int = NO_END) -> Group | None:
+        """Return rewarded rollouts without a task as a group, if there are any; at most so many are counted."""
+        row = await self._db.one(CLAIMABLE_LONE, {"failed": failed, "limit": limit})
         assert row is not None  # it counts
         return Group(None, row["completed"], row["completed"], row["oldest"]) if row["completed"] else None
 
@@ -167,8 +266,15 @@ class Waiting:
 
     async def count(self, *, lone: bool, failed: bool = False) -> int:
         """Count the rewarded rollouts that no step has taken; those without a task only if `lone`."""
+        row = await self._db.one(WAITING_COUNT, {"failed": failed})
+        assert row is not None  # it counts
         of_nothing = await self.lone(failed) if lone else None
-        return sum(group.completed for group in [*await self.groups(failed), *([of_nothing] if of_nothing else [])])
+        return int(row["rollouts"]) + (0 if of_nothing is None else of_nothing.completed)
+
+    async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
+        """Return whose rollouts these are: the key that sees only its own; None for all others, which share groups."""
+        rows = await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})
+        return {row["rollout_id"]: row["owner"] for row in rows}
 
     async def standstill(self, batch: int) -> Standstill | None:
         """Return what was dropped in a row because all rewards were equal, once it is BATCHES batches; else None.
@@ -180,10 +286,13 @@ class Waiting:
         return Standstill(row["rollouts"], row["reward"]) if row["rollouts"] >= BATCHES * batch else None
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
-        """Return rewarded rollouts that were opened before this one, newest first: of one task, or (None) of all."""
+        """Return rewarded rollouts that were opened before this one, newest first: of one task, or (None) of all.
+
+        Rollouts of keys that see only their own are compared among themselves.
+        """
         statement = EARLIER if task_id is None else EARLIER_OF_TASK
-        params = {"rollout_id": rollout_id, "limit": limit, "failed": failed}
-        params |= {} if task_id is None else {"task_id": task_id}
+        owner = (await self.owners([rollout_id])).get(rollout_id)
+        params = {"rollout_id": rollout_id, "limit": limit, "failed": failed, "owner": owner, "task_id": task_id}
         return [read_rollout(r) for r in await self._db.all(statement, params)]
 
     async def rewarded_since(self, version: int, newest: int) -> list[tuple[Rollout, list[Reward]]]:
@@ -194,3 +303,7 @@ class Waiting:
             rewards[row["rollout_id"]].append(read_reward(row))
         rows = await self._db.all(ROLLOUTS_SINCE_VERSION, params)
         return [(read_rollout(row), rewards[row["rollout_id"]]) for row in rows]
+
+
+def _member(row: Row) -> Member:
+    return Member(*row)

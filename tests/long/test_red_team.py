@@ -91,7 +91,7 @@ async def test_code_that_the_policy_runs_cannot_use_its_rollouts_key_for_more(tm
             "change its mode": await ask("POST", "/v1/chat/completions", chat, key, **{"X-Rollout-Mode": "eval"}),
             "change its task": await ask("POST", "/v1/chat/completions", chat, key, **{"X-Task-Id": "other"}),
             "offer siblings again": await ask(
-                "POST", "/reward", {"rollout_id": first["rollout_id"], "reward": 1e308, "retrain": True}, key
+                "POST", "/reward", {"rollout_id": first["rollout_id"], "reward": 1e4, "retrain": True}, key
             ),
             "reward itself": await ask("POST", "/reward", {"rollout_id": first["rollout_id"], "reward": 1}, key),
         }

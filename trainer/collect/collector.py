@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress
-from typing import Any
 
 from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import NotFound
-from ...proxy.returns import Rules
+from ...proxy.groups import Group
 from ...proxy.store.store import Store
 from ...proxy.store.training import CallCredit, ComparedGroup
-from ...proxy.store.waiting import EQUAL_REWARDS, Group
+from ...proxy.store.waiting import EQUAL_REWARDS
 from ...proxy.types import ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.baselines import ACROSS_TASKS
@@ -25,14 +23,16 @@ from ..credit.strategies import group_advantages, group_returns
 from ..report.batch_metrics import Seen
 from ..rows.samples import Placement, RolloutSamples, rollout_samples
 from ..types import Batch, Guide, Sample, Sibling
+from .groups import Order, WaitingGroups
 from .sampled import Sampled
 from .siblings import AskJudge, Siblings
 from .take import Comparison, Member, Take, together
 
 log = logging.getLogger(__name__)
 
-Order = Callable[[Group], Any]  # a sort key: the first groups are taken first
 STANDSTILL = "standstill"
+ABSURD = 1e12  # no advantage or return is larger; NaN is not smaller
+POISONED = f"returns or advantages of its group are not finite, or beyond {ABSURD:g}"
 STALE = "stale: sampled by too old a policy version"
 
 
@@ -67,7 +67,7 @@ class Collector:
         self._agents = TrainedAgents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
-        self._order = order or (lambda group: group.oldest)
+        self._waiting = WaitingGroups(config, store, order)
         self._seen = Seen()
         self._told: set[str] = set()  # why nothing was learned, since the last step
 
@@ -78,11 +78,14 @@ class Collector:
         `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises JudgeError if
         the judge does not answer, UpstreamUnreachable if a vLLM that is away knows a grammar; then nothing is claimed.
         """
-        while groups := await self._next_groups(fewer, since):
+        while groups := await self._waiting.next(fewer=fewer, since=since):
             takes = await self._takes(live, groups)
             idle = [take for take in takes if not take.rollouts]
             if len(idle) < len(takes) and not (idle and self._config.dynamic_sampling):
+                self._waiting.forget(groups)
                 return await self._claim(together(takes, live))
+            apart = len(takes) == len(groups)
+            self._waiting.forget(g for i, g in enumerate(groups) if not apart or not takes[i].rollouts)
             await self._drop(together(idle, live))
         return None
 
@@ -114,37 +117,9 @@ class Collector:
             self._told.add(STANDSTILL)
             log.warning("%s", found.story)
 
-    async def _next_groups(self, fewer: bool, since: float | None) -> list[Group]:
-        """The groups of the next step, in order; empty while there are too few."""
-        now, wanted = time.time(), self._config.tasks_per_step
-        found = [group for group in await self._found() if since is None or group.oldest <= since]
-        ready = [group for group in found if self._is_whole(group) or self._waited(group, now)]
-        sizes = [self._groups_in(group) for group in ready]
-        enough = sum(sizes) >= wanted or (ready and (fewer or self._waited(ready[0], now)))
-        return [group for i, group in enumerate(ready) if sum(sizes[:i]) < wanted] if enough else []
-
     async def waiting(self) -> tuple[int, float | None]:
         """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
-        found = await self._found()
-        return sum(group.completed for group in found), min((group.oldest for group in found), default=None)
-
-    async def _found(self) -> list[Group]:
-        """All groups that have a rollout to train on, in order."""
-        await self._store.returns.use(Rules.of(self._config))
-        found = await self._store.waiting.groups(self._failed)
-        if self._config.takes_lone_rollouts and (lone := await self._store.waiting.lone(self._failed)):
-            found.append(lone)
-        return sorted(found, key=self._order)
-
-    def _groups_in(self, group: Group) -> int:
-        """1 for a group; rollouts without a task count as one for each `group_size` of them, late siblings as none."""
-        if group.task_id is None:
-            return max(1, group.completed // self._config.group_size)
-        return int(group.group_id is None or group.ended >= self._config.group_size)
-
-    def _is_whole(self, group: Group) -> bool:
-        """Whether nobody need wait for siblings: they are there, or were compared before."""
-        return group.ended >= self._config.group_size or group.group_id is not None
+        return await self._waiting.totals()
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         """Return the rows of rollouts that were trained on before, without advantages."""
@@ -155,21 +130,20 @@ class Collector:
                 found += self._rows(calls, [0.0] * len(calls), rollout).samples
         return found
 
-    def _waited(self, group: Group, now: float) -> bool:
-        return now - group.oldest >= self._config.group_timeout_s
-
     async def _takes(self, live: int, groups: Sequence[Group]) -> list[Take]:
         """What each group gives to a step. A baseline across tasks makes one group of all."""
         found = [await self._look_at(Take(live), group) for group in groups]
         if self._config.baseline in ACROSS_TASKS:
-            parts: list[Comparison] = []
+            parts: dict[str | None, list[Comparison]] = {}
             alone: list[Comparison] = []
             for group, (_, comparisons) in zip(groups, found, strict=True):
                 compared = group.task_id is not None or self._config.lone_rollouts == "running"
-                (parts if compared else alone).extend(comparisons)
-            members = [member for part in parts for member in part.members]
-            known = [sibling for part in parts for sibling in part.known]
-            found = [(together((take for take, _ in found), live), [Comparison(members, known), *alone])]
+                (parts.setdefault(group.owner, []) if compared else alone).extend(comparisons)
+            whole = [
+                Comparison([m for part in of for m in part.members], [s for part in of for s in part.known])
+                for of in parts.values()
+            ]
+            found = [(together((take for take, _ in found), live), [*whole, *alone])]
         for take, comparisons in found:
             for comparison in comparisons:
                 await self._take_group(take, comparison)
@@ -177,16 +151,15 @@ class Collector:
 
     async def _look_at(self, take: Take, group: Group) -> tuple[Take, list[Comparison]]:
         """Read a group: siblings are compared with each other, rollouts without a task each with earlier ones."""
-        take.counts["groups"] += 1
-        size = self._config.group_size
         if group.task_id is None:
-            limit = size * self._config.tasks_per_step
+            limit = self._config.rollouts_per_step
             lone = await self._members(take, await self._store.waiting.lone_rollouts(limit, self._failed))
             return take, [Comparison([member]) for member in lone]
-        siblings = await self._store.waiting.of_group(group)
-        take.counts["groups_incomplete"] += not self._is_whole(group)
-        missing = 0 if group.group_id is not None else max(0, size - len(siblings))
-        take.groups += [ComparedGroup(group.task_id, [r.rollout_id for r in siblings], missing)] if siblings else []
+        siblings, awaited = await self._store.waiting.siblings(group)
+        take.counts["groups"] += 1
+        take.counts["groups_incomplete"] += not group.whole
+        ids = [*(rollout.rollout_id for rollout in siblings), *awaited]
+        take.groups += [ComparedGroup(group.task_id, ids)] if siblings else []
         return take, [Comparison(await self._members(take, siblings), await self._known(group, take.live))]
 
     async def _known(self, group: Group, live: int) -> list[Sibling]:
@@ -244,13 +217,16 @@ class Collector:
             take.counts["rollouts_lone"] += 1
         group = [*(member.sibling for member in members), *known]
         advantages = group_advantages(group, self._config)[: len(members)]
+        returns = group_returns(group, self._config)
+        if not all(abs(value) <= ABSURD for own in (*advantages, *returns) for value in own if value is not None):
+            self._leave_out(take, POISONED, [member.rollout for member in members])
+            return
         taught = [True] * len(members)
         if not any(value for own in advantages for value in own):
             take.counts["groups_equal"] += len(group) > 1
             taught = [self._guide is not None and await self._guide.teaches(m.rollout) for m in members]
             nothing = [member.rollout for member, guided in zip(members, taught, strict=True) if not guided]
             take.drop(_why_nothing(group, self._agents), nothing)
-        returns = group_returns(group, self._config)
         for i in compress(range(len(members)), taught):
             self._take_rollout(take, members[i], returns[i], advantages[i])
 
@@ -261,7 +237,11 @@ class Collector:
         triples = zip(calls, returns, advantages, strict=True)
         taught = [(call, r, a) for call, r, a in triples if r is not None and a is not None]
         take.counts["calls_of_others"] += len(calls) - len(taught)
-        made = self._rows([call for call, _, _ in taught], [a for _, _, a in taught], rollout)
+        try:
+            made = self._rows([call for call, _, _ in taught], [a for _, _, a in taught], rollout)
+        except (ValueError, OverflowError) as error:
+            self._leave_out(take, f"its rows cannot be built: {error}", [rollout])
+            return
         take.counts.update(made.counts)
         not_followed = Counter(why for call, _, _ in taught if (why := self._sampled.why_not(call)))
         take.seen.not_followed += not_followed
@@ -275,6 +255,11 @@ class Collector:
             for (call, returned, advantage), placement in zip(taught, made.placements, strict=True)
         ]
         take.staleness.append(max(0, take.live - _oldest_version([call for call, _, _ in taught], take.live)))
+
+    def _leave_out(self, take: Take, reason: str, rollouts: Sequence[Rollout]) -> None:
+        """Drop what would spoil the whole step, and name it."""
+        log.warning("left out: %s: %s", ", ".join(rollout.rollout_id for rollout in rollouts), reason)
+        take.drop(reason, rollouts)
 
     def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
         """The rows of a rollout, those of each adapter apart: another adapter's answers are context in its prompts."""

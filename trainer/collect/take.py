@@ -79,8 +79,9 @@ class Take:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of what is trained on. `seen` has those of everything that was looked at."""
+        taken = {rollout.rollout_id for rollout in self.rollouts}
         return {
-            "groups_trained": float(len({rollout.task_id for rollout in self.rollouts})),
+            "groups_trained": float(sum(not taken.isdisjoint(group.rollout_ids) for group in self.groups)),
             "rollouts_trained": float(len(self.rollouts)),
             **staleness_metrics(self.staleness),
             **sample_metrics(self.samples),

@@ -61,8 +61,11 @@ class Hints:
     async def guided(self, batch: Batch) -> Batch:
         """Return the batch with what the policy says of its answers after a hint."""
         recorded: list[Recorded] = []
-        for rollout_id, task_id in {sample.rollout_id: sample.task_id for sample in batch.samples}.items():
-            if (found := await self._recorded(rollout_id, task_id)) is not None:
+        tasks = {sample.rollout_id: sample.task_id for sample in batch.samples}
+        owners = await self._store.waiting.owners(tasks)  # nobody's answer is a hint to rollouts that may not see it
+        for rollout_id, task_id in tasks.items():
+            siblings = f"{task_id} {owners.get(rollout_id) or ''}"
+            if (found := await self._recorded(rollout_id, siblings)) is not None:
                 recorded.append(found)
         samples, counts = await in_thread(self._guided, batch.samples, recorded)
         metrics = {name: float(counts[name]) for name in COUNTS}

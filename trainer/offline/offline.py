@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
+from ...proxy.groups import Group
 from ...proxy.policy.mode import publish_mode
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
-from ...proxy.store.waiting import Group
 from ..collect.siblings import AskJudge
 from ..loop import TrainingLoop
 from ..step.engine import TrainingEngine
@@ -98,7 +98,7 @@ class OfflineRun:
 
     def _order(self, group: Group) -> bytes:
         """A sort key that looks random, and is the same in every process."""
-        return hashlib.sha256(f"{self._config.seed} {self._done} {group.task_id}".encode()).digest()
+        return hashlib.sha256(f"{self._config.seed} {self._done} {group.task_id} {group.first}".encode()).digest()
 
 
 def offline_config(config: Config, directory: Path, store: StoreConfig) -> Config:

@@ -66,7 +66,7 @@ class PairReader:
         tasks: dict[str, list[Rewarded]] = {}
         for one in await self._rollouts.rewarded(among, seen):
             if one.rollout.task_id is not None:
-                tasks.setdefault(one.task, []).append(one)
+                tasks.setdefault(one.siblings, []).append(one)
         differing = {task: of_task for task, of_task in tasks.items() if self._differ(of_task)}
         if not differing:
             raise NothingToLearn(
@@ -113,10 +113,10 @@ class PairReader:
         return found
 
     def _pairs(self, tasks: Sequence[list[Pair]], seen: Seen) -> Pairs:
-        train, held_out, counts = split(tasks, self._config.held_out)
+        train, held_out, counts = split(tasks, self._config.held_out, lambda pair: pair.chosen)
         rollouts = {sample.rollout_id for pair in train for sample in pair}
         metrics = seen.metrics() | counts | {
-            "groups": float(len(seen.rewards)),
+            "groups": float(seen.groups),
             "rollouts_trained": float(len(rollouts)),
             "samples": float(2 * len(train)),
             "pairs": float(len(train)),

@@ -68,7 +68,7 @@ class ThumbReader:
                 up = one.reward > self._config.threshold
                 tasks.setdefault(one.task, []).extend(Thumb(row, up) for row in rows)
         found = [tasks[task] for task in self._rollouts.in_order(tasks)]
-        train, held_out, counts = split(found, self._config.held_out)
+        train, held_out, counts = split(found, self._config.held_out, lambda thumb: thumb.sample)
         if len(train) < 2:
             raise NothingToLearn(
                 f"nothing to learn from: {seen.rollouts} rollouts of mode train are completed and have a reward, with "
@@ -76,7 +76,7 @@ class ThumbReader:
             )
         train.sort(key=_mixed)
         metrics = seen.metrics() | counts | {
-            "groups": float(len(seen.rewards)),
+            "groups": float(seen.groups),
             "rollouts_trained": float(len({thumb.sample.rollout_id for thumb in train})),
             "samples": float(len(train)),
             "thumbs_up": float(sum(thumb.up for thumb in train)),

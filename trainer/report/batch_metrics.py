@@ -43,6 +43,11 @@ class Seen:
         """Return the number of rollouts with a reward."""
         return sum(map(len, self.rewards.values()))
 
+    @property
+    def groups(self) -> int:
+        """Return the number of tasks that were looked at. Rollouts without one are no group."""
+        return sum(task_id is not None for task_id in self.rewards)
+
     def reward(self, task_id: str | None, reward: float | None) -> None:
         """Note a rollout that was looked at."""
         if reward is not None:

@@ -47,7 +47,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     ),
     **_group(
         "groups",
-        ("groups", "count", "groups looked at since the last step; all rollouts without a task are one group"),
+        ("groups", "count", "groups looked at since the last step; rollouts without a task are none"),
         ("groups_trained", "count", "groups with a rollout that is trained on"),
         ("groups_equal", "count", "comparisons that taught nothing, because all returns are equal"),
         ("groups_incomplete", "count", "groups smaller than `trainer.group_size` after `trainer.group_timeout_s`"),

@@ -194,7 +194,7 @@ def _unusable(call: ModelCall, sampling: Sampling | None, max_tokens: int, vocab
         return "calls_untrainable"
     if not all(NO_PROBABILITY < logprob < math.inf for logprob in call.logprobs):
         return "calls_not_finite"
-    if vocabulary is not None and max(call.row_token_ids) >= vocabulary:
+    if min(call.row_token_ids) < 0 or (vocabulary is not None and max(call.row_token_ids) >= vocabulary):
         return "calls_other_tokens"
     return "rows_too_long" if len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens else None
 

@@ -69,7 +69,7 @@ class TraceReader:
         rewarded = await self._rollouts.rewarded(among, seen)
         tasks: dict[str, list[Rewarded]] = {}
         for good in sorted((r for r in rewarded if self._is_good(r.reward)), key=lambda r: -r.reward):
-            tasks.setdefault(good.task, []).append(good)
+            tasks.setdefault(good.siblings, []).append(good)
         if not tasks:
             raise NothingToLearn(self._why_none_is_good([r.reward for r in rewarded]))
         ordered = self._rollouts.in_order(tasks)
@@ -88,7 +88,7 @@ class TraceReader:
     async def _best(self, rollouts: Sequence[Rewarded], seen: Seen) -> list[tuple[Sample, ...]]:
         """The rows of a task's best rollouts that differ and can be learned from; `rollouts` come best first."""
         found: dict[Any, tuple[Sample, ...]] = {}
-        for rollout, _ in rollouts:
+        for rollout, *_ in rollouts:
             rows = await self._rollouts.rows(rollout, seen)
             if rows:
                 found.setdefault(tuple((s.token_ids, s.mask) for s in rows), rows)
@@ -97,10 +97,10 @@ class TraceReader:
         return list(found.values())
 
     def _traces(self, tasks: Sequence[list[tuple[Sample, ...]]], seen: Seen) -> Traces:
-        learned, measured, counts = split(tasks, self._config.held_out)
+        learned, measured, counts = split(tasks, self._config.held_out, lambda rows: rows[0])
         train, held_out = (tuple(sample for rows in part for sample in rows) for part in (learned, measured))
         metrics = seen.metrics() | counts | {
-            "groups": float(len(seen.rewards)),
+            "groups": float(seen.groups),
             "rollouts_trained": float(len(learned)),
             "samples": float(len(train)),
             "calls_untokenised": float(seen.counts["calls_untokenised"]),

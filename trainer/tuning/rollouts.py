@@ -39,15 +39,21 @@ class NothingToLearn(LightningError):
 
 
 class Rewarded(NamedTuple):
-    """A completed rollout and its reward."""
+    """A completed rollout and its reward. `owner`: the key that sees only its own rollouts, if it is such a key's."""
 
     rollout: Rollout
     reward: float
+    owner: str | None = None
 
     @property
     def task(self) -> str:
         """Return the task's id; the rollout's own if it has no task."""
         return self.rollout.task_id or self.rollout.rollout_id
+
+    @property
+    def siblings(self) -> str:
+        """Return a name for the rollouts that it may be compared with: of its task, and not of another tenant."""
+        return self.task if self.owner is None else f"{self.task} {self.owner}"
 
 
 class RolloutReader:
@@ -76,11 +82,12 @@ class RolloutReader:
         cursor: int | None = None
         while True:
             page, cursor = await self._store.rollouts.page({"mode": "train", "status": "completed"}, PAGE, cursor)
+            owners = await self._store.waiting.owners(rollout.rollout_id for rollout in page)
             for rollout in (r for r in page if r.rollout_id not in awaiting):
                 reward = rollout.reward
                 if reward is not None and (among is None or rollout.rollout_id in among):
                     seen.reward(rollout.task_id, reward)
-                    found.append(Rewarded(rollout, reward))
+                    found.append(Rewarded(rollout, reward, owners.get(rollout.rollout_id)))
             if cursor is None:
                 return found
 
@@ -128,11 +135,19 @@ def as_sampled(call: ModelCall) -> ModelCall:
     return with_tokens(call, call.prompt_token_ids, call.response_token_ids) if is_whole(call) else call
 
 
-def split(tasks: Sequence[Sequence[T]], held_out: float) -> tuple[list[T], list[T], dict[str, float]]:
-    """Return what is learned from and what is only measured on, the first tasks; and their numbers as metrics."""
+def split(
+    tasks: Sequence[Sequence[T]], held_out: float, sample_of: Callable[[T], Sample]
+) -> tuple[list[T], list[T], dict[str, float]]:
+    """Return what is learned from and what is only measured on, the first tasks; and their numbers as metrics.
+
+    A rollout without a task is learned from or measured on by itself, and is no group.
+    """
     held = int(held_out * len(tasks))
-    train, measured = ([one for task in part for one in task] for part in (tasks[held:], tasks[:held]))
-    return train, measured, {"groups_trained": float(len(tasks) - held), "groups_held_out": float(held)}
+    parts = tasks[held:], tasks[:held]
+    train, measured = ([one for task in part for one in task] for part in parts)
+    firsts = [[sample_of(task[0]) for task in part] for part in parts]
+    trained, held_groups = (float(sum(one.task_id != one.rollout_id for one in part)) for part in firsts)
+    return train, measured, {"groups_trained": trained, "groups_held_out": held_groups}
 
 
 def digest(rows: Sequence[Sequence[Sample]]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+from .. import waiting
 from ..calls import CALL_END, CALL_START, CALLS_ANSWERED
 from ..reports import feed, traffic
 from ..resources import prompts
@@ -9,7 +12,6 @@ from ..retention import PAGES
 from ..rollouts import ROLLOUT_OF_ANOTHER_KEY, ROLLOUT_REWARDS, ROLLOUT_SEEN, ROLLOUTS_OF_NUMBERS
 from ..training import STEPS_FIRST, STEPS_NEWEST, TRAINED_DATA
 from ..versions import VERSION_NAMED, VERSIONS_TO_SERVE
-from ..waiting import REWARDS_SINCE_VERSION
 
 # A number is used up only by a rollout that is new: the newest of so many are counted by their numbers.
 _SEEN = """
@@ -50,6 +52,18 @@ def _wanted(ref: str, kind: str, statement: str) -> str:
     return f"{begun}FROM {wanted} CROSS JOIN LATERAL {looked_up} AS {table}{rest}"
 
 
+def _of_lists(module: ModuleType, numbers: str, texts: str) -> dict[str, str]:
+    """The statements of a module that look into lists of numbers or of texts that they are given."""
+    kinds = dict.fromkeys(numbers.split(), "BIGINT") | dict.fromkeys(texts.split(), "TEXT")
+    found: dict[str, str] = {}
+    for sql in (text for name, text in vars(module).items() if name.isupper() and isinstance(text, str)):
+        other = sql
+        for name, kind in kinds.items():
+            other = other.replace(f"SELECT value FROM json_each(:{name})", _listed(name, kind))
+        found |= {sql: other} if other != sql else {}
+    return found
+
+
 def _of_json(column: str, name: str) -> str:
     """A text or number in a JSON column; NULL where an escape may stand that PostgreSQL has no character for."""
     return f"CASE WHEN strpos({column}, '\\u') = 0 THEN {column}::json ->> '{name}' END"
@@ -67,11 +81,11 @@ RECORDED = {
     CALL_START: "SELECT 1 FROM calls WHERE call_id = :call_id",
     CALL_END: "SELECT 1 FROM calls WHERE call_id = :call_id AND status = :status AND latency_ms IS :latency_ms",
 }
-TEXTS = {
+TEXTS = _of_lists(waiting, "numbers awaited", "rollout_ids") | {
     ROLLOUT_SEEN: _SEEN,
     CALLS_ANSWERED: CALLS_ANSWERED.replace("group_concat", "string_agg"),
     # Of few rollouts: with OFFSET the rewards of each are looked up, where the server would read all rewards.
-    REWARDS_SINCE_VERSION: REWARDS_SINCE_VERSION.replace(
+    waiting.REWARDS_SINCE_VERSION: waiting.REWARDS_SINCE_VERSION.replace(
         "CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id",
         "CROSS JOIN LATERAL (SELECT * FROM rewards WHERE rollout_id = rollouts.rollout_id OFFSET 0) AS rewards",
     ),

@@ -18,9 +18,10 @@ from ...returns import Rules, earned, return_of, weighted
 from ...types import Reward
 from ..database import LOOK_S, Database, Row, Transaction, in_passing
 
-COUNTING = "SELECT weights, failed, stale_to FROM returns WHERE n = 1"
+COUNTING = "SELECT weights, failed, low, high, stale_to FROM returns WHERE n = 1"
 ADOPT = """
-UPDATE returns SET weights = :weights, failed = :failed, stale_to = (SELECT COALESCE(MAX(n), 0) FROM rollouts)
+UPDATE returns SET weights = :weights, failed = :failed, low = :low, high = :high,
+    stale_to = (SELECT COALESCE(MAX(n), 0) FROM rollouts)
 WHERE n = 1
 """
 COUNTED_TO = "UPDATE returns SET stale_to = :to WHERE n = 1"
@@ -68,7 +69,9 @@ class Returns:
 
         async def work(db: Transaction) -> None:
             if _read(await db.one(COUNTING)).rules != rules:
-                await db.run(ADOPT, {"weights": dumps({**rules.weights}), "failed": rules.failed})
+                low, high = rules.within
+                adopted = {"weights": dumps({**rules.weights}), "failed": rules.failed, "low": low, "high": high}
+                await db.run(ADOPT, adopted)
 
         if await self.rules() != rules:
             await self._db.write(work)
@@ -111,7 +114,8 @@ async def count_reward(
     for name in weights if reward.call_id is not None else weights.keys() - {reward.name}:
         if (row := await db.one(statement, params | {"name": name})) is not None:
             values[name] = row["value"]
-    before, after = weighted(values, weights), weighted(values | {reward.name: reward.value}, weights)
+    before = weighted(values, counting.rules)
+    after = weighted(values | {reward.name: reward.value}, counting.rules)
     own, calls = rollout["own_reward"], rollout["calls_reward"]
     if reward.call_id is None:
         own = after
@@ -161,4 +165,4 @@ def _differs(old: Row, new: dict[str, Any]) -> bool:
 
 def _read(row: Row | None) -> Counting:
     assert row is not None  # the schema has one
-    return Counting(Rules(loads(row["weights"]), row["failed"]), row["stale_to"])
+    return Counting(Rules(loads(row["weights"]), row["failed"], (row["low"], row["high"])), row["stale_to"])

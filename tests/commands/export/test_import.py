@@ -177,3 +177,12 @@ def test_a_function_call_that_is_none_is_named(tmp_path: Path, call: Any) -> Non
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "function_call": call}]}
     done = run(tmp_path, "import", written(tmp_path, row))
     assert done.returncode != 0 and "line 1" in done.stderr and "Traceback" not in done.stderr
+
+
+async def test_rewards_outside_of_the_range_are_imported_by_no_means(tmp_path: Path) -> None:
+    file = written(tmp_path, PLAIN, PLAIN | {"reward": 1e300})
+    for arguments in ((), ("--reward", "-20000")):
+        code, _, err = await asyncio.to_thread(run, tmp_path, "import", file, "--model", "claude", *arguments)
+        assert (code != 0, "outside of rewards.range" in err) == (True, True)
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
+        assert (await Store(database).rollouts.page({}, 10))[0] == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_proxy.commands.run.group_size import too_small
+from lightning_proxy.commands.run.group_size import too_few, too_small
 from lightning_proxy.commands.run.progress import ProgressView
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.commands.run.tasks import Task
@@ -82,7 +82,8 @@ async def test_rollouts_without_a_call_are_told_of_and_groups_that_make_no_step(
         options = ("--mode", "eval", "--json")
         _, out, err = await system.lightning("run", "--tasks", tasks, *options, "--", "no-such-program")
     assert "no step will come of this" in told["1"]
-    assert "a task gets 4 rollouts, fewer than the 8 that the trainer compares: it waits 10m" in told["4"]
+    assert "2 groups come of this, and a step takes 8 (trainer.tasks_per_step)" in told["4"]
+    assert "it waits 10m for them; give more tasks, or --repeat 4" in told["4"]
     assert "2 of 2 rollouts made no call: does your agent read OPENAI_BASE_URL?" in told["1"]
     assert "trainer.group_size" not in told["8"]
     assert (out, "no-such-program" in err) == ("", True)
@@ -94,7 +95,7 @@ async def test_rollouts_without_a_call_are_told_of_and_groups_that_make_no_step(
         ({}, 1, 1, "no step will come of this"),
         ({"lone_rollouts": "running"}, 1, 1, None),
         ({"baseline": "reinforce_pp"}, 1, 1, None),
-        ({}, 4, 2, None),
+        ({}, 4, 1, None),
         ({"group_size": 2}, 1, 2, None),
         ({"group_size": 4}, 1, 2, "a task gets 2 rollouts"),
     ],
@@ -104,6 +105,25 @@ def test_a_group_size_is_judged_by_what_the_trainer_compares(
 ) -> None:
     tasks = [Task("t1", "{}"), Task("t2", "{}")] * passes
     found = too_small(TrainerConfig.model_validate(trainer), tasks, size)
+    assert (found or "").startswith(told or "") and (found is None) == (told is None)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "size", "passes", "told"),
+    [
+        ({}, 8, 3, "6 groups come of this, and a step takes 8"),
+        ({}, 8, 4, None),
+        ({"tasks_per_step": 2}, 8, 1, None),
+        ({"group_size": 4}, 1, 4, "2 groups come of this"),
+        ({"lone_rollouts": "running"}, 1, 1, None),
+        ({"schedule": {"when": "rollouts"}}, 8, 1, None),
+    ],
+)
+def test_the_number_of_groups_is_judged_by_what_a_step_takes(
+    trainer: dict[str, Any], size: int, passes: int, told: str | None
+) -> None:
+    tasks = [Task("t1", "{}"), Task("t2", "{}")] * passes
+    found = too_few(TrainerConfig.model_validate(trainer), tasks, size)
     assert (found or "").startswith(told or "") and (found is None) == (told is None)
 
 

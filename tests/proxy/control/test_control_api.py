@@ -160,10 +160,45 @@ async def test_behind_a_proxy_that_speaks_tls_a_rollouts_url_is_https(running: R
             assert opened["base_url"].startswith(f"{scheme}://127.0.0.1:")
 
 
+@pytest.mark.parametrize(
+    ("sent", "param"),
+    [
+        ({"reward": 1e308}, "reward"),
+        ({"reward": -1.5, "name": "style"}, "reward"),
+        ([{"reward": 1.0}, {"reward": 2.01}], "1.reward"),
+    ],
+)
+async def test_a_reward_outside_of_the_range_is_refused_and_nothing_is_recorded(
+    running: Running, tmp_path: Path, sent: Any, param: str
+) -> None:
+    async with running(tmp_path, rewards={"range": [-1, 2]}) as system:
+        await system.chat("r")
+        named = [{"rollout_id": "r"} | one for one in sent] if isinstance(sent, list) else {"rollout_id": "r"} | sent
+        status, answer = await system.call("POST", "/reward", named)
+        assert (status, answer["error"]["param"]) == (422, param)
+        assert answer["error"]["message"].endswith("is outside of rewards.range, -1 to 2")
+        assert (await system.call("GET", "/rollouts/r"))[1]["rewards"] == []
+        ends = [{"rollout_id": "r", "reward": reward} for reward in (-1, 2)]
+        assert (await system.call("POST", "/reward", ends))[0] == 200
+
+
+async def test_a_rollout_joins_the_group_of_the_sibling_that_it_replaces(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        _, opened = await system.call("POST", "/rollouts", {"task_id": "t", "n": 2})
+        first, second = (one["rollout_id"] for one in opened)
+        _, (third,) = await system.call("POST", "/rollouts", {"sibling_of": second})
+        other = {"sibling_of": second, "task_id": "u"}
+        assert (await system.call("POST", "/rollouts", other))[0] == 422
+        assert (await system.call("POST", "/rollouts", {"sibling_of": "nobody"}))[0] == 404
+        async with system.store() as store:
+            found = await store.database.all("SELECT rollout_id, task_id, opened_with FROM rollouts ORDER BY n")
+        assert [tuple(row) for row in found] == [(name, "t", 1) for name in (first, second, third["rollout_id"])]
+
+
 async def test_a_rollouts_key_offers_nothing_to_the_trainer_again(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t"})
-        reward = {"rollout_id": opened["rollout_id"], "reward": 1e308, "retrain": True}
+        reward = {"rollout_id": opened["rollout_id"], "reward": 1e4, "retrain": True}
         key = {"Authorization": f"Bearer {opened['api_key']}"}
         assert (await system.call("POST", "/reward", [reward | {"retrain": False}, reward], **key))[0] == 403
         _, rollout = await system.call("GET", f"/rollouts/{opened['rollout_id']}")

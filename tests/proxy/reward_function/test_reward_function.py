@@ -117,6 +117,7 @@ async def test_failed_and_discarded_rollouts_are_not_asked_about(running: Runnin
         ("return 'much'", "'much' is no reward: a finite number, a dict of numbers or None is needed"),
         ("return float('nan')", "nan is no reward"),
         ("return {1: 0.5}", "1 is no name of a reward"),
+        ("return {'style': 1.0, 'reward': -1e300}", "reward: -1e+300 is outside of rewards.range, -10000 to 10000"),
     ],
 )
 async def test_a_fault_of_the_function_is_a_line_in_the_log_and_no_reward(

@@ -41,13 +41,13 @@ WHOLE = {
     "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
     "PARENTS", "STEPS_FIRST",
     "UNTRAINABLE", "RECENT_CALLS", "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS",
-    "PAGES", "CLAIMABLE_GROUPS", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
+    "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
     "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing", "UNLEARNED",
 }  # fmt: skip
 # Sort what belongs to a few steps, one test, rollout or tool-call id, or the newest calls.
 SORTS = {
-    "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "CLAIMABLE_GROUPS",
-    "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "GROUP_AWAIT", "COMPARED_WITH",
+    "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
+    "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
     "PROMPT_BEFORE", "PROMPT_REWARDS", "PROMPT_RUN", "OBSERVED", "OBSERVED_REWARDS",
     "PROMPT_OBSERVED_REWARDS", "STALE_REWARDS", "CONVERSATION_TAKE_EXACT", "CONVERSATION_TAKE_OF",
     "CONVERSATION_TAKE_FAILED", "VERSION_NAMED",
@@ -85,7 +85,17 @@ async def test_no_table_is_read_from_end_to_end(database: Database, name: str) -
 
 
 async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database) -> None:
-    assert "USING COVERING INDEX rollouts_claimable" in (await plan(database, waiting.CLAIMABLE_GROUPS))[0]
+    assert "USING COVERING INDEX rollouts_claimable" in (await plan(database, waiting.WAITING_COUNT))[0]
+    for name, index in (
+        ("MEMBERS_LIVE", "rollouts_live (task_id=?)"),
+        ("MEMBERS_LIVE_RUNNING", "rollouts_running_of_task (task_id=? AND n<?)"),
+        ("MEMBERS_OPENED_TOGETHER", "rollouts_opened_together (opened_with=?)"),
+        ("MEMBERS_COMPARED_BEFORE", "rollouts_by_group (group_id=?)"),
+        ("CHANGED", "PRIMARY KEY (rowid>? AND rowid<?)"),
+    ):
+        steps = await plan(database, getattr(waiting, name))
+        assert index in steps[0], steps
+    assert "INDEX rollouts_lone " in (await plan(database, waiting.CLAIMABLE_LONE))[1]
 
 
 @pytest.mark.parametrize("name", ["ROLLOUT_REWARDS", "REWARDS_BY_TASK"])
@@ -116,7 +126,6 @@ async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Data
 @pytest.mark.parametrize(
     ("statement", "index"),
     [
-        ("CLAIMABLE_LONE", "rollouts_lone"),
         ("LONE", "rollouts_lone"),
         ("EARLIER_OF_TASK", "rollouts_by_task"),
     ],

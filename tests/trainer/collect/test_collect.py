@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean
@@ -18,93 +17,19 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.proxy.apis.shaping import NOT_FOLLOWED
-from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.control.transitions import message_of
-from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.returns import Rules
-from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.types import Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.judge.judge import Judge, read_score
-from lightning_proxy.trainer.types import Batch
+from lightning_proxy.trainer.judge.judge import read_score
 from lightning_proxy.trainer.waiting import JudgeError
 from support.calls import call
-from support.stores import store_url
+from support.rewarded import Traffic, advantages, traffic
+
+__all__ = ["traffic"]
 
 APART = "TEST_OF_A_JUDGE"
-
-
-class Traffic:
-    """Records rollouts in a store, and collects what a step would take."""
-
-    def __init__(self, database: Database) -> None:
-        self.store = Store(database)
-
-    async def rollout(
-        self,
-        name: str,
-        task: str | None,
-        final: float | None,
-        calls: Sequence[float] = (0.0,),
-        *,
-        status: str | None = None,
-        reward_name: str = "reward",
-        finish: str = "stop",
-        version: int | list[int | None] | None = 0,
-        **end: Any,
-    ) -> str:
-        """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i."""
-        async with Recorder(self.store, merged=False) as recorder:
-            for i, value in enumerate(calls):
-                call_id, request = f"{name}-{i}", {"messages": [{"role": "user", "content": f"step {i} of {name}"}]}
-                by = version[i] if isinstance(version, list) else version
-                start = CallStart(
-                    call_id, RolloutName(name, task), "chat/completions", "policy", by, request, time.time()
-                )
-                await recorder.start(start)
-                choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
-                answer = {"choices": [{"message": {"role": "assistant", "content": f"answer {i} of {name}"}}]}
-                ended = CallEnd(call_id, name, "ok", answer, 200, (0, 5 + i), (choice,))
-                await recorder.end(ended._replace(**end))
-                if value:
-                    await self.post(Reward(name, value, call_id, final=False))
-        if final is not None:
-            await self.post(Reward(name, final, name=reward_name))
-        if status is not None or final is None:
-            await self.store.rollouts.end(name, status or "completed", None)  # type: ignore[arg-type]
-        return name
-
-    async def open(self, task: str, *names: str) -> None:
-        """Open siblings of a task together, as `POST /rollouts` does."""
-        await self.store.rollouts.open([(RolloutName(name, task), f"hash of {name}") for name in names], {})
-
-    async def post(self, reward: Reward) -> None:
-        await self.store.rewards.post([reward], None, b"")
-
-    async def batch(self, **changed: Any) -> Batch | None:
-        settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
-        config = TrainerConfig.model_validate(settings)
-        judge = Judge(config, self.store).missing if config.judged else None
-        collector = Collector(config, self.store, judge=judge)
-        return await collector.next_batch(0, fewer=True)
-
-    async def dropped(self, *names: str) -> list[str | None]:
-        return [(await self.store.rollouts.get(name)).dropped for name in names]
-
-
-@pytest.fixture
-async def traffic(tmp_path: Path) -> AsyncIterator[Traffic]:
-    database = await Database.open(StoreConfig(url=store_url(tmp_path)))
-    yield Traffic(database)
-    await database.close()
-
-
-def advantages(batch: Batch | None) -> dict[str, float]:
-    """By call id. Calls here have prompts that nothing continues, so each is a row of its own."""
-    assert batch is not None
-    return {sample.call_ids[0]: sample.advantages[-1] for sample in batch.samples}
 
 
 async def test_calls_left_out_for_how_they_were_sampled_are_a_share_and_most_of_them_a_line(traffic: Traffic) -> None:

@@ -1,0 +1,360 @@
+"""Which rollouts are siblings: those opened together, else those of a task in the order of their opening."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.groups import Group, Grouping, Member, formed
+from lightning_proxy.proxy.returns import Rules
+from lightning_proxy.proxy.types import Limits, Reward, RolloutName
+from lightning_proxy.trainer.collect.collector import Collector
+from lightning_proxy.trainer.preferences.pairs import PairReader
+from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
+from support.rewarded import Traffic, advantages, traffic
+
+__all__ = ["traffic"]
+
+EIGHT = {"group_size": 8, "tasks_per_step": 2}
+
+
+def halves(prefix: str) -> list[tuple[str, float]]:
+    """Eight siblings by name, four of them right."""
+    return [(f"{prefix}{i}", float(i % 2)) for i in range(8)]
+
+
+async def own_key(traffic: Traffic, name: str) -> str:
+    _, key = await traffic.store.keys.create(name, "agent", Limits(), recording=True, scope="own")
+    return key.key_id
+
+
+async def of_key(traffic: Traffic, key_id: str | None, task: str | None, *names: str) -> None:
+    """Open rollouts one by one with a key."""
+    for name in names:
+        await traffic.store.rollouts.open([(RolloutName(name, task), f"hash of {name}")], {}, key_id)
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_groups_are_those_that_were_opened_whichever_siblings_end_first(traffic: Traffic, together: bool) -> None:
+    groups = halves("a"), halves("b")
+    for group in groups:
+        names = [name for name, _ in group]
+        for of in [names] if together else [[name] for name in names]:
+            await traffic.open("t", *of)
+    by_success = sorted((one for group in groups for one in group), key=lambda one: -one[1])
+    for name, reward in by_success[:8]:
+        await traffic.rollout(name, "t", reward)
+    assert await traffic.batch(**EIGHT) is None, "eight have ended, and no group has"
+    for name, reward in by_success[8:]:
+        await traffic.rollout(name, "t", reward)
+    found = await traffic.batch(**EIGHT)
+    assert found is not None
+    assert Counter(advantages(found).values()) == {0.5: 8, -0.5: 8}
+    assert [found.metrics[name] for name in ("groups", "groups_trained", "groups_equal")] == [2, 2, 0]
+
+
+async def test_slower_failures_make_hardly_any_group_equal() -> None:
+    """Many groups of a task are under way at once, and failures are 1.3 times slower."""
+    source, members = random.Random(0), []
+    for group in range(50):
+        for i in range(8):
+            right = source.random() < 0.5
+            took = source.expovariate(1) * (1.0 if right else 1.3)
+            n = 8 * group + i + 1
+            members.append((n, right, Member(n, "t", None, None, None, "completed", 0.0, True, True, True, took)))
+    right = {n: value for n, value, _ in members}
+    (groups,) = formed((member for _, _, member in members), Grouping(8, False, 600.0)).values()
+    assert [(group.after, group.last) for group in groups] == [(8 * i, 8 * i + 8) for i in range(50)]
+    equal = [group for group in groups if len({right[n] for n in range(group.after + 1, group.last + 1)}) == 1]
+    assert len(equal) <= 2
+
+
+async def test_a_set_smaller_than_the_trainers_group_is_a_group_and_one_that_is_larger_waits_for_all(
+    traffic: Traffic,
+) -> None:
+    await traffic.open("t", "a", "b")
+    await traffic.open("t", *(f"c{i}" for i in range(5)))
+    for name, reward in (("a", 0.0), ("b", 1.0), ("c0", 0.0), ("c1", 0.0), ("c2", 1.0), ("c3", 1.0)):
+        await traffic.rollout(name, "t", reward)
+    found = await traffic.batch(group_size=4)
+    assert advantages(found) == {"a-0": -0.5, "b-0": 0.5}
+    assert await traffic.batch(group_size=4) is None
+    await traffic.rollout("c4", "t", 0.5)
+    assert set(advantages(await traffic.batch(group_size=4))) == {f"c{i}-0" for i in range(5)}
+
+
+async def test_a_sibling_that_fails_is_discarded_or_is_stale_leaves_the_others_a_group(traffic: Traffic) -> None:
+    await traffic.open("t", "good", "bad", "failed", "discarded", "stale")
+    await traffic.open("t", "next 0", "next 1")
+    await traffic.rollout("next 0", "t", 5.0)
+    await traffic.rollout("failed", "t", None, status="failed")
+    await traffic.rollout("discarded", "t", None, status="discarded")
+    await traffic.rollout("stale", "t", 9.0, version=-100)
+    await traffic.rollout("good", "t", 1.0)
+    assert await traffic.batch(group_size=2) is None, "one is still running"
+    await traffic.rollout("bad", "t", 0.0)
+    assert advantages(await traffic.batch(group_size=2)) == {"good-0": 0.5, "bad-0": -0.5}
+
+
+async def test_a_sibling_that_never_ends_holds_up_its_group_for_a_time_and_no_other(traffic: Traffic) -> None:
+    for names in (("a", "b", "never"), ("c", "d", "e")):
+        for name in names:
+            await traffic.open("t", name)
+    for name, reward in (("a", 0.0), ("b", 1.0), ("c", 2.0), ("d", 2.0), ("e", 5.0)):
+        await traffic.rollout(name, "t", reward)
+    found = await traffic.batch(group_size=3)
+    assert advantages(found) == {"c-0": -1.0, "d-0": -1.0, "e-0": 2.0}
+    assert await traffic.batch(group_size=3) is None
+    # A sibling was opened at most so long before: that time is not over here, and the wait for it is.
+    waited = Collector(TrainerConfig(group_size=3, tasks_per_step=1, baseline="dr_grpo"), traffic.store)
+    assert await waited.next_batch(0, fewer=True) is None
+    for known in waited._waiting._unready:
+        waited._waiting._due = [(0.0, 0, known)]
+    assert advantages(await waited.next_batch(0, fewer=True)) == {"a-0": -0.5, "b-0": 0.5}
+    await traffic.rollout("never", "t", 2.0)
+    assert advantages(await traffic.batch(group_size=3)) == {"never-0": 1.0}, "compared with all three"
+
+
+async def test_rollouts_without_a_reward_take_no_place_in_a_group_of_live_traffic(traffic: Traffic) -> None:
+    for i in range(12):
+        await traffic.rollout(f"r{i}", "t", float(i % 8) if i % 4 == 0 else None)
+    assert advantages(await traffic.batch(group_size=3)) == pytest.approx(
+        {"r0-0": -4 / 3, "r4-0": 8 / 3, "r8-0": -4 / 3}
+    )
+    await traffic.post(Reward("r1", 5.0))
+    found = advantages(await traffic.batch(group_size=3))
+    assert found == {"r1-0": 5.0 - (0 + 4 + 0 + 5) / 4}, "it was opened among them, and its reward is late"
+
+
+async def test_a_replaced_sibling_belongs_to_the_group(traffic: Traffic) -> None:
+    await traffic.open("t", "a", "lost")
+    await traffic.store.rollouts.open([(RolloutName("again", "t"), "hash of again")], {}, sibling_of="lost")
+    await traffic.rollout("a", "t", 1.0)
+    await traffic.rollout("lost", "t", None, status="discarded")
+    assert await traffic.batch(group_size=2) is None
+    await traffic.rollout("again", "t", 0.0)
+    assert advantages(await traffic.batch(group_size=2)) == {"a-0": 0.5, "again-0": -0.5}
+
+
+async def test_what_an_earlier_release_opened_together_is_a_group(traffic: Traffic) -> None:
+    """Their moment of opening is the same, and nothing else told of it."""
+    (file,) = (Path(__file__).parents[3] / "proxy/store/migrations").glob("*_siblings.sql")
+    script = file.read_text()
+    update = script[script.index("UPDATE") : script.index("CREATE")].strip().removesuffix(";")
+    await traffic.open("t", "a", "b")
+    await traffic.open("t", "alone")
+    forget = "UPDATE rollouts SET opened_with = NULL"
+    await traffic.store.database.commit([(forget, [{}]), (update, [{}])])
+    found = await traffic.store.database.all("SELECT rollout_id, opened_with FROM rollouts ORDER BY n")
+    assert [tuple(row) for row in found] == [("a", 1), ("b", 1), ("alone", None)]
+
+
+@pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
+async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline: str) -> None:
+    first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
+    await of_key(traffic, second, "t", "b0", "b1")
+    await of_key(traffic, first, "t", "a0", "a1")
+    for name, reward in (("a0", 1e308), ("b0", 0.0), ("a1", -1e308), ("b1", 1.0)):
+        await traffic.rollout(name, "t", reward)
+    settings = {"tasks_per_step": 2, "baseline": baseline}
+    found = advantages(await traffic.batch(**settings))
+    alone = {"grpo": 0.5 / (0.5**0.5 + 1e-4), "dr_grpo": 0.5, "rloo": 1.0, "reinforce_pp": 1.0}[baseline]
+    assert found["b1-0"] == pytest.approx(alone, rel=1e-3) and found["b0-0"] == pytest.approx(-alone, rel=1e-3)
+    assert abs(found["a0-0"]) <= 2e4, "older rewards are cut to the range"
+
+
+async def test_rollouts_of_all_other_keys_and_of_none_share_their_groups(traffic: Traffic) -> None:
+    _, all_scoped = await traffic.store.keys.create("agents", "agent", Limits(), recording=True)
+    await of_key(traffic, all_scoped.key_id, "t", "a")
+    await of_key(traffic, None, "t", "b")
+    await traffic.rollout("a", "t", 1.0)
+    await traffic.rollout("b", "t", 0.0)
+    assert advantages(await traffic.batch()) == {"a-0": 0.5, "b-0": -0.5}
+
+
+async def test_rollouts_of_a_key_that_is_gone_stay_apart(traffic: Traffic) -> None:
+    await of_key(traffic, await own_key(traffic, "A"), "t", "a0", "a1")
+    await of_key(traffic, None, "t", "b0", "b1")
+    await traffic.store.keys.revoke("A")
+    await traffic.store.keys.purge()
+    for name, reward in (("a0", 100.0), ("b0", 0.0), ("a1", -100.0), ("b1", 1.0)):
+        await traffic.rollout(name, "t", reward)
+    found = advantages(await traffic.batch(tasks_per_step=2))
+    assert found == {"a0-0": 100.0, "a1-0": -100.0, "b0-0": -0.5, "b1-0": 0.5}
+
+
+@pytest.mark.parametrize("task", ["t", None])
+async def test_a_running_baseline_has_no_rewards_of_another_tenant(traffic: Traffic, task: str | None) -> None:
+    first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
+    await of_key(traffic, first, task, *(f"a{i}" for i in range(6)))
+    await of_key(traffic, second, task, *(f"b{i}" for i in range(5)))
+    for i in range(6):
+        await traffic.rollout(f"a{i}", task, 1000.0 * i)
+    for i in range(4):
+        await traffic.rollout(f"b{i}", task, 0.0)
+    await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9, tasks_per_step=8)
+    await traffic.rollout("b4", task, 1.0)
+    found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
+    assert advantages(found) == {"b4-0": pytest.approx(0.8)}
+
+
+async def test_no_pair_is_made_of_two_tenants_rollouts(traffic: Traffic) -> None:
+    first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
+    await of_key(traffic, first, "t", "a")
+    await of_key(traffic, second, "t", "b")
+    for name, reward in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, "t", reward)
+    with pytest.raises(NothingToLearn, match="in none of 2 tasks"):
+        await PairReader(TrainerConfig(), traffic.store, 100).read()
+
+
+async def test_older_rewards_count_as_the_nearer_end_of_the_range(traffic: Traffic) -> None:
+    config = Config.model_validate({"rewards": {"range": [0, 1]}, "trainer": {"group_size": 2, "tasks_per_step": 1,
+                                                                             "baseline": "dr_grpo"}})  # fmt: skip
+    for name, reward in (("a", 1e9), ("b", -1e9)):
+        await traffic.rollout(name, "t", reward)
+    found = await Collector(config.trainer, traffic.store).next_batch(0)
+    assert advantages(found) == {"a-0": 0.5, "b-0": -0.5}
+
+
+async def test_a_group_of_absurd_advantages_is_left_out_by_name_and_the_step_is_taken(
+    traffic: Traffic, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, reward in (("spoilt 0", 1.0), ("spoilt 1", -1.0), ("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, name[:6] if name.startswith("s") else "t", reward, reward_name=name[:6])
+    settings: dict[str, Any] = {"reward_weights": {"spoilt": 1e300, "a": 1.0, "b": 1.0}, "tasks_per_step": 2}
+    assert advantages(await traffic.batch(**settings)) == {"a-0": 0.5, "b-0": -0.5}
+    (reason,) = set(await traffic.dropped("spoilt 0", "spoilt 1"))
+    assert reason is not None and "not finite" in reason
+    assert any("spoilt 0, spoilt 1" in line for line in caplog.messages)
+
+
+async def test_a_call_of_negative_token_ids_is_left_out_by_name_and_the_step_is_taken(traffic: Traffic) -> None:
+    await traffic.rollout("negative", "t", 1.0, prompt_token_ids=(0, -5))
+    for name, reward in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, "t", reward)
+    found = await traffic.batch(group_size=3)
+    assert set(advantages(found)) == {"a-0", "b-0"}
+    assert await traffic.dropped("negative") == ["not the model's tokens: another one sampled them"]
+
+
+class Counted:
+    """Counts the statements that a store runs, and the rows that they return."""
+
+    def __init__(self, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.statements = self.rows = self.writes = 0
+        database = traffic.store.database
+        for name in ("all", "quick", "commit", "write"):
+            monkeypatch.setattr(database, name, self._counting(name, getattr(database, name)))
+
+    def _counting(self, name: str, of: Any) -> Any:
+        async def counted(*args: Any) -> Any:
+            found = await of(*args)
+            self.statements += 1
+            self.writes += name in ("commit", "write")
+            self.rows += len(found) if isinstance(found, list) else 1
+            return found
+
+        return counted
+
+    def taken(self) -> tuple[int, int, int]:
+        """What was counted since the last time."""
+        found = self.statements, self.rows, self.writes
+        self.statements = self.rows = self.writes = 0
+        return found
+
+
+async def fill(traffic: Traffic, rollouts: Sequence[tuple[str, str]], *, reward: str = "reward") -> None:
+    """Write rollouts, each with its task, that wait for others."""
+    rows = [{"id": name, "task": task, "name": reward} for name, task in rollouts]
+    rewarded = "1" if reward == "reward" else "NULL"
+    await traffic.store.database.commit([
+        (
+            "INSERT INTO rollouts (rollout_id, task_id, mode, status, created_at, ended_at, rewarded_at, calls) "
+            f"VALUES (:id, :task, 'train', 'completed', 1e9, 1e9, {rewarded}, 1)", rows,
+        ),
+        ("INSERT INTO rewards (rollout_id, name, value, final, created_at) VALUES (:id, :name, 0, 1, 1)", rows),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("waiting", [0, 40_000])
+async def test_a_look_reads_what_has_changed_however_much_waits(
+    traffic: Traffic, waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainerConfig(group_size=2, tasks_per_step=1, baseline="dr_grpo", group_timeout_s=1e10,
+                           reward_weights={"reward": 1.0, "style": 1.0})  # fmt: skip
+    await traffic.store.returns.use(Rules.of(config))
+    await fill(traffic, [(f"w{i}", f"task{i}") for i in range(waiting)])
+    collector = Collector(config, traffic.store)
+    assert await collector.next_batch(0) is None
+    counted = Counted(traffic, monkeypatch)
+    assert await collector.next_batch(0) is None
+    statements, rows, writes = counted.taken()
+    assert (statements <= 5, rows <= 5, writes) == (True, True, 0), "nothing has changed"
+    await traffic.rollout("a", "t", 1.0)
+    counted.taken()
+    assert await collector.next_batch(0) is None
+    statements, rows, writes = counted.taken()
+    assert (statements <= 12, rows <= 20, writes) == (True, True, 0)
+    await traffic.rollout("b", "t", 0.0)
+    counted.taken()
+    assert advantages(await collector.next_batch(0)) == {"a-0": 0.5, "b-0": -0.5}
+    statements, rows, writes = counted.taken()
+    assert (statements <= 40, rows <= 60, writes) == (True, True, 1), "the step is claimed"
+
+
+async def test_choosing_among_many_groups_that_are_ready_compares_each_once(
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = Counter[str]()
+
+    def order(group: Group) -> float:
+        looked["order"] += 1
+        return group.oldest
+
+    await fill(traffic, [(f"w{i}", f"task{i}") for i in range(10_000)])
+    config = TrainerConfig(group_size=2, tasks_per_step=8, group_timeout_s=1e-9)
+    collector = Collector(config, traffic.store, order)
+    assert len(await collector._waiting.next(fewer=False, since=None)) == 8
+    assert looked["order"] == 10_000
+
+
+async def test_a_poll_writes_nothing_where_rewards_of_other_names_have_been_counted(
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(traffic, [(f"w{i}", f"task{i}") for i in range(100)], reward="style")
+    collector = Collector(TrainerConfig(reward_weights={"style": 1.0}, group_timeout_s=1e10), traffic.store)
+    counted = Counted(traffic, monkeypatch)
+    assert await collector.waiting() == (100, 1e9)
+    assert counted.taken()[2] >= 1
+    for _ in range(3):
+        assert await collector.next_batch(0) is None
+    assert counted.taken()[2] == 0
+    await traffic.rollout("later", "t", 2.0, reward_name="style")
+    assert (await collector.waiting())[0] == 101
+
+
+async def test_a_trainer_that_missed_what_happened_looks_at_all_again(traffic: Traffic) -> None:
+    collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1, baseline="dr_grpo"), traffic.store)
+    assert await collector.next_batch(0) is None
+    for name, reward in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, "t", reward)
+    await traffic.store.database.commit([("DELETE FROM feed WHERE n < (SELECT MAX(n) FROM feed)", [{}])])
+    assert advantages(await collector.next_batch(0)) == {"a-0": 0.5, "b-0": -0.5}
+
+
+async def test_deleted_rollouts_hold_up_no_trainer(traffic: Traffic) -> None:
+    collector = Collector(TrainerConfig(group_size=2, tasks_per_step=2, group_timeout_s=1e-9), traffic.store)
+    for name, reward in (("a", 1.0), ("b", 0.0)):
+        await traffic.rollout(name, "t", reward)
+    assert (await collector.waiting())[0] == 2
+    for name in ("a", "b"):
+        await traffic.store.rollouts.delete(name)
+    assert await collector.next_batch(0) is None

@@ -1,0 +1,115 @@
+"""The groups that wait for a step, kept in memory: each look reads only those that have changed since the last."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from ...proxy.config.trainer import TrainerConfig
+from ...proxy.groups import Group, Grouping, Pool
+from ...proxy.returns import Rules
+from ...proxy.store.store import Store
+
+Order = Callable[[Group], Any]  # a sort key: the first groups are taken first
+
+
+class WaitingGroups:
+    """Knows which groups are ready. Whoever takes or drops one tells it (`forget`)."""
+
+    def __init__(self, config: TrainerConfig, store: Store, order: Order | None = None) -> None:
+        self._config = config
+        self._grouping = Grouping.of(config)
+        self._store = store
+        self._order = order or (lambda group: group.oldest)
+        self._rules = Rules.of(config)
+        self._cursor: int | None = None
+        self._pools: dict[Pool, Sequence[Group]] = {}
+        self._ready: set[Group] = set()
+        self._unready: set[Group] = set()
+        self._due: list[tuple[float, int, Group]] = []  # a heap of those that wait for siblings, by their oldest
+        self._numbers = count()
+
+    async def next(self, *, fewer: bool, since: float | None) -> list[Group]:
+        """Return the groups of the next step, in order; empty while there are too few (`Collector.next_batch`)."""
+        await self._look()
+        now, wanted = time.time(), self._config.tasks_per_step
+        self._tell_ready(now)
+        ready = [group for group in [*self._ready, *await self._lone(now)] if since is None or group.oldest <= since]
+        late = sum(self._places(group) == 0 for group in ready)
+        found: list[Group] = []
+        places = 0
+        for group in heapq.nsmallest(wanted + late, ready, key=self._order):
+            if places >= wanted:
+                break
+            found.append(group)
+            places += self._places(group)
+        enough = places >= wanted or (found and (fewer or self._has_waited(found[0], now)))
+        return found if enough else []
+
+    async def totals(self) -> tuple[int, float | None]:
+        """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
+        await self._look()
+        lone = await self._store.waiting.lone(self._grouping.failed) if self._config.takes_lone_rollouts else None
+        found = [*self._ready, *self._unready, *([lone] if lone else [])]
+        return sum(group.completed for group in found), min((group.oldest for group in found), default=None)
+
+    def is_whole(self, group: Group) -> bool:
+        """Return whether nobody need wait for siblings: they are there, or were compared before."""
+        return group.whole or (group.pool is None and group.ended >= self._config.group_size)
+
+    def forget(self, groups: Iterable[Group]) -> None:
+        """Know these no more. What is left of them is found again, as what has changed."""
+        for group in groups:
+            if group.pool is not None:
+                self._ready.discard(group)
+                self._unready.discard(group)
+
+    async def _look(self) -> None:
+        """Bring what is known up to date."""
+        await self._store.returns.use(self._rules)
+        waiting = self._store.waiting
+        cursor, numbers = await waiting.changed(self._cursor)
+        if numbers is None or numbers:
+            found = await waiting.formed(self._grouping, numbers)
+            for pool in [*self._pools] if numbers is None else found:
+                self.forget(self._pools.pop(pool, ()))
+            for pool, groups in found.items():
+                self._know(pool, groups)
+        self._cursor = cursor
+
+    def _know(self, pool: Pool, groups: Sequence[Group]) -> None:
+        if groups:
+            self._pools[pool] = groups
+        for group in groups:
+            if group.whole:
+                self._ready.add(group)
+            else:
+                self._unready.add(group)
+                heapq.heappush(self._due, (group.oldest, next(self._numbers), group))
+
+    def _tell_ready(self, now: float) -> None:
+        """Make those ready that have waited long enough for their siblings."""
+        while self._due and self._due[0][0] <= now - self._config.group_timeout_s:
+            _, _, group = heapq.heappop(self._due)
+            if group in self._unready:
+                self._unready.discard(group)
+                self._ready.add(group)
+
+    async def _lone(self, now: float) -> list[Group]:
+        """The rollouts without a task, as one group, if it is ready."""
+        if not self._config.takes_lone_rollouts:
+            return []
+        lone = await self._store.waiting.lone(self._grouping.failed, self._config.rollouts_per_step)
+        return [lone] if lone is not None and (self.is_whole(lone) or self._has_waited(lone, now)) else []
+
+    def _has_waited(self, group: Group, now: float) -> bool:
+        return now - group.oldest >= self._config.group_timeout_s
+
+    def _places(self, group: Group) -> int:
+        """1 for a group; rollouts without a task count as one for each `group_size` of them, late siblings as none."""
+        if group.pool is None:
+            return max(1, group.completed // self._config.group_size)
+        return int(group.group_id is None or group.ended >= self._config.group_size)
