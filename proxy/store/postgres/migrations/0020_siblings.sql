@@ -1,4 +1,4 @@
--- The schema of ../../migrations/0019_siblings.sql, which says what the columns mean.
+-- The schema of ../../migrations/0020_siblings.sql, which says what the columns mean.
 ALTER TABLE rollouts ADD COLUMN opened_with BIGINT;
 UPDATE rollouts SET opened_with = together.first
 FROM (
