@@ -117,7 +117,7 @@ GROUP BY policy_version, mode
 """
 ROLLOUT_REWARDS_OF_KEY = """
 SELECT mode, policy_version, AVG(reward) AS mean, COUNT(*) AS rollouts
-FROM (SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT :newest) AS own
+FROM (SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT :newest) AS recent
 WHERE reward IS NOT NULL AND foreign_calls = 0 AND policy_version IS NOT NULL
 GROUP BY policy_version, mode
 """
@@ -127,7 +127,7 @@ NEWEST_OF_KEY = 20_000  # rollouts of a key that are counted for it
 ROLLOUT_COUNTS_OF_KEY = """
 SELECT mode, status, COUNT(*) AS rollouts, SUM(CASE WHEN mode = 'train' AND status <> 'running' AND step IS NULL
     AND dropped IS NULL AND rewarded_at IS NOT NULL THEN 1 ELSE 0 END) AS waiting
-FROM (SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT :newest) AS own
+FROM (SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT :newest) AS recent
 GROUP BY mode, status
 """
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +13,14 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.promotion import gate
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import Keyring
+from lightning_proxy.proxy.store.migrate import FIRST
+from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Limits
+from support.paths import ROOT
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
 TEXTS = ("You are a writer.", "You are a careful writer.")
@@ -218,3 +224,31 @@ async def test_a_tenant_does_not_shift_the_sides_of_an_evaluators_rollouts(runni
                 _, prompt = await system.call("GET", "/prompts/writer", **asked, **key)
                 sides[prompt["version"]] += name[0] != "m"
             assert sides[1] == sides[2] == i + 1
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("keys", [0, 1])
+async def test_a_test_that_is_under_way_at_an_upgrade_keeps_its_evidence_where_there_never_was_a_key(
+    tmp_path: Path, keys: int
+) -> None:
+    scripts = sorted((ROOT / "proxy/store/migrations").glob("*.sql"))
+    before = [script for script in scripts if script.name < next(s.name for s in scripts if "_evidence" in s.name)]
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
+        for script in before:
+            db.executescript(script.read_text())
+        db.execute(f"PRAGMA user_version = {FIRST + len(before)}")
+        db.executescript("""
+            INSERT INTO prompt_versions (name, version, text, created_at) VALUES ('p', 1, 'a', 1), ('p', 2, 'b', 1);
+            INSERT INTO prompt_tests (name, version, against, status, began_at) VALUES ('p', 2, 1, 'testing', 1);
+            INSERT INTO rollouts (rollout_id, created_at) VALUES ('r', 1);
+            INSERT INTO rewards (rollout_id, name, value, final, created_at) VALUES ('r', 'reward', 1, 1, 1);
+            INSERT INTO prompt_test_rollouts (test, rollout_id, place, version, compared, at)
+            VALUES (1, 'r', 0, 2, 1, 1);
+        """)
+        if keys:
+            db.execute("INSERT INTO keys (key_id, key_hash, name, role, created_at) VALUES ('k', 'h', 'a', 'agent', 1)")
+        db.commit()
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path / 'store.db'}")) as database:
+        tests = Store(database).prompt_tests
+        (test,) = await tests.under_way()
+        assert [len(one.rewards) for one in await tests.observed(test)] == [1] * (not keys)
