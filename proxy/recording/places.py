@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ..apis.atoms import Atom, answer_atoms, item_atoms, request_atoms, same_arguments
@@ -46,38 +47,68 @@ class Spot(NamedTuple):
         return b"".join(getattr(self, name) or NO_SIGN for name in SIGNS)
 
 
+class Items:
+    """The messages or items of a request, each of them read at most once."""
+
+    def __init__(self, request: Json) -> None:
+        """An input that is a text is a user's message."""
+        found = request.get("messages", request.get("input"))
+        self.all: Sequence[Any] = [found] if isinstance(found, str) else found if isinstance(found, list) else []
+        self._read: dict[int, list[Atom]] = {}
+
+    def atoms(self, i: int) -> list[Atom]:
+        """Return what an item says."""
+        if i not in self._read:
+            self._read[i] = item_atoms(self.all[i])
+        return self._read[i]
+
+    def is_call(self, i: int) -> bool:
+        """Return whether an item makes calls, or refers to one."""
+        return bool(_references(self.all[i])) or any(atom.kind == "call" for atom in self.atoms(i))
+
+    def tail(self, end: int) -> deque[bytes]:
+        """Return digests of what was said last before an item."""
+        before = range(max(end - 2 * NEAR, 0), end)
+        atoms = [atom for i in before for atom in self.atoms(i) if atom.who != "system"]
+        return deque(map(_sign_of, atoms[-NEAR:]), NEAR)
+
+    @property
+    def last_answer(self) -> int:
+        """Return the place of the last that the model said; -1 if it said nothing."""
+        said = ((i, atom) for i in range(len(self.all) - 1, -1, -1) for atom in self.atoms(i))
+        return next((i for i, atom in said if atom.kind == "call" or atom.who == "assistant"), -1)
+
+
 class Told(NamedTuple):
     """What a request tells of its conversation. `states`: a digest of all that was said before each item, and at last.
 
     `spot`: what is the same for all that stands in it.
     """
 
-    items: Sequence[Any]
+    items: Items
     states: list[bytes]
     spot: Spot
 
 
 def told(request: Json, parent: Told | None = None, known: int = 0) -> Told:
     """Return what a request tells. Its first `known` items are those of its parent, which need not be read again."""
-    items = _items(request)
+    items = Items(request)
     previous = request.get("previous_response_id")
     begun = sign("response", previous) if isinstance(previous, str) else b""
     states = [begun] if parent is None or parent.states[0] != begun else parent.states[: known + 1]
-    for item in items[len(states) - 1 :]:
-        states.append(_after(states[-1], item_atoms(item)))
-    first = next((a for item in items for a in item_atoms(item) if a.kind == "text" and a.who != "system"), None)
+    for i in range(len(states) - 1, len(items.all)):
+        states.append(_after(states[-1], items.atoms(i)))
+    said = (atom for i in range(len(items.all)) for atom in items.atoms(i))
+    first = next((atom for atom in said if atom.kind == "text" and atom.who != "system"), None)
     root = None if first is None else _sign_of(first)
     return Told(items, states, Spot(root=root, system=_system(request, items), response=begun or None))
 
 
 def sign(*parts: str | bytes) -> bytes:
     """Return a short digest of the parts."""
-    hashed = blake2b(digest_size=SIGN)
-    for part in parts:
-        raw = part.encode(errors="replace") if isinstance(part, str) else part
-        hashed.update(len(raw).to_bytes(8, "little"))
-        hashed.update(raw)
-    return hashed.digest()
+    raw = [part.encode(errors="replace") if isinstance(part, str) else part for part in parts]
+    lengths = ",".join(map(str, map(len, raw)))
+    return blake2b(b"".join([lengths.encode(), b":", *raw]), digest_size=SIGN).digest()
 
 
 def spots(before: Told, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:
@@ -89,7 +120,8 @@ def spots(before: Told, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:
         answers = [[Atom("call", call.id or "", call.arguments, call.name) for call in calls]]
     said = response.get("id") if isinstance(response, dict) else None
     everywhere = before.spot._replace(response=sign("response", said) if isinstance(said, str) else None)
-    found = [spot for answer in answers for spot in _calls(answer, before.states[-1], _tail(before), everywhere)]
+    tail = before.items.tail(len(before.items.all))
+    found = [spot for answer in answers for spot in _calls(answer, before.states[-1], tail, everywhere)]
     ids = item_ids(response)
     if len(ids) != len(found):
         return found
@@ -111,9 +143,10 @@ class Brought(NamedTuple):
 
 def results(request: Told, known: int) -> Iterator[Brought]:
     """Yield the results after the first `known` items."""
-    if _brings(request.items[known:]):
+    items = request.items.all
+    if _brings(items[known:]):
         yield from _Reader(request, known).results()
-    for result in written_results(request.items[max(known - 1, 0) :]):
+    for result in written_results(items[max(known - 1, 0) :]):
         yield Brought(result, request.spot, False)
 
 
@@ -139,20 +172,21 @@ class _Reader:
         self._items, self._states, self._spot = request
         self._known = known
         self._calls: list[_Called] = []
-        self.begin = _begin(request.items, known)
+        self._waiting: dict[str, list[_Called]] = {}  # by id, in their order
+        self._begin = self._beginning(known)
 
     def results(self) -> Iterator[Brought]:
-        turn, is_calling, answered = 0, False, _last_answer(self._items)
-        tail = _tail(self._part(self.begin))
-        for i in range(self.begin, len(self._items)):
-            item = self._items[i]
-            atoms = item_atoms(item)
+        turn, is_calling, answered = 0, False, self._items.last_answer
+        tail = self._items.tail(self._begin)
+        for i in range(self._begin, len(self._items.all)):
+            item, atoms = self._items.all[i], self._items.atoms(i)
             made = [atom for atom in atoms if atom.kind == "call"] or _references(item)
             turn += bool(made) and not is_calling
             spots = _calls(atoms, self._states[i], tail, self._spot)
             for atom in made:
                 spot = self._spot._replace(item=_item_sign(atom.what)) if atom.kind == "item" else next(spots)
                 self._calls.append(_Called(atom.who, atom.name, turn, spot))
+                self._waiting.setdefault(atom.who, []).append(self._calls[-1])
             tail.extend(_sign_of(atom) for atom in atoms if atom.who != "system")
             if atoms or made:
                 is_calling = bool(made)
@@ -161,31 +195,44 @@ class _Reader:
                 if i >= self._known:
                     yield Brought(result, spot, i < answered)
 
+    def _beginning(self, known: int) -> int:
+        """Where the newest turn with calls begins that a result after the first `known` items may answer."""
+        i = known
+        while i and _brings(self._items.all[i - 1 : i]):
+            i -= 1
+        while i and self._items.is_call(i - 1):
+            i -= 1
+        return i
+
     def _answered(self, result: ToolResult) -> Spot:
         """Where the call stands that this answers: by its id, else in the order of the newest turn's calls."""
-        waiting = [call for call in self._calls if not call.is_answered]
-        alike = [call for call in waiting if result.tool_call_id and call.id == result.tool_call_id]
+        alike = self._waiting.get(result.tool_call_id) if result.tool_call_id else self._newest()
         if not alike:
-            alike = [call for call in waiting if not call.id or not result.tool_call_id]
-            alike = [call for call in alike if call.name == result.name] or alike
-        if newest := [call for call in alike if call.turn == max(call.turn for call in alike)]:
-            newest[0].is_answered = True
-            return newest[0].spot
-        again = [call for call in self._calls if call.id and call.id == result.tool_call_id]
-        return again[-1].spot if again else self._earlier(result.tool_call_id)
+            alike = self._waiting.get("", [])
+        turn = [call for call in alike if call.turn == alike[-1].turn]
+        if turn:
+            call = next((call for call in turn if call.name == result.name), turn[0])
+            call.is_answered = True
+            self._waiting[call.id].remove(call)
+            return call.spot
+        again = (call.spot for call in reversed(self._calls) if call.id and call.id == result.tool_call_id)
+        return next(again, None) or self._earlier(result.tool_call_id)
+
+    def _newest(self) -> list[_Called]:
+        """The calls of the newest turn that has any without a result."""
+        newest = next((call.turn for call in reversed(self._calls) if not call.is_answered), None)
+        from_last = takewhile(lambda call: newest is not None and call.turn >= newest, reversed(self._calls))
+        return [call for call in from_last if not call.is_answered][::-1]
 
     def _earlier(self, tool_call_id: str | None) -> Spot:
         """Where a call stands that was made before the newest turn; else only what is the same everywhere."""
-        for i in range(self.begin - 1 if tool_call_id else -1, -1, -1):
-            atoms = item_atoms(self._items[i])
+        for i in range(self._begin - 1 if tool_call_id else -1, -1, -1):
+            atoms = self._items.atoms(i)
             called = [atom.who for atom in atoms if atom.kind == "call"]
             if tool_call_id in called:
-                spots = list(_calls(atoms, self._states[i], _tail(self._part(i)), self._spot))
+                spots = list(_calls(atoms, self._states[i], self._items.tail(i), self._spot))
                 return spots[called.index(tool_call_id)]
         return self._spot
-
-    def _part(self, end: int) -> Told:
-        return Told(self._items[max(end - 2 * NEAR, 0) : end], self._states, self._spot)
 
 
 def _calls(atoms: Iterable[Atom], state: bytes, tail: Iterable[bytes], everywhere: Spot) -> Iterator[Spot]:
@@ -213,41 +260,14 @@ def _sign_of(atom: Atom) -> bytes:
     return sign(atom.kind, "" if atom.kind == "result" else atom.who, atom.what)
 
 
-def _tail(before: Told) -> deque[bytes]:
-    atoms = [atom for item in before.items[-2 * NEAR :] for atom in item_atoms(item) if atom.who != "system"]
-    return deque(map(_sign_of, atoms[-NEAR:]), NEAR)
-
-
-def _system(request: Json, items: Sequence[Any]) -> bytes:
+def _system(request: Json, items: Items) -> bytes:
     named = request_atoms({name: request.get(name) for name in ("system", "instructions")})
     texts = [atom.what for atom in named]
-    for item in items:
-        if not (atoms := item_atoms(item)) or atoms[0].who != "system":
+    for i in range(len(items.all)):
+        if not (atoms := items.atoms(i)) or atoms[0].who != "system":
             break
         texts += [atom.what for atom in atoms]
     return sign(*texts)
-
-
-def _items(request: Json) -> Sequence[Any]:
-    """The messages or items of a request; an input that is a text is a user's message."""
-    found = request.get("messages", request.get("input"))
-    return [found] if isinstance(found, str) else found if isinstance(found, list) else []
-
-
-def _begin(items: Sequence[Any], known: int) -> int:
-    """Where the newest turn with calls begins that a result after the first `known` items may answer."""
-    i = known
-    while i and _brings(items[i - 1 : i]):
-        i -= 1
-    while i and (_references(items[i - 1]) or any(atom.kind == "call" for atom in item_atoms(items[i - 1]))):
-        i -= 1
-    return i
-
-
-def _last_answer(items: Sequence[Any]) -> int:
-    """The place of the last that the model said; -1 if it said nothing."""
-    said = ((i, atom) for i in range(len(items) - 1, -1, -1) for atom in item_atoms(items[i]))
-    return next((i for i, atom in said if atom.kind == "call" or atom.who == "assistant"), -1)
 
 
 def _references(item: Any) -> list[Atom]:
