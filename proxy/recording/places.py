@@ -22,6 +22,7 @@ from ..store.resources.tool_calls import NO_SIGN, SIGN, SIGNS
 from ..types import ToolCall, ToolResult
 
 Json = dict[str, Any]
+Signed = list[tuple[Atom, bytes]]  # what is said, and a digest of each
 
 NEAR = 2  # how many of the things said right before a call are a sign of it
 
@@ -55,12 +56,19 @@ class Items:
         found = request.get("messages", request.get("input"))
         self.all: Sequence[Any] = [found] if isinstance(found, str) else found if isinstance(found, list) else []
         self._read: dict[int, list[Atom]] = {}
+        self._signs: dict[int, Signed] = {}
 
     def atoms(self, i: int) -> list[Atom]:
         """Return what an item says."""
         if i not in self._read:
             self._read[i] = item_atoms(self.all[i])
         return self._read[i]
+
+    def signed(self, i: int) -> Signed:
+        """Return what an item says, and a digest of each."""
+        if i not in self._signs:
+            self._signs[i] = _signed(self.atoms(i))
+        return self._signs[i]
 
     def is_call(self, i: int) -> bool:
         """Return whether an item makes calls, or refers to one."""
@@ -69,8 +77,7 @@ class Items:
     def tail(self, end: int) -> deque[bytes]:
         """Return digests of what was said last before an item."""
         before = range(max(end - 2 * NEAR, 0), end)
-        atoms = [atom for i in before for atom in self.atoms(i) if atom.who != "system"]
-        return deque(map(_sign_of, atoms[-NEAR:]), NEAR)
+        return deque((sign for i in before for atom, sign in self.signed(i) if atom.who != "system"), NEAR)
 
     @property
     def last_answer(self) -> int:
@@ -82,12 +89,13 @@ class Items:
 class Told(NamedTuple):
     """What a request tells of its conversation. `states`: a digest of all that was said before each item, and at last.
 
-    `spot`: what is the same for all that stands in it.
+    `spot`: what is the same for all that stands in it. `first`: how many items it is read from.
     """
 
     items: Items
     states: list[bytes]
     spot: Spot
+    first: int
 
 
 def told(request: Json, parent: Told | None = None, known: int = 0) -> Told:
@@ -97,11 +105,14 @@ def told(request: Json, parent: Told | None = None, known: int = 0) -> Told:
     begun = sign("response", previous) if isinstance(previous, str) else b""
     states = [begun] if parent is None or parent.states[0] != begun else parent.states[: known + 1]
     for i in range(len(states) - 1, len(items.all)):
-        states.append(_after(states[-1], items.atoms(i)))
-    said = (atom for i in range(len(items.all)) for atom in items.atoms(i))
-    first = next((atom for atom in said if atom.kind == "text" and atom.who != "system"), None)
-    root = None if first is None else _sign_of(first)
-    return Told(items, states, Spot(root=root, system=_system(request, items), response=begun or None))
+        states.append(_after(states[-1], items.signed(i)))
+    if parent is not None and 0 < parent.first <= known and not ("system" in request or "instructions" in request):
+        return Told(items, states, parent.spot._replace(response=begun or None), parent.first)
+    said = ((i, atom) for i in range(len(items.all)) for atom in items.atoms(i))
+    first = next(((i, atom) for i, atom in said if atom.kind == "text" and atom.who != "system"), None)
+    root = None if first is None else _sign_of(first[1])
+    spot = Spot(root=root, system=_system(request, items), response=begun or None)
+    return Told(items, states, spot, 0 if first is None else first[0] + 1)
 
 
 def sign(*parts: str | bytes) -> bytes:
@@ -121,7 +132,7 @@ def spots(before: Told, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:
     said = response.get("id") if isinstance(response, dict) else None
     everywhere = before.spot._replace(response=sign("response", said) if isinstance(said, str) else None)
     tail = before.items.tail(len(before.items.all))
-    found = [spot for answer in answers for spot in _calls(answer, before.states[-1], tail, everywhere)]
+    found = [spot for answer in answers for spot in _calls(_signed(answer), before.states[-1], tail, everywhere)]
     ids = item_ids(response)
     if len(ids) != len(found):
         return found
@@ -169,7 +180,7 @@ class _Reader:
     """Reads the end of a conversation: the newest calls, and what follows."""
 
     def __init__(self, request: Told, known: int) -> None:
-        self._items, self._states, self._spot = request
+        self._items, self._states, self._spot, _ = request
         self._known = known
         self._calls: list[_Called] = []
         self._waiting: dict[str, list[_Called]] = {}  # by id, in their order
@@ -182,12 +193,12 @@ class _Reader:
             item, atoms = self._items.all[i], self._items.atoms(i)
             made = [atom for atom in atoms if atom.kind == "call"] or _references(item)
             turn += bool(made) and not is_calling
-            spots = _calls(atoms, self._states[i], tail, self._spot)
+            spots = _calls(self._items.signed(i), self._states[i], tail, self._spot)
             for atom in made:
                 spot = self._spot._replace(item=_item_sign(atom.what)) if atom.kind == "item" else next(spots)
                 self._calls.append(_Called(atom.who, atom.name, turn, spot))
                 self._waiting.setdefault(atom.who, []).append(self._calls[-1])
-            tail.extend(_sign_of(atom) for atom in atoms if atom.who != "system")
+            tail.extend(sign for atom, sign in self._items.signed(i) if atom.who != "system")
             if atoms or made:
                 is_calling = bool(made)
             for result in results_in(item):
@@ -198,6 +209,8 @@ class _Reader:
     def _beginning(self, known: int) -> int:
         """Where the newest turn with calls begins that a result after the first `known` items may answer."""
         i = known
+        if i < len(self._items.all) and self._items.is_call(i):
+            return i
         while i and _brings(self._items.all[i - 1 : i]):
             i -= 1
         while i and self._items.is_call(i - 1):
@@ -230,27 +243,31 @@ class _Reader:
             atoms = self._items.atoms(i)
             called = [atom.who for atom in atoms if atom.kind == "call"]
             if tool_call_id in called:
-                spots = list(_calls(atoms, self._states[i], self._items.tail(i), self._spot))
+                spots = [*_calls(self._items.signed(i), self._states[i], self._items.tail(i), self._spot)]
                 return spots[called.index(tool_call_id)]
         return self._spot
 
 
-def _calls(atoms: Iterable[Atom], state: bytes, tail: Iterable[bytes], everywhere: Spot) -> Iterator[Spot]:
-    """Where each call in these atoms stands, which come after `state`."""
+def _calls(said: Signed, state: bytes, tail: Iterable[bytes], everywhere: Spot) -> Iterator[Spot]:
+    """Where each call in what is said stands, which comes after `state`."""
     last = deque(tail, NEAR)
-    for atom in atoms:
+    for atom, own in said:
         if atom.kind == "call":
-            yield everywhere._replace(place=sign(state), what=_sign_of(atom), near=sign(*last))
-        state = _after(state, [atom])
-        last.append(_sign_of(atom))
+            yield everywhere._replace(place=sign(state), what=own, near=sign(*last))
+        state = _after(state, [(atom, own)])
+        last.append(own)
 
 
-def _after(state: bytes, atoms: Iterable[Atom]) -> bytes:
+def _after(state: bytes, said: Signed) -> bytes:
     """The digest with what these say. Results do not count: some clients shorten them later, or send them late."""
-    for atom in atoms:
+    for atom, own in said:
         if atom.kind != "result" and atom.who != "system":
-            state = sign(state, _sign_of(atom))
+            state = sign(state, own)
     return state
+
+
+def _signed(atoms: Iterable[Atom]) -> Signed:
+    return [(atom, _sign_of(atom)) for atom in atoms]
 
 
 def _sign_of(atom: Atom) -> bytes:
