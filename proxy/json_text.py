@@ -17,8 +17,11 @@ _FLOAT = re.compile(rb"[:,\[]-?\d+[.eE]")
 # Possessive: a name may be megabytes long, and backtracking would take minutes.
 _NAMED_MODEL = re.compile(rb'"model"\s*+:\s*+("(?:[^"\\]++|\\.)*+")')
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
-# What a long number is in a text: digits and points become 0, all but minus signs a blank.
-_DIGITS = bytes(48 if byte in b"0123456789." else byte if byte == 45 else 32 for byte in range(256))
+# What numbers are in a text: digits and points become 0, an exponent's sign e, all but minus signs a blank.
+_DIGITS = bytes(
+    ord("0" if sign in "0123456789." else "e" if sign in "eE" else "-" if sign == "-" else " ")
+    for sign in map(chr, range(256))
+)
 # A float holds any 15 digits, and no more for certain. Numbers of fewer signs are not looked at.
 _LONG = 17
 _LONG_NUMBER, _POSITIVE, _NEGATIVE = b"0" * _LONG, b" " + b"0" * _LONG, b"-" + b"0" * _LONG
@@ -169,7 +172,7 @@ def _has_long_numbers(text: bytes) -> bool:
         _POSITIVE in digits or digits.count(_NEGATIVE) > len(_LOGPROB.findall(text)) or digits.startswith(_LONG_NUMBER)
     ):
         return True
-    return b"-000" in digits and _TINY.search(text) is not None
+    return b"e-000" in digits and _TINY.search(text) is not None
 
 
 def _refuse(constant: str) -> None:

@@ -26,10 +26,15 @@ class Assembler:
             if name == "choices":
                 for place, choice in enumerate(value if isinstance(value, list) else ()):
                     if isinstance(choice, dict):
-                        index = number(choice.get("index"))
-                        self._choices.setdefault(place if index is None else index, _Choice()).feed(choice)
+                        self._choice(number(choice.get("index")), place).feed(choice)
             elif value or value == 0 or name not in top:
                 top[name] = value
+
+    def _choice(self, index: int | None, place: int) -> _Choice:
+        index = place if index is None else index
+        if index not in self._choices:
+            self._choices[index] = _Choice()
+        return self._choices[index]
 
     def result(self) -> Json | None:
         """Return the answer so far; None before the first chunk."""

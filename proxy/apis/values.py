@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 Json = dict[str, Any]
@@ -21,7 +22,7 @@ def join(into: Json, name: str, value: Any) -> None:
     if value is None:
         into.setdefault(name, None)
     elif isinstance(value, str):
-        into[name] = _with_text(old, value, is_word=name.rpartition("_")[2] in _WORDS)
+        into[name] = _with_text(old, value, is_word=_is_word(name))
     elif isinstance(value, dict):
         merged = into[name] = old if isinstance(old, dict) else {}  # ours: no chunk's own object is ever put in
         for key, item in value.items():
@@ -48,6 +49,8 @@ def put(into: Json, name: str, value: Any) -> None:
 
 def number(value: Any) -> int | None:
     """Return an index, which some servers write as a text or with a fraction of 0; None if it is none."""
+    if type(value) is int:
+        return value
     if isinstance(value, str) and value.isdecimal() and len(value) < 10:
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
@@ -59,6 +62,11 @@ def objects(value: Any) -> list[Json]:
     """Return the objects in a list, or a single one that stands in the place of a list."""
     items = value if isinstance(value, list) else [value]
     return [item for item in items if isinstance(item, dict)]
+
+
+@lru_cache(256)
+def _is_word(name: str) -> bool:
+    return name.rpartition("_")[2] in _WORDS
 
 
 def _with_text(old: Any, text: str, *, is_word: bool) -> Any:
