@@ -70,8 +70,8 @@ async def test_the_store_gives_them_back_in_every_turn(running: Any, tmp_path: P
         for messages in (turns[:1], turns):
             asked = {"model": "policy", "messages": messages}
             assert (await system.call("POST", "/v1/chat/completions", asked, X_Rollout_Id="r"))[0] == 200
-        _, rollout = await system.call("GET", "/rollouts/r")
-        _, transitions = await system.call("GET", "/rollouts/r/transitions")
+        _, rollout = await system.call("GET", "/rollouts/r?requests=whole")
+        _, transitions = await system.call("GET", "/rollouts/r/transitions?requests=whole")
     assert [call["request"]["messages"] for call in rollout["calls"]] == [turns[:1], turns]
     assert transitions["data"][1]["state"]["messages"] == turns
 
