@@ -44,8 +44,9 @@ WHOLE = {
     "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
     "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing", "UNLEARNED",
 }  # fmt: skip
-# Sort what belongs to a few steps, one test, rollout or tool-call id, or the newest calls.
+# Sort what belongs to a few steps, one test, rollout or tool-call id, the newest calls, or a key's newest rollouts.
 SORTS = {
+    "ROLLOUT_REWARDS_OF_KEY", "ROLLOUT_COUNTS_OF_KEY",
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
     "PROMPT_BEFORE", "PROMPT_REWARDS", "PROMPT_RUN", "OBSERVED", "OBSERVED_REWARDS",
