@@ -14,8 +14,8 @@ from typing import Any
 
 from ...client.no_proxy import reached_directly
 from ...proxy.errors import ConfigError, LightningError
-from ...proxy.store.copies import make_private
 from .group_guard import GRACE_S, signal_group
+from .output import Keeping, piped
 from .runner import CANNOT_START, Runner, RunTimedOut
 from .served import ServedRunner
 from .warden import Warden
@@ -27,16 +27,15 @@ _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 class ProcessRunner:
     """Starts the command anew for each run, in a process group of its own."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command, self._warden = tuple(command), Warden()
+    def __init__(self, command: Sequence[str], keeping: Keeping | None = None) -> None:
+        self._command, self._keeping, self._warden = tuple(command), keeping or Keeping(), Warden()
 
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
-        async with self._warden.awake() as tell:
-            return await self._run(env, log, limit_s, tell)
+        async with self._warden.awake() as tell, piped(log, self._keeping) as pipe:
+            return await self._run(env, pipe, limit_s, tell)
 
-    async def _run(self, env: Mapping[str, str], log: Path, limit_s: float | None, tell: Callable[[str], None]) -> int:
-        make_private(log)
-        with log.open("wb") as output:
+    async def _run(self, env: Mapping[str, str], pipe: Path, limit_s: float | None, tell: Callable[[str], None]) -> int:
+        with pipe.open("wb") as output:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
@@ -72,10 +71,10 @@ class PreloadRunner(ServedRunner):
 
     name = "preload server"
 
-    def __init__(self, command: Sequence[str], modules: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], modules: Sequence[str], keeping: Keeping | None = None) -> None:
         if len(command) < 2 or not _PYTHON.fullmatch(Path(command[0]).name) or not command[1].endswith(".py"):
             raise ConfigError(f"--preload needs a command of the form `python script.py …`, got: {' '.join(command)}")
-        super().__init__([command[0], str(PRELOAD), *modules])
+        super().__init__([command[0], str(PRELOAD), *modules], keeping=keeping)
         self._command, self._modules = tuple(command), tuple(modules)
 
     async def _open(self, child: asyncio.subprocess.Process) -> None:
@@ -88,13 +87,13 @@ class PreloadRunner(ServedRunner):
         return {"script": script, "argv": argv, "cwd": str(Path.cwd()), "env": _with_inherited(env), "log": str(log)}
 
 
-def make_runner(command: Sequence[str], preload: Sequence[str] = ()) -> Runner:
+def make_runner(command: Sequence[str], preload: Sequence[str] = (), keeping: Keeping | None = None) -> Runner:
     """Make the runner for a command line. ConfigError if it is empty or names no program."""
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
     if shutil.which(command[0]) is None:
         raise ConfigError(f"run: no program {command[0]!r} can be started")
-    return PreloadRunner(command, preload) if preload else ProcessRunner(command)
+    return PreloadRunner(command, preload, keeping) if preload else ProcessRunner(command, keeping)
 
 
 def _with_inherited(env: Mapping[str, str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...proxy.errors import LightningError
+from .output import Keeping, piped
 from .runner import RunLost, RunTimedOut
 
 
@@ -25,8 +26,10 @@ class ServedRunner(ABC):
 
     name = "server"
 
-    def __init__(self, argv: Sequence[str], say: Callable[[str], None] = lambda _: None) -> None:
-        self._argv, self._say = tuple(argv), say
+    def __init__(
+        self, argv: Sequence[str], say: Callable[[str], None] = lambda _: None, keeping: Keeping | None = None
+    ) -> None:
+        self._argv, self._say, self._keeping = tuple(argv), say, keeping or Keeping()
         self._child: asyncio.subprocess.Process | None = None
         self._running: dict[str, asyncio.Future[int]] = {}
         self._ids = itertools.count()
@@ -48,10 +51,14 @@ class ServedRunner(ABC):
                 self._child = await self._start()
         if self._reader is None or self._reader.done():
             raise LightningError(self._why)
+        async with piped(log, self._keeping) as pipe:
+            return await self._run(env, pipe, limit_s)
+
+    async def _run(self, env: Mapping[str, str], pipe: Path, limit_s: float | None) -> int:
         name = str(next(self._ids))
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._running[name] = ended
-        self._send({"id": name, "limit_s": limit_s, **self._request(env, log)})
+        self._send({"id": name, "limit_s": limit_s, **self._request(env, pipe)})
         try:
             return await ended
         except asyncio.CancelledError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from .section import Seconds, Section, check_url
 
@@ -53,6 +53,7 @@ class RunConfig(Section):
     executor: Literal["local", "ray", "kubernetes"] = "local"
     proxy_url: str | None = None
     timeout_s: Seconds | None = None
+    log_mb: Annotated[float, Field(gt=0)] = 10.0
     ray: RayConfig = RayConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from ....proxy.config.root import Config
 from ....proxy.errors import ConfigError
+from ..output import Keeping
 from ..programs import make_runner
 from ..runner import Runner
 
@@ -17,7 +18,7 @@ def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], s
     """Make the runner for a command line. ConfigError if it cannot work. `say` tells a person what is waited for."""
     executor = config.run.executor
     if executor == "local":
-        return make_runner(command, preload)
+        return make_runner(command, preload, Keeping.of(config))
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
     if preload:
@@ -27,10 +28,10 @@ def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], s
     if executor == "ray":
         from .ray.runner import RayRunner
 
-        return RayRunner(config.run, command, say)
+        return RayRunner(config.run, command, say, Keeping.of(config))
     from .kubernetes.runner import KubernetesRunner
 
-    return KubernetesRunner(config.run, command, say)
+    return KubernetesRunner(config.run, command, say, Keeping.of(config))
 
 
 def _is_there(package: str) -> bool:

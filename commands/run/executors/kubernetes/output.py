@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from pathlib import Path
 
 import aiohttp
 
-from .....proxy.store.copies import make_private
+from ...output import ProgramLog
 from .cluster import Cluster, ClusterError
 
 END_S = 10.0  # for the rest, once the program has ended
@@ -17,9 +16,8 @@ END_S = 10.0  # for the rest, once the program has ended
 class Output:
     """Follows the container's log into a file. `async with` closes the file."""
 
-    def __init__(self, cluster: Cluster, path: Path) -> None:
-        make_private(path)
-        self._cluster, self._file = cluster, path.open("wb", buffering=0)
+    def __init__(self, cluster: Cluster, log: ProgramLog) -> None:
+        self._cluster, self._log = cluster, log
         self._pod = ""
         self._following: asyncio.Task[bool] | None = None
 
@@ -31,13 +29,13 @@ class Output:
             self._following.cancel()
             with suppress(asyncio.CancelledError):
                 await self._following
-        self._file.close()
+        self._log.close()
 
     def follow(self, pod: str) -> None:
         """Begin, unless it has begun."""
         if self._following is None:
             self._pod = pod
-            self._following = asyncio.create_task(self._cluster.follow_log(pod, self._file.write))
+            self._following = asyncio.create_task(self._cluster.follow_log(pod, self._log.write))
 
     async def complete(self) -> None:
         """Wait for the rest of the output, once the program has ended. Read it again if the connection broke."""
@@ -53,11 +51,10 @@ class Output:
         except (ClusterError, aiohttp.ClientError, TimeoutError) as error:
             self.add(f"the rest of the output could not be read: {error}")
             return
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(output)
+        self._log.restart()
+        self._log.write(output)
 
     def add(self, line: str) -> None:
         """Add a line of ours."""
         if line:
-            self._file.write(f"{line}\n".encode())
+            self._log.write(f"{line}\n".encode())

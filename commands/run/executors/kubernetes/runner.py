@@ -13,6 +13,7 @@ from typing import Any
 
 from .....proxy.config.run import RunConfig
 from .....proxy.errors import ConfigError
+from ...output import Keeping, ProgramLog
 from ...runner import CANNOT_START, RunLost, RunTimedOut
 from ..address import reached_at
 from .cluster import Cluster, ClusterError
@@ -28,12 +29,19 @@ WAITS_S = 30.0  # until somebody is told that a pod does not start
 class KubernetesRunner:
     """Creates a Job with a Secret for each run, follows its pod's status and log, and deletes it all."""
 
-    def __init__(self, config: RunConfig, command: Sequence[str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        command: Sequence[str],
+        say: Callable[[str], None],
+        keeping: Keeping | None = None,
+    ) -> None:
         if config.proxy_url is None:
             raise ConfigError(
                 "executor kubernetes needs --proxy-url (run.proxy_url): the proxy's address as pods reach it"
             )
         self._config, self._say, self._told = config, say, set[str]()
+        self._keeping = keeping or Keeping()
         self._start_timeout_s = config.kubernetes.start_timeout_s
         self._name = f"lightning-{secrets.token_hex(4)}"
         self._manifests = Manifests(config.kubernetes, command, self._name)
@@ -48,7 +56,7 @@ class KubernetesRunner:
         env = reached_at(self._config.proxy_url, env)
         pods.expect(name)
         try:
-            async with Output(cluster, log) as output:
+            async with Output(cluster, ProgramLog(log, self._keeping)) as output:
                 uid = await _to_its_end(cluster.create_job(self._manifests.job(name, env)))
                 await cluster.create_secret(self._manifests.secret(name, env, uid))
                 return await self._until_it_ends(cluster, pods, name, output, limit_s)

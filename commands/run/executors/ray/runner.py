@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from .....proxy.config.run import RunConfig
 from .....proxy.errors import ConfigError, LightningError
-from .....proxy.store.copies import make_private
+from ...output import Keeping
 from ...served import ServedRunner
 from ..address import reached_at
 
@@ -23,9 +23,15 @@ class RayRunner(ServedRunner):
 
     name = "Ray driver"
 
-    def __init__(self, config: RunConfig, command: Sequence[str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        command: Sequence[str],
+        say: Callable[[str], None],
+        keeping: Keeping | None = None,
+    ) -> None:
         # Ray's client ends its process if the cluster goes away, and takes signals for itself.
-        super().__init__([sys.executable, "-m", f"{__package__}.driver"], say)
+        super().__init__([sys.executable, "-m", f"{__package__}.driver"], say, keeping)
         self._config, self._command = config, tuple(command)
         self._machines: set[str] = set()
 
@@ -46,7 +52,6 @@ class RayRunner(ServedRunner):
                 f"the Ray cluster has {len(self._machines)} machines, and {env['LIGHTNING_URL']} can be reached on one "
                 "only: give --proxy-url (run.proxy_url), the proxy's address as the other machines reach it"
             )
-        make_private(log)
         return {"env": reached_at(self._config.proxy_url, env), "log": str(log)}
 
 

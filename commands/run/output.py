@@ -1,0 +1,117 @@
+"""The file with what a program writes: bounded in size, and redacted as records are (`recording.redact`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ...proxy.config.root import Config
+from ...proxy.recording.redact import Redactor
+from ...proxy.store.copies import make_private
+
+PIECE = 1 << 16
+MARK = 100  # bytes for the line that says what was left out
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How much of a program's output is kept, in bytes, and what is taken out of it."""
+
+    most: int = 10_000_000
+    redact: Callable[[str], str] | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Keeping:
+        """Return what the configuration says."""
+        redactor = Redactor(config.recording.redact, config.keys())
+        return cls(int(config.run.log_mb * 1_000_000), redactor.text if redactor else None)
+
+
+class ProgramLog:
+    """Keeps the beginning and the last piece of more output than there may be. Redacts lines as they are written."""
+
+    def __init__(self, path: Path, keeping: Keeping) -> None:
+        make_private(path)
+        self._path, self._redact = path, keeping.redact
+        self._tail_size = min(PIECE, keeping.most // 2)
+        self._head_size = max(keeping.most - self._tail_size - MARK, 0)
+        self._file = path.open("wb", buffering=0)
+        self._line, self._head, self._tail, self._left_out = b"", 0, bytearray(), 0
+
+    def write(self, data: bytes) -> None:
+        """Take what the program has written."""
+        if self._redact is None:
+            self._keep(data)
+            return
+        self._line += data
+        end = self._line.rfind(b"\n") + 1 or (len(self._line) if len(self._line) > PIECE else 0)
+        if end:
+            self._keep(self._redacted(self._line[:end]))
+            self._line = self._line[end:]
+
+    def restart(self) -> None:
+        """Forget all that was written."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._line, self._head, self._tail, self._left_out = b"", 0, bytearray(), 0
+
+    def close(self) -> None:
+        """Write the end. What spans lines is redacted now."""
+        self._keep(self._redacted(self._line))
+        if self._left_out:
+            self._file.write(f"\n[{self._left_out} bytes left out: run.log_mb]\n".encode())
+        self._file.write(self._tail)
+        self._file.close()
+        if self._redact is not None:
+            whole = self._path.read_bytes()
+            if (redacted := self._redacted(whole)) != whole:
+                self._path.write_bytes(redacted)
+
+    def _redacted(self, data: bytes) -> bytes:
+        if self._redact is None or not data:
+            return data
+        return self._redact(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+
+    def _keep(self, data: bytes) -> None:
+        room = self._head_size - self._head
+        if room > 0:
+            self._file.write(data[:room])
+            self._head += min(room, len(data))
+            data = data[room:]
+        self._tail += data
+        over = len(self._tail) - self._tail_size
+        if over > 0:
+            del self._tail[:over]
+            self._left_out += over
+
+
+@asynccontextmanager
+async def piped(path: Path, keeping: Keeping) -> AsyncIterator[Path]:
+    """Yield a named pipe: what programs write to it gets into the log. At the end takes what is still in the pipe."""
+    loop, log = asyncio.get_running_loop(), ProgramLog(path, keeping)
+    with TemporaryDirectory(prefix="lightning-output-") as directory:
+        pipe = Path(directory) / "pipe"
+        os.mkfifo(pipe, 0o600)
+        reading = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # with a writer of ours, it never ends
+
+        def read() -> bool:
+            with suppress(BlockingIOError):
+                log.write(os.read(reading, PIECE))
+                return True
+            return False
+
+        loop.add_reader(reading, read)
+        try:
+            yield pipe
+        finally:
+            loop.remove_reader(reading)
+            for _ in range(PIECE):  # what holds the pipe open may write for ever
+                if not read():
+                    break
+            os.close(reading)
+            log.close()
