@@ -26,10 +26,12 @@ from servers import Server
 from targets import start_proxy, start_upstream
 
 from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Reward
+from lightning_proxy.trainer.collect.groups import WaitingGroups
 
 HERE = Path(__file__).parent
 PAGE = HERE / "results" / "store.md"
@@ -65,6 +67,12 @@ def looks(size: Size) -> list[tuple[str, str, Look]]:
     """What is read and written at each call, second, poll and step. `size` says which version is the newest."""
     newest, task = size.versions, "task-0"
 
+    waiting: dict[Store, WaitingGroups] = {}  # what a trainer keeps from poll to poll
+
+    async def groups(store: Store) -> None:
+        known = waiting.setdefault(store, WaitingGroups(TrainerConfig(tasks_per_step=1_000_000), store))
+        await known.next(fewer=False, since=None)
+
     async def step(store: Store) -> None:
         groups = await store.waiting.groups()
         rollouts = [one.rollout_id for group in groups[:1] for one in await store.waiting.of_group(group)]
@@ -88,8 +96,8 @@ def looks(size: Size) -> list[tuple[str, str, Look]]:
         ("a poll", "the line of the live version", lambda s: s.version_report.line(newest, newest - 2, 0.0)),
         ("a poll", "the last test of a version", lambda s: s.promotions.last_of(newest)),
         ("a poll", "what a probe found", lambda s: s.probes.problem(newest)),
-        ("a poll", "groups that wait", lambda s: s.waiting.groups()),
-        ("a poll", "rollouts without a task that wait", lambda s: s.waiting.lone()),
+        ("a poll", "groups that wait", groups),
+        ("a poll", "rollouts without a task that wait", lambda s: s.waiting.lone(limit=SIBLINGS)),
         ("a poll", "rewards of the newest versions", lambda s: s.waiting.rewarded_since(newest - 2, 64)),
         ("a poll", "whether training stands still", lambda s: s.waiting.standstill(SIBLINGS)),
         ("a step", "claim and give back", step),
