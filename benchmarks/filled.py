@@ -115,7 +115,7 @@ async def _turn(
 
 async def _versions(store: Store, versions: int) -> None:
     """As many steps as versions, and their rollouts: all but a few groups."""
-    metrics = dumps(dict.fromkeys(METRICS, 0.5))
+    metrics = dumps({name: 0.5 for name in METRICS if name != "method"} | {"skipped": False})
     now = time.time()
     rows = [
         {

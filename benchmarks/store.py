@@ -218,11 +218,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("calls", FULL.calls), ("versions", FULL.versions), ("turns", FULL.turns)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--tries", type=int, default=REPEATS, help="of each route and look")
     parser.add_argument("--small", action="store_true", help="a small store, asked twice: does all of it run?")
     parser.add_argument("--out", type=Path, help=f"the page to write; default: {PAGE.relative_to(HERE.parent)}")
     options = parser.parse_args()
     size = SMALL if options.small else Size(options.calls, options.versions, options.turns)
-    repeats = 2 if options.small else REPEATS
+    repeats = 2 if options.small else options.tries
     figures = measure(size, repeats)
     text = page(figures, size, repeats)
     print(text)
