@@ -142,6 +142,7 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
     written = Written()
     async with opened(config) as database:
         store = Store(database)
+        await store.returns.settle()  # of an older store that no proxy has opened yet
         counts = await store.rollouts.counts()
         total = sum(n for kinds, n in counts.items() if selection.counts(*kinds))
         with progress_bar() as progress:

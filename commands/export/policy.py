@@ -32,6 +32,7 @@ async def export_policy(config: Config, number: int, target: Path, form: str | N
         raise LightningError(f"there is no store at {config.store.where} (store.url)")
     async with opened(config.store) as database:
         store = Store(database)
+        await store.returns.settle()
         version = await store.versions.get(number)
         source = _files(version, await store.versions.all(), config)
         step = await store.steps.of_version(number)
