@@ -138,7 +138,7 @@ class Remembered:
 
     async def _write(self, statements: Any) -> None:
         for statement, row in statements:
-            rollout = row | {"task_id": None, "agent": None, "mode": "train", "pin": 0, "key_id": None}
+            rollout = row | {"task_id": None, "agent": None, "mode": "train", "pin": 0, "key_id": None, "evidence": 1}
             await self.database.commit([(ROLLOUT_SEEN, [rollout]), (statement, [row])])
 
 
