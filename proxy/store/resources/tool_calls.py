@@ -8,7 +8,7 @@ FROM calls WHERE call_id = :call_id
 """
 # What a tool call's `signs` holds, digests of so many bytes each, and how much each tells when it is as in the request
 # that brings a result (recording/places.py).
-SIGN, NO_SIGN = 8, bytes(8)
+SIGN, NO_SIGN = 5, bytes(5)
 SIGNS = {"what": 8, "near": 4, "root": 3, "system": 1, "response": 6, "item": 8}
 _POINTS = " + ".join(
     f"CASE WHEN substr(same.signs, {1 + SIGN * i}, {SIGN}) = :{name} THEN {points} ELSE 0 END"
