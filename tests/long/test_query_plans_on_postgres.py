@@ -113,7 +113,8 @@ def _value(name: str, kind: str) -> object:
     """A value that a running store may ask for."""
     if name in VALUES:
         return VALUES[name]
-    return {"int8": 29_000, "int4": 7, "float8": 29_990.0, "bool": True, "bytea": "\\x00", "json": '["7"]'}.get(kind, "r7")
+    values = {"int8": 29_000, "int4": 7, "float8": 29_990.0, "bool": True, "bytea": "\\x00", "json": '["7"]'}
+    return values.get(kind, "r7")
 
 
 def read_whole(plan: dict[str, Any]) -> Iterator[str]:
