@@ -38,7 +38,7 @@ class ToolCalls:
         """Return the calls. One without a name is no call: its pieces came under another id."""
         named: list[ToolCallPieces] = []
         for call in self._calls:
-            goes_on = named and not call.name and call.index == named[-1].index
+            goes_on = named and not call.name and named[-1].may_be_followed_by(call)
             named.append(named.pop().with_more(call) if goes_on else call)
         return named
 
@@ -56,12 +56,16 @@ class ToolCalls:
         return call
 
     def _known(self, delta: Json, index: int | None) -> ToolCallPieces | None:
-        """The call at this index; without an index the one with this id, else the one of the last piece."""
-        if index in self._at:
-            return self._at[index]
+        """The call at this index, unless the id is another's; without an index that one, else that of the last piece."""
+        at_index, call_id = self._at.get(index) if index is not None else None, delta.get("id")
+        if call_id and (at_index is None or at_index.id != call_id):
+            same = next((call for call in reversed(self._calls) if call.id == call_id), None)
+            if same is not None and (index is None or same.goes_on_with(delta)):
+                return same
+        if at_index is not None:
+            return at_index
         if index is None:
-            same = (call for call in reversed(self._calls) if delta.get("id") and call.id == delta["id"])
-            return next(same, self._last)
+            return self._last
         begins = bool(delta.get("id") or _named(delta)[0])
         return None if begins or self._last is None or self._last.index is not None else self._last
 
@@ -99,6 +103,17 @@ class ToolCallPieces:
             return True
         return not name.startswith(self.name) and (index is None or _is_said(self._said))
 
+    def goes_on_with(self, delta: Json) -> bool:
+        """Return whether a piece that has this call's id, and another's index, does not begin a call."""
+        name, _ = _named(delta)
+        return not name or (name == self.name and not self.is_whole)
+
+    def may_be_followed_by(self, other: ToolCallPieces) -> bool:
+        """Return whether the pieces of a call without a name may be of this one."""
+        if other.index == self.index:
+            return True
+        return other.id in (None, "", self.id) and not (_is_said(other.text) and self.is_whole)
+
     def with_more(self, other: ToolCallPieces) -> ToolCallPieces:
         """Return this call with the arguments of another after its own."""
         both = ToolCallPieces(self.index)
@@ -132,9 +147,11 @@ class ToolCallPieces:
             return False
 
     def _is_again(self, delta: Json) -> bool:
-        """Whether this is the whole call once more."""
-        same = bool(self.id) and delta.get("id") == self.id
-        return same and _named(delta) == (self.name, self._said) and self.is_whole
+        """Whether this is the whole call once more, or all its arguments."""
+        name, said = _named(delta)
+        if said != self._said or delta.get("id") not in (None, "", self.id):
+            return False
+        return (not name or (name == self.name and bool(self.id))) and self.is_whole
 
     def _has(self, kind: str, name: str) -> bool:
         return isinstance(self._fields.get(kind), dict) and name in self._fields[kind]

@@ -247,6 +247,53 @@ TOOL_CALLS = [
         tool_calls=[[None, "get_weather", CITY]],
     ),
     case(
+        "index_0_interleaved_by_id",
+        calls(
+            piece("call_a", "get_weather", ""),
+            piece("call_b", "get_time", ""),
+            piece("call_a", None, '{"city":'),
+            piece("call_b", None, '{"tz":'),
+            piece("call_a", "get_weather", '"Paris"}'),
+            piece("call_b", "get_time", '"UTC"}'),
+        ),
+        tool_calls=BOTH,
+    ),
+    case(
+        "index_counts_pieces_by_id",
+        calls(
+            piece("call_a", "get_weather", "", 0),
+            piece("call_a", None, '{"city":', 1),
+            piece("call_a", "", '"Paris"}', 2),
+            piece("call_b", "get_time", ZONE, 3),
+        ),
+        tool_calls=BOTH,
+    ),
+    case(
+        "index_counts_pieces",
+        calls(
+            piece("call_a", "get_weather", "", 0),
+            piece(None, None, '{"city":', 1),
+            piece("", "", '"Paris"}', 2),
+            piece("call_b", "get_time", ZONE, 3),
+        ),
+        tool_calls=BOTH,
+    ),
+    case(
+        "index_without_a_call",
+        calls(piece("call_a", "get_weather", CITY), piece("", "", "", 1)),
+        tool_calls=ONE,
+    ),
+    case(
+        "arguments_again_at_the_end",
+        calls(piece("call_a", "get_weather", ""), piece(None, None, CITY), piece(None, None, CITY)),
+        tool_calls=ONE,
+    ),
+    case(
+        "call_again_without_its_id",
+        calls(piece("call_a", "get_weather", ""), piece(None, None, CITY), piece(None, "get_weather", CITY)),
+        tool_calls=ONE,
+    ),
+    case(
         "several_choices",
         [
             chunk({"tool_calls": [piece("call_a", "get_weather", "")]}),
