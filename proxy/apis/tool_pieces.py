@@ -56,7 +56,7 @@ class ToolCalls:
         return call
 
     def _known(self, delta: Json, index: int | None) -> ToolCallPieces | None:
-        """The call at this index, unless the id is another's; without an index that one, else that of the last piece."""
+        """The call at this index, unless the id is another's; without an index that one, or the last piece's."""
         at_index, call_id = self._at.get(index) if index is not None else None, delta.get("id")
         if call_id and (at_index is None or at_index.id != call_id):
             same = next((call for call in reversed(self._calls) if call.id == call_id), None)
