@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -266,13 +267,13 @@ async def test_the_example_of_the_documents_works(running: Running, tmp_path: Pa
     """The file of docs/rewards.md, as it stands there, with the tasks of the README."""
     document, readme = (ROOT / "docs" / "rewards.md").read_text(), (ROOT / "README.md").read_text()
     (example,) = re.findall(r"```python\n(# scoring\.py\n.*?)```", document, re.DOTALL)
-    (tasks,) = re.findall(r'```json\n(\{"task_id".*?)```', readme, re.DOTALL)
+    (tasks,) = re.findall(r"```sh\n(for .*?)```", readme, re.DOTALL)
     (tmp_path / "scoring.py").write_text(example)
-    (tmp_path / "tasks.jsonl").write_text(tasks)
+    subprocess.run(["sh", "-c", tasks], cwd=tmp_path, check=True, timeout=30)
     async with running(tmp_path, rewards={"function": f"{tmp_path}/scoring.py:reward"}) as system:
         for name, text, worth in (("r1", " 7", [1.0]), ("r2", "It is 7, of course", [0.1]), ("r3", "8", [0.0])):
             system.vllm.answer = lambda _, text=text: {"role": "assistant", "content": text}
-            await completed(system, name, X_Task_Id="add-3-4")
+            await completed(system, name, X_Task_Id="add-5-2")
             assert [r["reward"] for r in await scored(system, name)] == worth
         await completed(system, "of-no-task")
         assert await scored(system, "of-no-task") == []
