@@ -50,11 +50,18 @@ class Silent(Protocol):
     def close_silent(self) -> None:
         """Close the connection."""
 
+    @property
+    def is_unread(self) -> bool:
+        """Return whether it asked without a key, and does not read the answer."""
+
+    def abort(self) -> None:
+        """Close the connection at once, also in the middle of an answer."""
+
 
 class Connections:
     """Knows what a server's connections are doing, and closes silent ones when they are many: the oldest first.
 
-    Those that never asked anything go before those that did.
+    Those that never asked anything go before those that did. Answers that nobody reads hold no places of calls.
     """
 
     def __init__(self, files: int) -> None:
@@ -62,7 +69,7 @@ class Connections:
         self._most_silent = min(self._room // 4, MOST_SILENT)
         self._new: dict[Silent, None] = {}  # in the order in which they came
         self._idle: dict[Silent, None] = {}
-        self._at_work: set[Silent] = set()
+        self._at_work: dict[Silent, None] = {}
         self._closed, self._said = 0, -SAID_EVERY_S
 
     def opened(self, connection: Silent) -> None:
@@ -75,15 +82,15 @@ class Connections:
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         most = self._calls + (PROBES if is_probe else 0)
-        if connection not in self._at_work and len(self._at_work) >= most:
+        if connection not in self._at_work and len(self._at_work) >= most and not self._abort_unread():
             return False
-        self._at_work.add(connection)
+        self._at_work[connection] = None
         self._close_silent()
         return True
 
     def ended(self, connection: Silent) -> None:
         """Note that a request was answered; the connection may bring another one."""
-        self._at_work.discard(connection)
+        self._at_work.pop(connection, None)
         self._idle[connection] = None
         self._close_silent()
 
@@ -91,7 +98,14 @@ class Connections:
         """Forget a connection."""
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
-        self._at_work.discard(connection)
+        self._at_work.pop(connection, None)
+
+    def _abort_unread(self) -> bool:
+        unread = next((one for one in self._at_work if one.is_unread), None)
+        if unread is not None:
+            self.lost(unread)
+            unread.abort()
+        return unread is not None
 
     def _close_silent(self) -> None:
         allowed = max(min(self._most_silent, self._room - FILES_OF_A_CALL * len(self._at_work)), 1)

@@ -85,6 +85,8 @@ class Relay:
         reply = Reply(receive, send, dialect.error_body if dialect else LightningError.body)
         try:
             visit = await self._let_in(scope, path)
+            if visit.caller is not _NOBODY:
+                scope.setdefault("state", {})["caller"] = visit.caller  # as the control API has it
             if visit.caller.limiter is None:
                 await self._handle(visit, receive, reply)
                 return

@@ -74,6 +74,14 @@ class ServerProtocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size():  # the end of an answer is still to go
             self.loop.call_later(HEAD_S, self.transport.abort)
 
+    @property
+    def is_unread(self) -> bool:
+        is_known = self.cycle is not None and "caller" in self.cycle.scope["state"]
+        return not is_known and self.transport.get_write_buffer_size() > 0
+
+    def abort(self) -> None:
+        self.transport.abort()
+
     def data_received(self, data: bytes) -> None:
         self._read(data)
         if not self._at_work and self._head_timer is None:
@@ -98,7 +106,7 @@ class ServerProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if self.parser.should_upgrade():
+        if self.parser.should_upgrade() or self.transport.is_closing():
             return
         self._head_came()
         if not self._others.began(self, is_probe=self.url.startswith(_PROBES)):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import resource
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -105,8 +106,31 @@ async def test_a_head_that_does_not_come_ends_its_connection(running: Any, tmp_p
             writer.close()
 
 
+async def test_answers_that_nobody_reads_take_no_places_of_calls(tmp_path: Path) -> None:
+    key = {"Authorization": f"Bearer {'k' * 20}"}
+    many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60
+    async with proxy_in_front(tmp_path) as proxy:
+        proxy.set("proxy", api_keys=["k" * 20])
+        await proxy.start(files(FILES, FILES))
+        with contextlib.ExitStack() as stack:
+            for _ in range(calls_at_once(FILES) + 5):
+                peer = stack.enter_context(socket.socket())
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                await asyncio.to_thread(peer.connect, ("127.0.0.1", proxy.port))
+                peer.send(many)
+            for _ in range(15):
+                async with aiohttp.ClientSession(headers=key) as new:
+                    async with new.post(f"{proxy.url}/v1/chat/completions", json=CALL) as answer:
+                        assert answer.status == 200, await answer.text()
+                await asyncio.sleep(0.2)
+        await proxy.end(signal.SIGTERM)
+
+
 class Peer:
-    closed = False
+    closed = is_unread = False
+
+    def abort(self) -> None:
+        raise AssertionError
 
     def close_silent(self) -> None:
         self.closed = True
