@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 SECRET_NAME = re.compile(r"key|token|secret|passw|auth|credential|sig$|signature", re.IGNORECASE)
+_PARTS = re.compile(r"([a-z][a-z0-9+.-]*://|//)?([^/?#]*)([^?#]*)", re.IGNORECASE)
+_HOST = re.compile(r"(\[[^\]]*\]|[^:\[]*)(:\d*)?\W*")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]+", re.IGNORECASE)
 
 
 def shown(url: str) -> str:
     """Return an address without its user, password, query and fragment."""
-    scheme, mark, rest = url.rpartition("://")
-    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
-    authority, slash, path = rest.partition("/")
-    return scheme + mark + authority.rpartition("@")[2] + slash + path
+    scheme, authority, path = _PARTS.match(url).groups("")  # type: ignore[union-attr]  # it matches every text
+    host = authority.rpartition("@")[2]
+    return scheme + (host + path if _HOST.fullmatch(host) else "…")  # a "/" or "?" in a password ends its authority
 
 
 def without_secrets(text: str) -> str:

@@ -115,12 +115,12 @@ class Relay:
         rollout = caller.admit(name_rollout(path, headers, caller.rollout_id))
         if caller.rollout is not None and caller.rollout.ended:
             raise Forbidden(f"rollout {caller.rollout_id!r} has ended: its key calls no more", code="rollout_ended")
-        if caller.own and rollout.named:
-            await self._keys.require(caller, [rollout.rollout_id])
         return Visit(scope, path.rest, headers, caller, rollout)
 
     async def _handle(self, visit: Visit, receive: Receive, reply: Reply) -> None:
         body = b"" if visit.caller is _NOBODY else await self._bodies.read(receive, visit.headers)
+        if visit.caller.own and visit.rollout.named:  # only now: while its body came, another key may have opened it
+            await self._keys.require(visit.caller, [visit.rollout.rollout_id])
         method, path = visit.scope["method"], visit.path
         dialect = DIALECTS.get(path) if method == "POST" else None
         if dialect is not None:

@@ -17,14 +17,19 @@ from .conversations import forget_conversations
 from .database import Database, Row
 from .rows import read
 
+# Whether a key of `own` scope names a rollout that another key has opened, since it was asked whose it is.
+IS_ANOTHERS = """
+rollouts.key_id IS NOT :key_id AND EXISTS (SELECT 1 FROM keys WHERE keys.key_id = :key_id AND scope = 'own')
+"""
 # Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
-ROLLOUT_SEEN = """
+# Refused (`mode` would be NULL) for a key that may not see it.
+ROLLOUT_SEEN = f"""
 INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
 VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at)
 ON CONFLICT (rollout_id) DO UPDATE SET
     task_id = COALESCE(rollouts.task_id, excluded.task_id),
     agent = COALESCE(rollouts.agent, excluded.agent),
-    mode = CASE WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
+    mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
 """
 ROLLOUT_OPEN = """

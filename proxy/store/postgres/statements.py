@@ -9,17 +9,17 @@ from ..calls import CALL_END, CALL_START, CALLS_ANSWERED
 from ..reports import feed, traffic
 from ..resources import prompts
 from ..retention import PAGES
-from ..rollouts import ROLLOUT_OF_ANOTHER_KEY, ROLLOUT_REWARDS, ROLLOUT_SEEN, ROLLOUTS_OF_NUMBERS
+from ..rollouts import IS_ANOTHERS, ROLLOUT_OF_ANOTHER_KEY, ROLLOUT_REWARDS, ROLLOUT_SEEN, ROLLOUTS_OF_NUMBERS
 from ..training import STEPS_FIRST, STEPS_NEWEST, TRAINED_DATA
 from ..versions import VERSION_NAMED, VERSIONS_TO_SERVE
 
 # A number is used up only by a rollout that is new: the newest of so many are counted by their numbers.
-_SEEN = """
+_SEEN = f"""
 WITH known AS (
     UPDATE rollouts SET
         task_id = COALESCE(task_id, :task_id),
         agent = COALESCE(agent, :agent),
-        mode = CASE WHEN :mode = 'eval' THEN 'eval' ELSE mode END,
+        mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN :mode = 'eval' THEN 'eval' ELSE mode END,
         policy_version = COALESCE(policy_version, :pin)
     WHERE rollout_id = :rollout_id RETURNING 1
 )
@@ -28,7 +28,7 @@ SELECT :rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at WHERE
 ON CONFLICT (rollout_id) DO UPDATE SET
     task_id = COALESCE(rollouts.task_id, excluded.task_id),
     agent = COALESCE(rollouts.agent, excluded.agent),
-    mode = CASE WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
+    mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
 """
 

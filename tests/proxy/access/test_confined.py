@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.database import Refused, opened
 from lightning_proxy.proxy.store.keys import Keyring, Scope, hash_key, new_key
 from lightning_proxy.proxy.store.migrate import FIRST
+from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
 from lightning_proxy.proxy.store.training import ComparedGroup
 from lightning_proxy.proxy.types import Limits
 from support.paths import ROOT
@@ -188,6 +189,39 @@ async def test_a_key_of_scope_own_sees_and_rewards_what_was_opened_with_it(runni
         assert len((await system.call("GET", "/rollouts", **AGENT))[1]["data"]) == 4
         for method, path in (("POST", "/policy/rollback"), ("DELETE", "/rollouts/called")):
             assert (await system.call(method, path, **mine))[0] == 401
+
+
+async def test_a_call_whose_body_comes_late_does_not_enter_what_another_key_opened_meanwhile(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path, api_keys=["agent"]) as system:
+        mine, theirs = await key_of(system, "mine"), await key_of(system, "theirs")
+        body = json.dumps(CHAT).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: {theirs['Authorization']}\r\n"
+        head += f"X-Rollout-Id: named\r\nX-Rollout-Mode: eval\r\nContent-Length: {len(body)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(system.url.rsplit(":", 1)[1]))
+        writer.write(head.encode() + body[:5])
+        await asyncio.sleep(0.5)
+        assert (await system.chat("named", **mine))[0] == 200
+        writer.write(body[5:])
+        answer = await asyncio.wait_for(reader.readuntil(b"}"), 20)
+        writer.close()
+        seen = (await system.call("GET", "/rollouts/named", **mine))[1]
+    assert b" 404 " in answer.splitlines()[0] and (seen["mode"], len(seen["calls"])) == ("train", 1)
+
+
+async def test_a_record_of_another_keys_rollout_is_refused_by_the_store_itself(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path, api_keys=["agent"]) as system:
+        mine = await key_of(system, "mine")
+        assert (await system.chat("named", **mine))[0] == 200
+        async with opened(system.config.store) as database:
+            _, key = await Keyring(database).create("theirs", "agent", Limits(), recording=True, scope="own")
+            row = {"rollout_id": "named", "task_id": None, "agent": None, "mode": "eval", "pin": None, "at": 1.0}
+            with pytest.raises(Refused):
+                await database.commit([(ROLLOUT_SEEN, [row | {"key_id": key.key_id, "evidence": False}])])
+        assert (await system.call("GET", "/rollouts/named", **mine))[1]["mode"] == "train"
 
 
 async def test_siblings_of_another_key_are_not_shown_and_a_rollouts_own_key_sees_none(

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from lightning_proxy.commands.doctor.doctor import _check_server
 from lightning_proxy.proxy.config.address import secrets_in, shown, without_secrets
+from lightning_proxy.proxy.config.section import check_url
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 
 KEY = "k3y-in-the-address-5f0d9a"
@@ -84,9 +85,17 @@ def test_addresses_are_shown_without_what_is_secret() -> None:
         ("host/v1?key=x", "host/v1"),
         ("postgresql://u:p@h/db", "postgresql://h/db"),
         ("http://u:p@[::1]:80?x=@/", "http://[::1]:80"),
+        ("https://u:p@h/v1?key=x&to=https://other/", "https://h/v1"),
+        ("http://u:p/w@h/v1", "http://…"),
+        ("http://u:p?w@h/v1", "http://…"),
+        ("//u:p@h/v1", "//h/v1"),
     ):
         assert shown(url) == seen
     said = "400, message='bad', url='http://u:p@h/v1?key=x' and URL(\"https://t@h?k\")"
+    assert without_secrets("http://u:p@h:80: refused") == "http://h:80: refused"
+    with pytest.raises(ValueError, match="must be an http") as refused:
+        check_url("base_url", f"http://u:{PASSWORD}/x@h/v1", is_vllm=False)
+    assert PASSWORD not in str(refused.value)
     assert without_secrets(said) == "400, message='bad', url='http://h/v1' and URL(\"https://h\")"
     assert {*secrets_in("https://us%20er:pw@h/v1?key=a%2Fb&v=1&x-token=c")} == {
         "us%20er", "us er", "pw", "a/b", "a%2Fb", "c",
