@@ -40,10 +40,10 @@ def check_url(key: str, url: str, *, is_vllm: bool) -> None:
     """Raise ValueError unless `url`, the value of `key`, can be asked."""
     parts = urlsplit(url)
     try:
-        is_whole = bool(parts.hostname) and parts.port != 0
+        host, _ = parts.hostname, parts.port
     except ValueError:  # no number; its own message quotes what may be a password with a slash in it
-        is_whole = False
-    if parts.scheme not in ("http", "https") or not is_whole or parts.fragment:
+        host = None
+    if parts.scheme not in ("http", "https") or not host or parts.fragment:
         raise ValueError(f"{key} must be an http(s) URL, got {shown(url)!r}")
     if is_vllm and (parts.query or not parts.path.strip("/")):
         raise ValueError(f"{key} of a vLLM must have a path, as a rule /v1, and no query; got {shown(url)!r}")

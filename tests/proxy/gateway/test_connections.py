@@ -119,9 +119,9 @@ async def test_answers_that_nobody_reads_take_no_places_of_calls(tmp_path: Path)
                 await asyncio.to_thread(peer.connect, ("127.0.0.1", proxy.port))
                 peer.send(many)
             for _ in range(15):
-                async with aiohttp.ClientSession(headers=key) as new:
-                    async with new.post(f"{proxy.url}/v1/chat/completions", json=CALL) as answer:
-                        assert answer.status == 200, await answer.text()
+                url = f"{proxy.url}/v1/chat/completions"
+                async with aiohttp.ClientSession(headers=key) as new, new.post(url, json=CALL) as answer:
+                    assert answer.status == 200, await answer.text()
                 await asyncio.sleep(0.2)
         await proxy.end(signal.SIGTERM)
 
