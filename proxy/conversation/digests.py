@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 from ..apis.atoms import Atom, parsed, same_arguments, same_json
 from ..apis.marks import is_counted
@@ -59,7 +60,7 @@ def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
     for atom in atoms:
         if atom.kind == "text" and atom.who == "assistant":
             said += atom.what
-            state = before.then(atom, same_json(said) or "".join(said.split()))
+            state = before.then(atom, same_json(said) or "".join(normalize("NFC", said).split()))
         else:
             state = state.then(atom, same_arguments(atom.what) if atom.kind == "call" else atom.what)
             before, said = state, ""
@@ -138,6 +139,11 @@ def _fragments(text: str) -> Iterator[str]:
     """Also of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
     lines = text.replace("\\n", "\n").replace("', '", "\n")
     return (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
+
+
+def without_thoughts(said: str) -> str:
+    """Return what a text says after `</think>`; models whose prompt opens the thoughts write that tag alone."""
+    return said.rpartition("</think>")[2].strip()
 
 
 def last_question(atoms: Iterable[Atom]) -> str:

@@ -17,7 +17,7 @@ from ..recording.group_commit import Statement
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
 from ..store.store import Store
 from ..types import CallEnd, CallStart, RolloutName
-from .digests import State, beginnings, digest, identified, last_question, origins, quotations
+from .digests import State, beginnings, digest, identified, last_question, origins, quotations, without_thoughts
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,11 @@ class Conversation:
         """Yield the state of all of it and an answer.
 
         A call that the request forced is a structured answer: it may come back as a text, which is a second state.
+        Another one is the answer without the thoughts that its text begins with, which many clients leave out.
         """
         yield self._then(answer)
+        if answer and answer[0].who == "assistant" and (said := without_thoughts(answer[0].what)) != answer[0].what:
+            yield self._then([*([answer[0]._replace(what=said)] if said else []), *answer[1:]])
         if is_forced and len(answer) == 1 and answer[0].kind == "call":
             yield self._then([Atom("text", "assistant", answer[0].what)])
 

@@ -174,6 +174,17 @@ OWN: dict[str, list[Turn]] = {
         chat(user("Edited."), said("edited", reasoning_details=[{"type": "reasoning.encrypted", "data":
              "enc%CASE%" * 3}]), ON, answer=DONE),
     ],
+    "thoughts in a text that the client leaves out": [
+        chat(Q, answer=said("<think>\nHm.\n</think>\n\nnoon")),
+        chat(Q, said("noon"), ON, answer=said("Hm.</think>one", tool_calls=calling("c1")["tool_calls"])),
+        chat(Q, said("noon"), ON, said("one", tool_calls=calling("c1")["tool_calls"]), told("c1", "x"),
+             answer=said("Hm.</think>", tool_calls=calling("c2")["tool_calls"])),
+        chat(Q, said("noon"), ON, said("one", tool_calls=calling("c1")["tool_calls"]), told("c1", "x"), calling("c2"),
+             told("c2", "y"), answer=DONE),
+    ],
+    "letters that the client composes": [
+        chat(Q, answer=said("au cafe\u0301")), chat(Q, said("au caf\u00e9"), ON, answer=DONE),
+    ],
     "results that are cleared later": [
         chat(Q, answer=calling("c1")), chat(Q, calling("c1"), told("c1", "noon"), answer=said("ok")),
         chat(Q, calling("c1"), told("c1", "…"), said("ok"), ON, answer=DONE),
@@ -245,6 +256,10 @@ PAIRS: dict[str, tuple[list[Turn], list[Turn]]] = {
          chat(Q, said("ok", reasoning_content=LONG + "A"), ON, answer=DONE)],
         [chat(Q, answer=said("ok", reasoning_content=LONG + "B")),
          chat(Q, said("ok", reasoning_content=LONG + "B"), ON, answer=DONE)],
+    ),
+    "only the thoughts in their texts differ": (
+        [chat(Q, answer=said("<think>A</think>ok")), chat(Q, said("<think>A</think>ok"), ON, answer=DONE)],
+        [chat(Q, answer=said("<think>B</think>ok")), chat(Q, said("<think>B</think>ok"), ON, answer=DONE)],
     ),
     "empty answers": (
         [chat(Q, answer=said("")), chat(Q, said(""), user("A"), answer=said("")),
