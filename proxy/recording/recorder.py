@@ -38,7 +38,7 @@ from .redact import Redactor
 
 LARGE_REQUEST = 4_000  # bytes of a request that is stored apart from its call
 # How much an id tells of whose call it is, beside the signs of TOOL_RESULT; what is needed where the call is resent.
-UNIQUE, COUNTED, FITS = 8, 2, 5
+UNIQUE, COUNTED, FITS = 8, 3, 5
 
 
 class Recorder:

@@ -90,6 +90,16 @@ OWN: dict[str, tuple[list[list[Any]], list[list[Any]]]] = {
          [[GO, calls(("a", {}), ("b", {})), told("b", "B"), told("a", "A")], DONE]],
         [["A", "B"]],
     ),
+    "calls that the client sends in another order, with ids that count": (
+        [[[GO], calls(("f:0", {"n": 1}), ("f:1", {"n": 2}))],
+         [[GO, calls(("f:1", {"n": 2}), ("f:0", {"n": 1})), told("f:1", "2"), told("f:0", "1")], DONE]],
+        [["1", "2"]],
+    ),
+    "the second call alone, with an id that counts": (
+        [[[GO], calls(("f:0", {"n": 1}), ("f:1", {"n": 2}))],
+         [[GO, calls(("f:1", {"n": 2})), told("f:1", "2")], DONE]],
+        [[None, "2"]],
+    ),
     "results of some calls only": (
         [[[GO], calls(("a", 1), ("b", 2), ("c", 3))],
          [[GO, calls(("a", 1), ("b", 2), ("c", 3)), told("c", "C")], DONE]],
