@@ -65,8 +65,9 @@ def _inferred(attributes: Attributes, prefix: str, whole: str, role: str) -> lis
     if messages or whole not in attributes:
         return messages
     value = parsed(attributes[whole])
-    if isinstance(value, dict) and isinstance(value.get("messages"), list):
-        return [one for one in value["messages"] if isinstance(one, dict)]
+    told = value.get("messages") if isinstance(value, dict) else value
+    if isinstance(told, list) and told and all(isinstance(one, dict) and "role" in one for one in told):
+        return told
     if isinstance(value, dict) and isinstance(value.get("choices"), list):
         return [one["message"] for one in value["choices"] if _is_tree(one, "message")]
     return [{"role": role, "content": value if isinstance(value, str) else attributes[whole]}]
@@ -205,7 +206,7 @@ def _pydantic_tool(tool: Any) -> Any:
 
 
 def _logfire(attributes: Attributes) -> Json:
-    """What logfire's own instrumentation of OpenAI's client has: the request and the response as they were."""
+    """What logfire's own instrumentation of OpenAI's and Anthropic's clients has: the request and the response."""
     asked, answered = parsed(attributes.get("request_data")), parsed(attributes.get("response_data"))
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
         return {}
@@ -213,15 +214,16 @@ def _logfire(attributes: Attributes) -> Json:
     if message is None and isinstance(answered, dict) and "combined_chunk_content" in answered:
         message = {"role": "assistant", "content": answered["combined_chunk_content"]}
     usage: Json = answered["usage"] if _is_tree(answered, "usage") else {}
+    system = [{"role": "system", "content": asked["system"]}] if asked.get("system") else []  # of Anthropic's client
     return {
         # The span of a streamed request ends with its first byte; another one tells the answer.
         "gen_ai.operation.name": "stream" if asked.get("stream") and message is None else "chat",
         "gen_ai.request.model": asked.get("model"),
-        "gen_ai.input.messages": asked["messages"],
+        "gen_ai.input.messages": system + asked["messages"],
         "gen_ai.output.messages": [message] if isinstance(message, dict) else [],
         "gen_ai.tool.definitions": asked.get("tools"),
-        "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
-        "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
+        "gen_ai.usage.input_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
+        "gen_ai.usage.output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
     }
 
 

@@ -90,6 +90,20 @@ def test_openinference_tells_tools_parts_and_results() -> None:
     assert response["choices"][0]["message"]["content"] == "ho"
 
 
+def test_a_list_of_messages_is_openinferences_input() -> None:
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    request, _ = read({"openinference.span.kind": "LLM", "input.value": json.dumps(asked), "output.value": "ho"})
+    assert request["messages"] == asked
+
+
+def test_logfire_tells_the_system_and_the_usage_of_anthropics_client() -> None:
+    asked = {"model": "m", "system": "be brief", "messages": [{"role": "user", "content": "hi"}]}
+    answered = {"message": {"role": "assistant", "content": "ho"}, "usage": {"input_tokens": 3, "output_tokens": 1}}
+    request, response = read({"request_data": json.dumps(asked), "response_data": json.dumps(answered)})
+    assert request["messages"] == [{"role": "system", "content": "be brief"}, *asked["messages"]]
+    assert response["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+
+
 def test_vercel_tells_tools_and_results_by_its_newer_and_older_names() -> None:
     for given_as, result_as, schema in (("input", "output", "inputSchema"), ("args", "result", "parameters")):
         call = {"type": "tool-call", "toolCallId": "c1", "toolName": "look", given_as: {}}
