@@ -10,13 +10,13 @@ from .sse import event_name
 Json = dict[str, Any]
 
 # Where errors say what happened, and what some have beside that. An event of nothing else is an error.
-_MESSAGES = ("message", "detail", "error_msg", "msg")
-_BESIDE = frozenset({"code", "status", "status_code", "type", "param", "request_id", "error_code", "object"})
+_MESSAGES = ("message", "detail", "error_msg", "error_message", "msg")
+_BESIDE = frozenset({"code", "status", "status_code", "type", "param", "request_id", "error_code", "object", "success"})
 
 
 def error_in(raw: bytes, event: Json) -> Any:
     """Return the error that an event has or is, whether or not it says that it is one; None if there is none."""
-    if error := event.get("error"):
+    if (error := told_error(event)) is not None:
         return error
     if event.get("choices") is not None:
         return None
@@ -24,6 +24,15 @@ def error_in(raw: bytes, event: Json) -> Any:
         return event
     told = any(event.get(name) for name in _MESSAGES)
     return event if told and all(name in _MESSAGES or name in _BESIDE for name in event) else None
+
+
+def told_error(body: Json) -> Any:
+    """Return the error that an answer or an event names, or one of its choices; None if there is none."""
+    if error := body.get("error") or body.get("errors"):
+        return error
+    choices = body.get("choices")
+    told = (choice.get("error") for choice in choices if isinstance(choice, dict)) if isinstance(choices, list) else ()
+    return next(filter(None, told), None)
 
 
 def message_of_error(error: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import UpstreamUnreachable
 from ..json_text import as_utf8, encode_as_vllm, loads
 from .dialects import Dialect, Stream
-from .errors import message_of_error
+from .errors import message_of_error, told_error
 from .inject import Injection
 from .sse import Frame, SSEDecoder
 from .tokens import Tokens
@@ -111,7 +111,7 @@ class Transcript:
         return None if self.unkept else self._stream.response()
 
     def _pass(self, frame: Frame) -> bytes:
-        if frame.data is None:
+        if frame.data is None or not frame.data.strip():  # an event without data is none, as SSE has it
             return frame.raw
         event = _parse(frame.data)
         if isinstance(event, dict):
@@ -158,8 +158,8 @@ class WholeTranscript:
 
     def _read(self, body: Json, data: bytes) -> tuple[Json, bytes]:
         """Read the tokens, and return the agent's answer: without what was injected."""
-        if body.get("error"):
-            self.error = message_of_error(body["error"])
+        if (error := told_error(body)) is not None:
+            self.error = message_of_error(error)
         if not self.unkept:
             self.tokens = self._dialect.tokens(body)
         if (agents := self._dialect.agents(body, self._injection)) is None:

@@ -171,6 +171,36 @@ VALUES = [
 
 ENDS = [
     case(
+        "events_without_data",
+        [
+            chunk({"role": "assistant", "content": ""}),
+            "data:\n\n",
+            chunk({"content": "x"}),
+            "data: \n\n",
+            chunk(finish_reason="stop"),
+            DONE,
+        ],
+        message={"content": "x"},
+        status="ok",
+        clean=True,
+    ),
+    case(
+        "error_of_a_choice",
+        [chunk({"content": "x"}), chunk(finish_reason="error", error={"code": 502, "message": "busy"}), DONE],
+        message={"content": "x"},
+        status="error",
+        error="busy",
+        clean=True,
+    ),
+    *(
+        case(f"chat_error_{name}", [chunk({"content": "x"}), frame(told)], status="error", error="busy", clean=True)
+        for name, told in {
+            "list": {"errors": [{"message": "busy"}]},
+            "success": {"success": False, "message": "busy"},
+            "message": {"status_code": 503, "error_message": "busy"},
+        }.items()
+    ),
+    case(
         "chat_error_by_object",
         [chunk({"content": "Hel"}), frame({"object": "error", "message": "boom", "code": 400}), DONE],
         error="boom",
