@@ -97,7 +97,7 @@ def test_addresses_are_shown_without_what_is_secret() -> None:
         check_url("base_url", f"http://u:{PASSWORD}/x@h/v1", is_vllm=False)
     assert PASSWORD not in str(refused.value)
     assert without_secrets(said) == "400, message='bad', url='http://h/v1' and URL(\"https://h\")"
-    assert {*secrets_in("https://us%20er:pw@h/v1?key=a%2Fb&v=1&x-token=c")} == {
-        "us%20er", "us er", "pw", "a/b", "a%2Fb", "c",
+    assert {*secrets_in("https://us%20er:pw@h/v1?key=a%2Fb&v=1&x-token=c&code=d&pwd=e&encode=f")} == {
+        "us%20er", "us er", "pw", "a/b", "a%2Fb", "c", "d", "e",
     }  # fmt: skip
     assert [*secrets_in("http://[h")] == []
