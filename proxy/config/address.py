@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-SECRET_NAME = re.compile(r"key|token|secret|passw|pwd|auth|credential|sig$|signature|^(?:code|sas|pass)$", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"key|token|secret|passw|pwd|auth|credential|sig$|signature|^(?:code|sas|pass)$", re.IGNORECASE
+)
 _PARTS = re.compile(r"([a-z][a-z0-9+.-]*://|//)?([^/?#]*)([^?#]*)", re.IGNORECASE)
 _HOST = re.compile(r"(\[[^\]]*\]|[^:\[]*)(:\d*)?\W*")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]+", re.IGNORECASE)

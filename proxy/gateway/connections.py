@@ -51,8 +51,8 @@ class Silent(Protocol):
         """Close the connection."""
 
     @property
-    def is_unread(self) -> bool:
-        """Return whether it asked without a key, and does not read the answer."""
+    def is_idle_without_key(self) -> bool:
+        """Return whether it asked without a key, and its answer is not read or takes long."""
 
     def abort(self) -> None:
         """Close the connection at once, also in the middle of an answer."""
@@ -61,7 +61,7 @@ class Silent(Protocol):
 class Connections:
     """Knows what a server's connections are doing, and closes silent ones when they are many: the oldest first.
 
-    Those that never asked anything go before those that did. Answers that nobody reads hold no places of calls.
+    Those that never asked anything go before those that did. Where all places of calls are taken, those without a key go.
     """
 
     def __init__(self, files: int) -> None:
@@ -82,7 +82,7 @@ class Connections:
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         most = self._calls + (PROBES if is_probe else 0)
-        if connection not in self._at_work and len(self._at_work) >= most and not self._abort_unread():
+        if connection not in self._at_work and len(self._at_work) >= most and not self._abort_idle():
             return False
         self._at_work[connection] = None
         self._close_silent()
@@ -100,12 +100,12 @@ class Connections:
         self._idle.pop(connection, None)
         self._at_work.pop(connection, None)
 
-    def _abort_unread(self) -> bool:
-        unread = next((one for one in self._at_work if one.is_unread), None)
-        if unread is not None:
-            self.lost(unread)
-            unread.abort()
-        return unread is not None
+    def _abort_idle(self) -> bool:
+        idle = next((one for one in self._at_work if one.is_idle_without_key), None)
+        if idle is not None:
+            self.lost(idle)
+            idle.abort()
+        return idle is not None
 
     def _close_silent(self) -> None:
         allowed = max(min(self._most_silent, self._room - FILES_OF_A_CALL * len(self._at_work)), 1)

@@ -23,6 +23,7 @@ from ..errors import InvalidRequest, LightningError, Overloaded, RequestTimeout,
 from .connections import Connections, files_allowed
 
 HEAD_S = 10.0  # that a request's head may take
+WITHOUT_KEY_S = 1.0  # for which a request without a key keeps its place where all are taken
 _PROBES = (b"/healthz", b"/readyz", b"/metrics")
 
 
@@ -54,6 +55,7 @@ class ServerProtocol(HttpToolsProtocol):
 
     _in_head = False
     _at_work = False  # from a request's head to the end of its answer
+    _asked_at = 0.0
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -75,9 +77,10 @@ class ServerProtocol(HttpToolsProtocol):
             self.loop.call_later(HEAD_S, self.transport.abort)
 
     @property
-    def is_unread(self) -> bool:
-        is_known = self.cycle is not None and "caller" in self.cycle.scope["state"]
-        return not is_known and self.transport.get_write_buffer_size() > 0
+    def is_idle_without_key(self) -> bool:
+        if self.cycle is not None and "caller" in self.cycle.scope["state"]:
+            return False
+        return self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._asked_at + WITHOUT_KEY_S
 
     def abort(self) -> None:
         self.transport.abort()
@@ -112,7 +115,7 @@ class ServerProtocol(HttpToolsProtocol):
         if not self._others.began(self, is_probe=self.url.startswith(_PROBES)):
             self._refuse(_FULL)
             return
-        self._at_work = True
+        self._at_work, self._asked_at = True, self.loop.time()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 
 from lightning_proxy.proxy.gateway import server
 from lightning_proxy.proxy.gateway.connections import Connections, calls_at_once
@@ -106,6 +107,25 @@ async def test_a_head_that_does_not_come_ends_its_connection(running: Any, tmp_p
             writer.close()
 
 
+async def test_preflights_at_a_server_that_hangs_take_no_places_of_calls(tmp_path: Path) -> None:
+    asks = b"OPTIONS /v1/models HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\n"
+    asks += b"Access-Control-Request-Method: GET\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as hangs:
+        async with proxy_in_front(tmp_path) as proxy, contextlib.AsyncExitStack() as stack:
+            url = f"http://127.0.0.1:{hangs.getsockname()[1]}/v1"
+            proxy.set("proxy", api_keys=["k" * 20])
+            settings = yaml.safe_load(proxy.config.read_text())
+            settings["upstreams"] = [{"name": "hangs", "kind": "openai", "base_url": url}]
+            proxy.config.write_text(yaml.safe_dump(settings))
+            await proxy.start(files(FILES, FILES))
+            await silent(proxy.port, calls_at_once(FILES) + 5, stack, asks)
+            await asyncio.sleep(2)
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            async with session.get(f"{proxy.url}/rollouts", headers={"x-api-key": "k" * 20}) as answer:
+                assert answer.status == 200, await answer.text()
+            await proxy.end(signal.SIGTERM)
+
+
 async def test_answers_that_nobody_reads_take_no_places_of_calls(tmp_path: Path) -> None:
     key = {"Authorization": f"Bearer {'k' * 20}"}
     many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60
@@ -127,7 +147,7 @@ async def test_answers_that_nobody_reads_take_no_places_of_calls(tmp_path: Path)
 
 
 class Peer:
-    closed = is_unread = False
+    closed = is_idle_without_key = False
 
     def abort(self) -> None:
         raise AssertionError
