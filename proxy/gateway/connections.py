@@ -61,7 +61,7 @@ class Silent(Protocol):
 class Connections:
     """Knows what a server's connections are doing, and closes silent ones when they are many: the oldest first.
 
-    Those that never asked anything go before those that did. Where all places of calls are taken, those without a key go.
+    Those that never asked anything go before those that did. Where all places are taken, those without a key go.
     """
 
     def __init__(self, files: int) -> None:
