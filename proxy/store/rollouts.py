@@ -199,15 +199,10 @@ class Rollouts:
         `key_id`: the stored key that asked for them; `evidence`: it gives evidence (`Sender`). `policy_version`,
         `model`: what answers the alias in them, if not the live version.
         """
-        same: dict[str, Any] = {
-            "metadata": dumps(metadata),
-            "policy_version": policy_version,
-            "model": model,
-            "at": time.time(),
-        }
+        same: dict[str, Any] = {"metadata": dumps(metadata), "policy_version": policy_version, "model": model}
         grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
         same |= {"key_id": key_id, "evidence": evidence, "may_reward": may_reward, "sibling_of": sibling_of}
-        same |= {"first": names[0][0].rollout_id if grouped else None}
+        same |= {"first": names[0][0].rollout_id if grouped else None, "at": time.time()}
         opened = [same | {"rollout_id": n.rollout_id, "task_id": n.task_id, "mode": n.mode} for n, _ in names]
         chosen = [(ROLLOUT_MODEL, opened)] if model is not None else []
         named = [row | {"key_hash": key_hash} for row, (_, key_hash) in zip(opened, names, strict=True)]
