@@ -19,7 +19,8 @@ def test_the_program_and_the_package_say_the_version() -> None:
 
 
 def test_the_changelog_begins_with_the_version() -> None:
-    newest, *_ = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = headings[headings[0] == "Unreleased"]
     assert re.fullmatch(rf"{re.escape(VERSION)} - (unreleased|\d{{4}}-\d\d-\d\d)", newest), newest
 
 

@@ -49,7 +49,12 @@ class ProgramLog:
             self._keep(data)
             return
         self._line += data
-        end = self._line.rfind(b"\n") + 1 or (len(self._line) if len(self._line) > PIECE else 0)
+        end = self._line.rfind(b"\n") + 1
+        begun = self._line.rfind(b"-----BEGIN ", 0, end)
+        if begun >= 0 and b"-----END " not in self._line[begun:end]:  # of a key only the whole is known as one
+            end = begun
+        if len(self._line) > PIECE:
+            end = end or len(self._line)
         if end:
             self._keep(self._redacted(self._line[:end]))
             self._line = self._line[end:]

@@ -137,14 +137,16 @@ async def test_what_a_server_has_not_numbered_yet_gets_its_numbers(on_server: St
         await Store(database).rollouts.end("r", "failed", None)
         await Store(database).rewards.post([Reward("r", 1.0)])
         waiting = [row["kind"] for row in await database.all("SELECT kind FROM feed_in ORDER BY n")]
-        assert waiting == ["rollout", "reward"]
+        assert waiting == ["rollout", "group", "reward", "group"]
         assert (await migrate(on_server, in_file(tmp_path / "s.db"))).returncode == 0
         assert [row["kind"] for row in await database.all("SELECT kind FROM feed_in ORDER BY n")] == waiting
     feed = (await rows_of(in_file(tmp_path / "s.db")))["feed"]
     assert [(row["n"], row["kind"], row["ref"]) for row in feed] == [
         (1, "rollout", 1),
         (2, "rollout", 1),
-        (3, "reward", 1),
+        (3, "group", 1),
+        (4, "reward", 1),
+        (5, "group", 1),
     ]
 
 

@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.m
 
 ROUTES = (
     "/pause?mode=keep", "/resume", "/collective_rpc", "/update_weights", "/update_weight_version", "/sleep",
-    "/reset_prefix_cache", "/invocations", "/tokenize", "/inference/v1/generate", "/v1/load_lora_adapter",
+    "/reset_prefix_cache", "/invocations", "/tokenize", "/inference/v1/generate",
 )  # fmt: skip
+ABSENT = "/v1/load_lora_adapter"
 PAGE = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
 
 
@@ -27,6 +28,9 @@ def test_nobody_without_the_operators_key_moves_the_policys_server(merged: Syste
     root = f"http://127.0.0.1:{merged.vllm_port}"
     for route in ROUTES:
         assert (post(root + route, PAGE), post(root + route, {})) == (403, 401), route
+    assert (post(root + ABSENT, PAGE), post(root + ABSENT, {})) == (403, 404), (
+        "a vLLM with merged weights has no such route"
+    )
     assert post(root + "/v1/chat/completions", PAGE) == 403
     assert post(root + "/v1/chat/completions", {"Content-Type": "application/json"}) == 200
     key = operator_headers(merged.directory / "policy")

@@ -155,7 +155,7 @@ def test_what_was_sampled_is_recorded_with_its_tokens(served: Served) -> None:
         post(f"{url}/v1/completions", {"model": "policy", "prompt": "One,", "max_tokens": 5, "stream": stream})
         post(f"{url}/v1/responses", {"model": "policy", "input": SAY, "max_output_tokens": 5, "stream": stream})
         post(f"{url}/v1/messages", {"model": "policy", "messages": SAY, "max_tokens": 5, "stream": stream})
-    calls = json.loads(urllib.request.urlopen(url.replace("/v1", "")).read())["calls"]
+    calls = json.loads(urllib.request.urlopen(url + "?requests=whole").read())["calls"]
     assert [(call["trainable"], call["untrainable_reason"]) for call in calls] == [(True, None)] * 8
     for call in calls:
         assert len(call["response_token_ids"]) == len(call["logprobs"]) > 0

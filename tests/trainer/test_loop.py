@@ -125,8 +125,9 @@ async def test_rollouts_over_the_models_context_are_left_out_of_a_step(base: Pat
     settings = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 7}))
     async with bench(short, tmp_path) as b:
-        fits = await b.groups("t1", "t2")
+        fits = await b.groups("t2")
         longer = await b.rollout("t1", 0.5, answer=5)
+        fits += [await b.rollout("t1", float(i % 2)) for i in range(1, b.config.trainer.group_size)]
         await b.loop().run(asyncio.Event(), once=True)
         assert await b.steps_of(fits) == {1}
         assert (

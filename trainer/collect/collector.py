@@ -82,11 +82,12 @@ class Collector:
             takes = await self._takes(live, groups)
             idle = [take for take in takes if not take.rollouts]
             if len(idle) < len(takes) and not (idle and self._config.dynamic_sampling):
+                batch = await self._claim(together(takes, live))
                 self._waiting.forget(groups)
-                return await self._claim(together(takes, live))
+                return batch
             apart = len(takes) == len(groups)
-            self._waiting.forget(g for i, g in enumerate(groups) if not apart or not takes[i].rollouts)
             await self._drop(together(idle, live))
+            self._waiting.forget(g for i, g in enumerate(groups) if not apart or not takes[i].rollouts)
         return None
 
     async def _claim(self, take: Take) -> Batch:

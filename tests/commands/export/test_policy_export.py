@@ -91,7 +91,7 @@ async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path
     told = (
         "training steps from the base model to here: 1 (rl)",
         "| training (mode `train`) | 0.500 (8 rollouts) | 1.000 (1 rollout) |",
-        "9 rollouts of 2 tasks, recorded from ",
+        "8 rollouts of 2 tasks, recorded from ",
         "served weights compared with the trainer's: yes",
     )
     assert str(base) not in card

@@ -191,7 +191,7 @@ def test_a_lesson_says_what_was_asked_done_and_wrong() -> None:
         {"role": "system", "content": "p"},
         {"role": "user", "content": [{"type": "text", "text": "how many?"}]},
     ]
-    call = {"endpoint": "chat/completions", "status": "ok", "error": None, "tool_calls": [tool]}
+    call = {"call_id": "c1", "endpoint": "chat/completions", "status": "ok", "error": None, "tool_calls": [tool]}
     call |= {"request": {"messages": messages}, "response": {"choices": [{"message": asked}]}}
     older = {"comment": "very good", "source": None, "name": "reward", "call_id": None}
     reward = {"comment": "wrong column", "source": "judge", "name": "reward", "call_id": None}

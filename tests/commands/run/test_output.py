@@ -64,3 +64,13 @@ def test_a_short_log_is_whole_and_there_at_once(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == b"a x\n"
     log.close()
     assert (tmp_path / "log").read_bytes() == b"a x\nand \xff"
+
+
+def test_a_key_that_comes_in_pieces_is_taken_out_whole(tmp_path: Path) -> None:
+    config = Config.model_validate({"recording": {"redact": {"secrets": True}}})
+    log = ProgramLog(tmp_path / "log", Keeping.of(config))
+    for piece in KEY.splitlines(keepends=True):
+        log.write(piece.encode())
+    log.write(b"\nafter\n")
+    log.close()
+    assert (tmp_path / "log").read_text() == "[redacted]\nafter\n"

@@ -78,7 +78,7 @@ async def test_a_killed_worker_has_lost_no_answer_and_another_takes_its_place(tm
             assert {200} == set().union(*(talker.statuses for talker in talkers))
             assert received <= {call for (call,) in proxy.rows("SELECT call_id FROM calls WHERE status = 'ok'")}
             for i in range(4):
-                async with session.get(f"{proxy.url}/rollouts/r{i}") as answer:
+                async with session.get(f"{proxy.url}/rollouts/r{i}?requests=whole") as answer:
                     calls = (await answer.json())["calls"]
                 assert [call["seq"] for call in calls] == list(range(len(calls)))
                 assert all(call["request"]["messages"][0]["content"].endswith("begins") for call in calls)
