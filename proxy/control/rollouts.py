@@ -124,10 +124,12 @@ async def get_rollout(request: Request, rollout_id: PathId, requests: Requests =
     `requests=whole`: each call has all of both, and a long rollout is large.
     """
     p = await parts_for(request, rollout_id)
+    # Before the rewards: who sees that they are awaited no more sees them.
+    awaits = await p.store.endings.awaits(rollout_id)
     rollout = await p.store.rollouts.get(rollout_id)
     calls = await p.store.calls.of(rollout_id, short=requests == "short")
     rewards = await p.store.rewards.of(rollout_id)
-    events, awaits = await p.store.events.of(rollout_id), await p.store.endings.awaits(rollout_id)
+    events = await p.store.events.of(rollout_id)
     placed = await p.store.prompts.placed_in(rollout_id)
     also = {"awaits_reward": awaits, "prompts": [*map(record_view, placed)]}
     return await large_response(lambda: rollout_detail(rollout, calls, rewards, events) | also)

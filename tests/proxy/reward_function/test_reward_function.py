@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.store.events import Events
+from lightning_proxy.proxy.types import Event, Reward
 from lightning_proxy.trainer.collect.collector import Collector
 from support.command_line import lightning
 from support.paths import ROOT
@@ -71,6 +73,31 @@ async def test_a_completed_rollout_gets_what_the_function_returns(running: Runni
         assert (reward["name"], reward["reward"], reward["call_id"]) == ("reward", 5.0, None)
         assert re.fullmatch("function:reward@[0-9a-f]{12}", reward["source"])
         assert (await system.call("GET", "/rollouts/r"))[1]["reward"] == 5.0
+
+
+async def test_a_reader_sees_the_reward_of_a_rollout_that_awaits_none(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function's answer comes between two reads of one `GET /rollouts/{id}`."""
+    reads = Events.of
+
+    async def of(events: Events, rollout_id: str) -> list[Event]:
+        async with system.store() as store:
+            await store.endings.rewarded(rollout_id, [Reward(rollout_id, 0.5)])
+        return await reads(events, rollout_id)
+
+    async def asked() -> bool:
+        return (tmp_path / "asked").exists()
+
+    function = written(tmp_path, f"open({str(tmp_path / 'asked')!r}, 'w').close()\ntime.sleep(60)")
+    async with running(tmp_path, rewards={"function": function}) as system:
+        await completed(system, "r")
+        await until(asked)
+        with monkeypatch.context() as patched:
+            patched.setattr(Events, "of", of)
+            during = (await system.call("GET", "/rollouts/r"))[1]
+        after = (await system.call("GET", "/rollouts/r"))[1]
+    assert [(seen["awaits_reward"], len(seen["rewards"])) for seen in (during, after)] == [(True, 0), (False, 1)]
 
 
 async def test_a_dict_is_rewards_of_several_names_and_none_is_no_reward(running: Running, tmp_path: Path) -> None:
