@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 
 from ..bootstrap import mean_and_spread
-from ..store.reports.tasks import TaskRollout
+from ..store.reports.tasks import TaskRollout, TaskSum
 from .answers import ERRORS, TaskPage, answers
 from .bodies import Cursor, Id
 from .door import AgentRoute
@@ -22,11 +22,10 @@ Task = dict[str, Any]
 
 SHOWN = 32  # rewards of a task
 # The greatest first. Tasks without a reward come last, and of equals the one with the newest rollout first.
-ORDERS: dict[str, Callable[[Task], float]] = {
-    "recent": lambda task: 0.0,
+BY_SUM: dict[Sort, Callable[[TaskSum], float]] = {"recent": lambda task: 0.0, "rollouts": lambda task: -task.rollouts}
+BY_REWARDS: dict[Sort, Callable[[Task], float]] = {
     "mean": lambda task: -task["mean"] if task["rewarded"] else float("inf"),
     "spread": lambda task: -task["std"] if task["rewarded"] else float("inf"),
-    "rollouts": lambda task: -task["rollouts"],
 }
 
 
@@ -47,31 +46,38 @@ async def list_tasks(
     p, sight, first = await parts_for_all(request), caller_of(request).sight, position_of(cursor) or 0
     filters = {"mode": mode, "key_id": sight.key_id}
     of_all = {name: value for name, value in filters.items() if value is not None}
-    looked_at = await p.store.tasks.newest(of_all if task_id is None else of_all | {"task_id": task_id})
-    compared = looked_at if task_id is None else await p.store.tasks.newest(of_all)
-    tasks = await asyncio.to_thread(task_views, looked_at, compared)
-    tasks.sort(key=ORDERS[sort])
-    following = str(first + limit) if first + limit < len(tasks) else None
-    page = {"data": tasks[first : first + limit], "next_cursor": following, "of_newest": len(looked_at)}
+    of_task = of_all if task_id is None else of_all | {"task_id": task_id}
+    looked_at = await p.store.tasks.sums(of_task)
+    compared = looked_at if task_id is None else await p.store.tasks.sums(of_all)
+    sums = [task for task in looked_at if task.task_id is not None]
+    following = str(first + limit) if first + limit < len(sums) else None
+    shown = slice(first, first + limit)
+    if sort in BY_SUM:
+        sums = sorted(sums, key=BY_SUM[sort])[shown]
+    rollouts = await p.store.tasks.rollouts(sums, mode, sight.key_id)
+    tasks = await asyncio.to_thread(task_views, sums, rollouts, compared)
+    if sort in BY_REWARDS:
+        tasks = sorted(tasks, key=BY_REWARDS[sort])[shown]
+    page = {"data": tasks, "next_cursor": following, "of_newest": sum(task.rollouts for task in looked_at)}
     return await large_response(lambda: page)
 
 
-def task_views(newest: Sequence[TaskRollout], compared: Iterable[TaskRollout]) -> list[Task]:
-    """Return the tasks of rollouts (newest first) as JSON, in the order of their newest rollouts.
+def task_views(tasks: Iterable[TaskSum], newest: Iterable[TaskRollout], compared: Iterable[TaskSum]) -> list[Task]:
+    """Return tasks as JSON, in their order, with their rollouts (newest first).
 
     A task is `never` solved if each of its rewards is the lowest that any of `compared` has, and `always` if each is
     the highest. That holds on any scale of rewards; where all are equal, nobody can tell.
     """
-    rewards = [r.reward for r in compared if r.task_id is not None and r.reward is not None]
-    lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
-    tasks: dict[str, list[TaskRollout]] = {}
+    bounds = [(task.low, task.high) for task in compared if task.task_id is not None]
+    lowest = min((low for low, _ in bounds if low is not None), default=0.0)
+    highest = max((high for _, high in bounds if high is not None), default=0.0)
+    of_task: dict[str | None, list[TaskRollout]] = {task.task_id: [] for task in tasks}
     for rollout in newest:
-        if rollout.task_id is not None:
-            tasks.setdefault(rollout.task_id, []).append(rollout)
-    return [_task_view(task_id, rollouts, lowest, highest) for task_id, rollouts in tasks.items()]
+        of_task[rollout.task_id].append(rollout)
+    return [_task_view(task_id, rollouts, lowest, highest) for task_id, rollouts in of_task.items() if rollouts]
 
 
-def _task_view(task_id: str, rollouts: Sequence[TaskRollout], lowest: float, highest: float) -> Task:
+def _task_view(task_id: str | None, rollouts: Sequence[TaskRollout], lowest: float, highest: float) -> Task:
     rewarded = [(r, r.reward) for r in rollouts if r.reward is not None]
     rewards = [reward for _, reward in rewarded]
     mean, spread = mean_and_spread(rewards) if rewards else (None, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 
 from lightning_proxy.proxy import store
-from lightning_proxy.proxy.store.reports.tasks import TASK_ROLLOUTS
+from lightning_proxy.proxy.store.reports.tasks import TASK_SUMS
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
 
 ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE", "WITH RECURSIVE")
@@ -22,7 +22,7 @@ def pages() -> dict[str, str]:
         for name in ("", "status", "task_id", "mode", "key_id")
     } | {"page by agent": ROLLOUTS_PAGE_OF_AGENT.format(filters="")}
     return found | {
-        f"tasks by {name or 'nothing'}": TASK_ROLLOUTS.format(filters=ROLLOUT_FILTERS.get(name, ""))
+        f"tasks by {name or 'nothing'}": TASK_SUMS.format(filters=ROLLOUT_FILTERS.get(name, ""))
         for name in ("", "mode", "task_id", "key_id")
     }
 

@@ -44,16 +44,22 @@ WHOLE = {
     "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
     "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing", "UNLEARNED",
 }  # fmt: skip
-# Sort what belongs to a few steps, one test, rollout or tool-call id, the newest calls, or a key's newest rollouts.
+# Sort what belongs to a few steps, one test, rollout or tool-call id, a page of tasks, the newest calls or rollouts, or
+# a key's newest rollouts.
 SORTS = {
     "ROLLOUT_REWARDS_OF_KEY", "ROLLOUT_COUNTS_OF_KEY",
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
     "PROMPT_BEFORE", "PROMPT_REWARDS", "PROMPT_RUN", "OBSERVED", "OBSERVED_REWARDS",
     "PROMPT_OBSERVED_REWARDS", "STALE_REWARDS", "CONVERSATION_TAKE_EXACT", "CONVERSATION_TAKE_OF",
-    "CONVERSATION_TAKE_FAILED", "VERSION_NAMED",
+    "CONVERSATION_TAKE_FAILED", "VERSION_NAMED", "TASK_ROLLOUTS",
 }  # fmt: skip
-SORTED = ("SELECT * FROM rollouts WHERE step =", "SELECT * FROM tool_calls WHERE", "SELECT * FROM rewards WHERE")
+SORTED = (
+    "SELECT * FROM rollouts WHERE step =",
+    "SELECT * FROM tool_calls WHERE",
+    "SELECT * FROM rewards WHERE",
+    "tasks by",
+)
 
 
 @pytest.fixture
@@ -133,6 +139,10 @@ async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Data
 )
 async def test_what_waits_or_came_before_is_read_off_its_index(database: Database, statement: str, index: str) -> None:
     assert f"INDEX {index} " in (await plan(database, getattr(waiting, statement)))[0]
+
+
+async def test_a_page_of_tasks_reads_the_rollouts_of_these_tasks_alone(database: Database) -> None:
+    assert "INDEX rollouts_by_task (task_id=? AND n>?)" in (await plan(database, STATEMENTS["TASK_ROLLOUTS"]))[0]
 
 
 async def test_a_beginning_of_an_id_is_read_off_the_index_of_ids(database: Database) -> None:
