@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -20,7 +20,9 @@ from ..apis.as_chat.translators import CHAT_ENDPOINT, chat_answer
 from ..config.upstreams import UpstreamConfig
 from ..errors import NotFound
 from ..json_text import encode
+from ..store.calls import as_parent
 from ..store.requests.delta import common_prefix
+from ..store.requests.parents import Parent
 from ..store.store import Store
 from ..types import CallEnd, CallStart, ModelCall
 from ..upstreams.attempts import Upstreams
@@ -46,6 +48,7 @@ Json = dict[str, Any]
 ChatOf = Callable[[ModelCall, Mapping[str, Said]], Json | None]
 
 LATELY = 64  # calls of a rollout that are looked at for answers of other workers
+PARENTS = 16  # calls of a rollout that are kept to read later ones
 
 IGNORED = (
     "upstream %s does not take prompts as tokens: vLLM 0.32 or newer does; use it, or policy.token_continuity: text"
@@ -149,6 +152,20 @@ class ExactCall:
         return prompt, whole
 
 
+@dataclass(slots=True)
+class _Recent:
+    """What is kept of a rollout.
+
+    `seen`: the answered calls that its turns are of, or came after. `parents`: the newest calls that were read, which
+    later ones are stored against. `said`: what its Responses calls say, which others refer to.
+    """
+
+    seen: set[str]
+    turns: list[Turn] = field(default_factory=list)
+    parents: dict[str, Parent] = field(default_factory=dict)
+    said: dict[str, Said] = field(default_factory=dict)
+
+
 class RecentTurns:
     """Keeps the recent turns of each rollout that has several. The store has all others."""
 
@@ -161,74 +178,83 @@ class RecentTurns:
         """
         self._store = store
         self._chat_of = chat_of
-        self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
-        self._seen: dict[str, set[str]] = {}  # by rollout, the answered calls that its turns are of, or came after
+        self._rollouts: OrderedDict[str, _Recent] = OrderedDict()
         self._tokens = 0
         self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
 
     async def earlier(self, rollout_id: str, chat: Json) -> Turn:
         """Return the turn that a supported call continues, and mark it as the newest. Raise AsText if there is none."""
         known = await self.known(rollout_id, chat)
-        if not is_last(known, chat) and await self._has_others(rollout_id):
-            self.forget(rollout_id)
-            known = await self.known(rollout_id, chat)
+        if not is_last(known, chat):  # an edited history continues none, and is none of another worker's
+            await self._read_others(rollout_id)
         turn = earlier_turn(known, chat)
         known[:] = [*(other for other in known if other is not turn), turn]
         return turn
 
     async def known(self, rollout_id: str, chat: Json) -> list[Turn]:
         """Return the rollout's recent turns, newest last. Read the store only at the second turn: most have one."""
-        if rollout_id not in self._turns and has_answers(chat):
+        if rollout_id not in self._rollouts and has_answers(chat):
             seen = await self._store.calls.answered(rollout_id, LATELY)
-            stored = await self._stored(rollout_id)
-            if rollout_id not in self._turns:
-                self._turns[rollout_id], self._seen[rollout_id] = [], seen
+            recent = _Recent(seen)
+            stored = await asyncio.to_thread(self._newest, await self._recorded(rollout_id), recent)
+            if rollout_id not in self._rollouts:
+                self._rollouts[rollout_id] = recent
                 self._remember(rollout_id, stored)
-        return self._turns.get(rollout_id, [])
+        return self._rollouts[rollout_id].turns if rollout_id in self._rollouts else []
 
     def add(self, rollout_id: str, answered: Iterable[Turn], call_id: str = "") -> None:
         """Note that a call was answered, if its rollout is in memory."""
-        if rollout_id in self._turns:
-            self._seen[rollout_id].add(call_id)
+        if rollout_id in self._rollouts:
+            self._rollouts[rollout_id].seen.add(call_id)
             self._remember(rollout_id, answered)
 
-    async def _has_others(self, rollout_id: str) -> bool:
-        """Whether other workers have answered calls since: a history that is edited continues none of either."""
+    async def _read_others(self, rollout_id: str) -> None:
+        """Read what other workers have answered since."""
         answered = await self._store.calls.answered(rollout_id, LATELY)
-        seen = self._seen.get(rollout_id, set())
-        seen &= answered
-        return seen != answered
+        if (recent := self._rollouts.get(rollout_id)) is None:
+            return
+        recent.seen &= answered
+        if not (unseen := answered - recent.seen):
+            return
+        calls = await self._store.calls.some(unseen, recent.parents)
+        calls = [call for call in calls if call.call_id not in recent.seen]
+        recent.seen |= unseen
+        stored = await asyncio.to_thread(self._newest, calls, recent)
+        if self._rollouts.get(rollout_id) is recent:
+            self._remember(rollout_id, stored)
 
     def forget(self, rollout_id: str) -> None:
-        self._seen.pop(rollout_id, None)
-        for turn in self._turns.pop(rollout_id, ()):
-            self._tokens -= _size(turn)
+        if (recent := self._rollouts.pop(rollout_id, None)) is not None:
+            self._tokens -= sum(map(_size, recent.turns))
 
-    async def _stored(self, rollout_id: str) -> list[Turn]:
+    async def _recorded(self, rollout_id: str) -> list[ModelCall]:
         try:
-            calls = await self._store.calls.of(rollout_id)
+            return await self._store.calls.of(rollout_id)
         except NotFound:
             return []
-        return await asyncio.to_thread(self._newest, calls)
 
-    def _newest(self, calls: Sequence[ModelCall]) -> list[Turn]:
+    def _newest(self, calls: Sequence[ModelCall], recent: _Recent) -> list[Turn]:
         """The newest turns of recorded calls, as many as are kept. A call of another API is made a chat first."""
-        known, found = by_response(calls), deque[Turn]()
+        recent.said |= by_response(call for call in calls if call.endpoint == "responses")
+        found = deque[Turn]()
         for call in reversed(calls):
             if len(found) < self._recent and call.status == "ok" and call.policy_version is not None:
-                found.extendleft(reversed([*_turns(call, self._chat_of(call, known))]))
+                found.extendleft(reversed([*_turns(call, self._chat_of(call, recent.said))]))
+        recent.parents |= {call.call_id: as_parent(call) for call in calls[-PARENTS:]}
+        for call_id in [*recent.parents][:-PARENTS]:
+            del recent.parents[call_id]
         return [*found]
 
     def _remember(self, rollout_id: str, more: Iterable[Turn]) -> None:
-        known = self._turns[rollout_id]
-        self._turns.move_to_end(rollout_id)
+        known = self._rollouts[rollout_id].turns
+        self._rollouts.move_to_end(rollout_id)
         for turn in more:
             known.append(_sharing(turn, known))
             self._tokens += _size(turn)
         while len(known) > self._recent:
             self._tokens -= _size(known.pop(0))
-        while len(self._turns) > self._max_rollouts or (self._tokens > self._max_tokens and len(self._turns) > 1):
-            self.forget(next(iter(self._turns)))
+        while len(self._rollouts) > self._max_rollouts or (self._tokens > self._max_tokens and len(self._rollouts) > 1):
+            self.forget(next(iter(self._rollouts)))
 
 
 def _turns(call: ModelCall, chat: Json | None) -> Iterator[Turn]:

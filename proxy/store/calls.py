@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import NotFound
-from ..json_text import dumps_or_none, loads_or_none
+from ..json_text import dumps, dumps_or_none, loads_or_none
 from ..types import CallEnd, CallStatus, Choice, ModelCall, ToolCall
 from .database import Database, Row, Transaction
 from .requests.delta import pack_floats, pack_ids, unpack_floats, unpack_ids
-from .requests.parents import ShortParts, WholeParts
+from .requests.parents import Parent, ShortParts, WholeParts
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .rows import read
@@ -69,6 +68,19 @@ CALLS = """
 SELECT calls.*, large_requests.request AS large_request FROM calls LEFT JOIN large_requests USING (call_id)
 WHERE rollout_id = :rollout_id ORDER BY seq
 """
+# Some calls, and their parents back to those that are known.
+CALLS_WITH_PARENTS = """
+WITH RECURSIVE wanted (call_id, parent_id) AS (
+    SELECT call_id, parent_id FROM calls WHERE call_id IN (SELECT value FROM json_each(:call_ids))
+    UNION
+    SELECT calls.call_id, calls.parent_id FROM wanted JOIN calls ON calls.call_id = wanted.parent_id
+    WHERE calls.call_id NOT IN (SELECT value FROM json_each(:known))
+)
+SELECT calls.*, large_requests.request AS large_request
+FROM wanted CROSS JOIN calls ON calls.call_id = wanted.call_id
+LEFT JOIN large_requests ON large_requests.call_id = calls.call_id
+ORDER BY seq
+"""
 AGENT_OF_CALL = (
     "UPDATE calls SET agent = :agent WHERE call_id = :call_id AND rollout_id = :rollout_id AND agent IS NULL"
 )
@@ -122,7 +134,18 @@ class Calls:
         calls, made = await self._db.all(CALLS, params), await self._db.all(tools, params)
         rewards = (await self._rewards.earned(rollout_id)).calls
         log = await self._db.all(POLICY_LOG_DURING, params)
-        return await asyncio.to_thread(partial(read_calls, calls, made, rewards, log, short=short))
+        parts = ShortParts() if short else WholeParts({})
+        return await asyncio.to_thread(read_calls, calls, made, rewards, log, parts)
+
+    async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:
+        """Return some of a rollout's calls in order, without results of tools and rewards.
+
+        Of the others only those are read that these are stored against, back to the `known` ones.
+        """
+        lists: dict[str, object] = {"call_ids": dumps([*call_ids]), "known": dumps([*known])}
+        rows = await self._db.all(CALLS_WITH_PARENTS, lists)
+        calls = await asyncio.to_thread(read_calls, rows, (), {}, (), WholeParts(known))
+        return [call for call in calls if call.call_id in call_ids]
 
     async def superseded(
         self, rollout_id: str, request: dict[str, Any], running: Container[str] = ()
@@ -190,6 +213,12 @@ class Calls:
         return 0 if row is None else int(row["n"])
 
 
+def as_parent(call: ModelCall) -> Parent:
+    """Return what the children of a call need, which was read whole."""
+    first = call.choices[0].token_ids if call.choices else ()
+    return Parent(call.request, pack_ids([*call.prompt_token_ids, *first]))
+
+
 def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
     """Parameters of CALL_END. The first `prompt_shared` prompt tokens are those of the parent's row."""
     first = end.choices[0] if end.choices else Choice(0)
@@ -209,13 +238,16 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
 
 
 def read_calls(
-    calls: Iterable[Row], tool_calls: Iterable[Row], rewards: Mapping[str, float], log: Sequence[Row], *, short: bool
+    calls: Iterable[Row],
+    tool_calls: Iterable[Row],
+    rewards: Mapping[str, float],
+    log: Sequence[Row],
+    parts: ShortParts | WholeParts,
 ) -> list[ModelCall]:
     """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
     tools: dict[str, list[ToolCall]] = {}
     for row in tool_calls:
         tools.setdefault(row["call_id"], []).append(_read_tool_call(row))
-    parts = ShortParts() if short else WholeParts()
     return [_read_call(row, parts.of(row), tools, rewards, log) for row in calls]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .. import waiting
+from .. import calls, waiting
 from ..calls import CALL_END, CALL_START, CALLS_ANSWERED
 from ..reports import feed, tasks, traffic
 from ..resources import prompts
@@ -81,53 +81,51 @@ RECORDED = {
     CALL_START: "SELECT 1 FROM calls WHERE call_id = :call_id",
     CALL_END: "SELECT 1 FROM calls WHERE call_id = :call_id AND status = :status AND latency_ms IS :latency_ms",
 }
-TEXTS = (
-    _of_lists(waiting, "numbers awaited", "rollout_ids")
-    | _of_lists(tasks, "", "task_ids")
-    | {
-        ROLLOUT_SEEN: _SEEN,
-        CALLS_ANSWERED: CALLS_ANSWERED.replace("group_concat", "string_agg"),
-        # Of few rollouts: with OFFSET the rewards of each are looked up, where the server would read all rewards.
-        waiting.REWARDS_SINCE_VERSION: waiting.REWARDS_SINCE_VERSION.replace(
-            "CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id",
-            "CROSS JOIN LATERAL (SELECT * FROM rewards WHERE rollout_id = rollouts.rollout_id OFFSET 0) AS rewards",
-        ),
-        PAGES: """
+_LISTS = _of_lists(waiting, "numbers awaited", "rollout_ids") | _of_lists(tasks, "", "task_ids")
+_LISTS |= _of_lists(calls, "", "call_ids known")
+TEXTS = _LISTS | {
+    ROLLOUT_SEEN: _SEEN,
+    CALLS_ANSWERED: CALLS_ANSWERED.replace("group_concat", "string_agg"),
+    # Of few rollouts: with OFFSET the rewards of each are looked up, where the server would read all rewards.
+    waiting.REWARDS_SINCE_VERSION: waiting.REWARDS_SINCE_VERSION.replace(
+        "CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id",
+        "CROSS JOIN LATERAL (SELECT * FROM rewards WHERE rollout_id = rollouts.rollout_id OFFSET 0) AS rewards",
+    ),
+    PAGES: """
 SELECT COALESCE(SUM(pg_total_relation_size(oid)), 0)::BIGINT AS bytes, 0::BIGINT AS free
 FROM pg_class WHERE relkind = 'r' AND relnamespace = current_schema()::regnamespace
 """,
-        ROLLOUT_OF_ANOTHER_KEY: f"""
+    ROLLOUT_OF_ANOTHER_KEY: f"""
 SELECT rollout_id FROM rollouts WHERE rollout_id IN ({_listed("rollout_ids", "TEXT")})
 AND key_id IS NOT :key_id LIMIT 1
 """,
-        ROLLOUTS_OF_NUMBERS: f"SELECT * FROM rollouts WHERE n IN ({_listed('numbers')}) ORDER BY n DESC",
-        ROLLOUT_REWARDS: ROLLOUT_REWARDS.replace("SELECT value FROM json_each(:versions)", _listed("versions")),
-        VERSION_NAMED: VERSION_NAMED.replace(
-            "IN (SELECT value FROM json_each(:names))", f"= ANY(ARRAY({_listed('names', 'TEXT')}))"
-        ),
-        VERSIONS_TO_SERVE: VERSIONS_TO_SERVE.replace("SELECT value FROM json_each(:pinned)", _listed("pinned")),
-        TRAINED_DATA: TRAINED_DATA.replace("SELECT value FROM json_each(:steps)", _listed("steps")),
-        STEPS_NEWEST: STEPS_NEWEST.replace(
-            "json_remove(metrics, '$.reward_by_task')",
-            "(SELECT json_object_agg(key, value) FROM json_each(metrics::json) WHERE key <> 'reward_by_task')::TEXT",
-        ),
-        STEPS_FIRST: STEPS_FIRST.replace("json_extract(metrics, '$.method')", _of_json("metrics", "method")).replace(
-            "NOT json_extract(metrics, '$.skipped')", f"{_of_json('metrics', 'skipped')} IN ('false', '0')"
-        ),
-        feed.NEWEST: "SELECT feed_newest() AS newest",
-        feed.FEED_CALLS: _wanted("calls.call_id", "TEXT", feed.FEED_CALLS),
-        feed.FEED_REWARDS: _wanted("reward_id", "BIGINT", feed.FEED_REWARDS),
-        feed.FEED_ROLLOUTS: _wanted("n", "BIGINT", feed.FEED_ROLLOUTS),
-        feed.FEED_STEPS: _wanted("step", "BIGINT", feed.FEED_STEPS),
-        feed.FEED_VERSIONS: _wanted("policy_versions.version", "BIGINT", feed.FEED_VERSIONS),
-        traffic.RECENT_CALLS: f"""
+    ROLLOUTS_OF_NUMBERS: f"SELECT * FROM rollouts WHERE n IN ({_listed('numbers')}) ORDER BY n DESC",
+    ROLLOUT_REWARDS: ROLLOUT_REWARDS.replace("SELECT value FROM json_each(:versions)", _listed("versions")),
+    VERSION_NAMED: VERSION_NAMED.replace(
+        "IN (SELECT value FROM json_each(:names))", f"= ANY(ARRAY({_listed('names', 'TEXT')}))"
+    ),
+    VERSIONS_TO_SERVE: VERSIONS_TO_SERVE.replace("SELECT value FROM json_each(:pinned)", _listed("pinned")),
+    TRAINED_DATA: TRAINED_DATA.replace("SELECT value FROM json_each(:steps)", _listed("steps")),
+    STEPS_NEWEST: STEPS_NEWEST.replace(
+        "json_remove(metrics, '$.reward_by_task')",
+        "(SELECT json_object_agg(key, value) FROM json_each(metrics::json) WHERE key <> 'reward_by_task')::TEXT",
+    ),
+    STEPS_FIRST: STEPS_FIRST.replace("json_extract(metrics, '$.method')", _of_json("metrics", "method")).replace(
+        "NOT json_extract(metrics, '$.skipped')", f"{_of_json('metrics', 'skipped')} IN ('false', '0')"
+    ),
+    feed.NEWEST: "SELECT feed_newest() AS newest",
+    feed.FEED_CALLS: _wanted("calls.call_id", "TEXT", feed.FEED_CALLS),
+    feed.FEED_REWARDS: _wanted("reward_id", "BIGINT", feed.FEED_REWARDS),
+    feed.FEED_ROLLOUTS: _wanted("n", "BIGINT", feed.FEED_ROLLOUTS),
+    feed.FEED_STEPS: _wanted("step", "BIGINT", feed.FEED_STEPS),
+    feed.FEED_VERSIONS: _wanted("policy_versions.version", "BIGINT", feed.FEED_VERSIONS),
+    traffic.RECENT_CALLS: f"""
 SELECT status, started_at, latency_ms, ttft_ms,
        COALESCE({_tokens("completion_tokens")}, {_tokens("output_tokens")}, LENGTH(token_ids) / 4, 0) AS tokens
 FROM calls ORDER BY rowid DESC LIMIT :newest
 """,
-        prompts.PROMPT_RUN: prompts.PROMPT_RUN.replace(
-            "COALESCE(metadata ->> '$.held_out', 0)",
-            f"COALESCE({_of_json('metadata', 'held_out')} NOT IN ('false', '0'), FALSE)",
-        ).replace("metadata ->> '$.optimize'", _of_json("metadata", "optimize")),
-    }
-)
+    prompts.PROMPT_RUN: prompts.PROMPT_RUN.replace(
+        "COALESCE(metadata ->> '$.held_out', 0)",
+        f"COALESCE({_of_json('metadata', 'held_out')} NOT IN ('false', '0'), FALSE)",
+    ).replace("metadata ->> '$.optimize'", _of_json("metadata", "optimize")),
+}

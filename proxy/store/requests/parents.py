@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...aside import LARGE
@@ -12,11 +13,20 @@ from .delta import Outline, grow_request, short_request, unpack_ids
 TOKEN_SIZE = 4  # bytes
 
 
+class Parent(NamedTuple):
+    """A call that was read before, as its children need it. `tokens`: of its prompt and answer, packed."""
+
+    request: dict[str, Any]
+    tokens: bytes
+
+
 class WholeParts:
     """Gives each call its whole request and prompt. Requests share their messages, so they take little memory."""
 
-    def __init__(self) -> None:
-        self._requests: dict[str, dict[str, Any]] = {}
+    def __init__(self, known: Mapping[str, Parent]) -> None:
+        """`known`: calls that were read before, and may be parents of these."""
+        self._known = known
+        self._requests = {call_id: parent.request for call_id, parent in known.items()}
         self._rows = _Rows()
         self._tokens: dict[str, tuple[int, ...]] = {}  # of prompt and answer
 
@@ -24,6 +34,8 @@ class WholeParts:
         """Return the fields of ModelCall that need the call's parent. It was read before."""
         call_id, parent = row["call_id"], row["parent_id"]
         request = grow_request(_stored_request(row), self._requests.get(parent))
+        if parent in self._known and parent not in self._tokens:
+            self._tokens[parent] = unpack_ids(self._known[parent].tokens)
         prompt = self._tokens.get(parent, ())[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
         self._requests[call_id], self._tokens[call_id] = request, prompt + unpack_ids(row["token_ids"])
         return {

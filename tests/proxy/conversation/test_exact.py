@@ -349,7 +349,43 @@ async def test_an_edited_history_reads_the_rollout_once(
         read.clear()
         with pytest.raises(AsText, match="edited"):
             await recent.earlier("r", edited)
-        assert len(read) > 1
+        assert len(read) == 2
+    await database.close()
+
+
+async def test_what_another_worker_answers_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollout is read whole once; after that, the rows of the other worker's new calls, however long it is."""
+    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    name, messages, prompt = RolloutName("r", None, None), [user("hi")], (1,)
+    async with Recorder(Store(database), merged=False) as mine, Recorder(Store(database), merged=False) as others:
+
+        async def turn(recorder: Recorder, n: int) -> None:
+            nonlocal messages, prompt
+            said = {"role": "assistant", "content": f"answer {n}"}
+            sampled = (Choice(0, (n + 2,), (-1.0,), "stop"),)
+            request = {"model": "m", "messages": messages}
+            await recorder.start(CallStart(f"c{n}", name, "chat/completions", "m", 0, request, 0.0))
+            response = {"choices": [{"index": 0, "message": said}]}
+            await recorder.end(CallEnd(f"c{n}", "r", "ok", response, 200, prompt, sampled))
+            messages, prompt = [*messages, said, user("more")], (*prompt, n + 2, 1)
+
+        for n in range(40):
+            await turn((mine, others)[n % 2], n)
+        recent, rows = RecentTurns(Store(database), lambda call, known: call.request), list[int]()
+        await recent.known("r", {"messages": messages})
+        run = database.all
+
+        async def counted(sql: str, params: Any = None) -> Any:
+            found = await run(sql, params)
+            rows.append(len(found))
+            return found
+
+        monkeypatch.setattr(database, "all", counted)
+        for n in range(40, 46):
+            await turn((mine, others)[n % 2], n)
+            found = await recent.earlier("r", {"model": "m", "messages": messages})
+            assert (found.ids.tolist(), found.messages) == ([*prompt[:-1]], messages[:-2])
+        assert rows == [1] * 6
     await database.close()
 
 

@@ -52,7 +52,7 @@ SORTS = {
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
     "PROMPT_BEFORE", "PROMPT_REWARDS", "PROMPT_RUN", "OBSERVED", "OBSERVED_REWARDS",
     "PROMPT_OBSERVED_REWARDS", "STALE_REWARDS", "CONVERSATION_TAKE_EXACT", "CONVERSATION_TAKE_OF",
-    "CONVERSATION_TAKE_FAILED", "VERSION_NAMED", "TASK_ROLLOUTS",
+    "CONVERSATION_TAKE_FAILED", "VERSION_NAMED", "TASK_ROLLOUTS", "CALLS_WITH_PARENTS",
 }  # fmt: skip
 SORTED = (
     "SELECT * FROM rollouts WHERE step =",
@@ -143,6 +143,11 @@ async def test_what_waits_or_came_before_is_read_off_its_index(database: Databas
 
 async def test_a_page_of_tasks_reads_the_rollouts_of_these_tasks_alone(database: Database) -> None:
     assert "INDEX rollouts_by_task (task_id=? AND n>?)" in (await plan(database, STATEMENTS["TASK_ROLLOUTS"]))[0]
+
+
+async def test_some_calls_are_read_without_the_others_of_their_rollout(database: Database) -> None:
+    steps = await plan(database, STATEMENTS["CALLS_WITH_PARENTS"])
+    assert {step.split("(")[1] for step in steps if step.startswith("SEARCH calls")} == {"call_id=?)"}
 
 
 async def test_a_beginning_of_an_id_is_read_off_the_index_of_ids(database: Database) -> None:
