@@ -20,14 +20,14 @@ from ..apis.as_chat.translators import CHAT_ENDPOINT, chat_answer
 from ..config.upstreams import UpstreamConfig
 from ..errors import NotFound
 from ..json_text import encode
-from ..store.calls import as_parent
+from ..store.calls import newest_parents
 from ..store.requests.delta import common_prefix
 from ..store.requests.parents import Parent
 from ..store.store import Store
 from ..types import CallEnd, CallStart, ModelCall
 from ..upstreams.attempts import Upstreams
 from ..upstreams.base import Answer, Request
-from .earlier import Said, by_response
+from .earlier import LATELY, Said, by_response
 from .renderer import Renderer
 from .turns import (
     AsText,
@@ -47,8 +47,6 @@ Json = dict[str, Any]
 # A recorded call as a chat request, given what its rollout says by response; None if it is not one.
 ChatOf = Callable[[ModelCall, Mapping[str, Said]], Json | None]
 
-LATELY = 64  # calls of a rollout that are looked at for answers of other workers
-PARENTS = 16  # calls of a rollout that are kept to read later ones
 
 IGNORED = (
     "upstream %s does not take prompts as tokens: vLLM 0.32 or newer does; use it, or policy.token_continuity: text"
@@ -240,9 +238,7 @@ class RecentTurns:
         for call in reversed(calls):
             if len(found) < self._recent and call.status == "ok" and call.policy_version is not None:
                 found.extendleft(reversed([*_turns(call, self._chat_of(call, recent.said))]))
-        recent.parents |= {call.call_id: as_parent(call) for call in calls[-PARENTS:]}
-        for call_id in [*recent.parents][:-PARENTS]:
-            del recent.parents[call_id]
+        recent.parents = newest_parents(recent.parents, calls)
         return [*found]
 
     def _remember(self, rollout_id: str, more: Iterable[Turn]) -> None:

@@ -112,6 +112,7 @@ POLICY_LOG_DURING = """
 SELECT version, at FROM policy_log
 WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) ORDER BY n
 """
+PARENTS = 16  # calls of a rollout that are kept to read later ones
 
 
 class Calls:
@@ -213,8 +214,13 @@ class Calls:
         return 0 if row is None else int(row["n"])
 
 
-def as_parent(call: ModelCall) -> Parent:
-    """Return what the children of a call need, which was read whole."""
+def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> dict[str, Parent]:
+    """Return what is kept to read later calls of a rollout, now that these were read whole, too."""
+    more = {call.call_id: _as_parent(call) for call in calls[-PARENTS:]}
+    return dict([*{**known, **more}.items()][-PARENTS:])
+
+
+def _as_parent(call: ModelCall) -> Parent:
     first = call.choices[0].token_ids if call.choices else ()
     return Parent(call.request, pack_ids([*call.prompt_token_ids, *first]))
 
