@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,10 +27,11 @@ from ..store.calls import (
 )
 from ..store.database import Refused
 from ..store.requests.delta import common_prefix, shrink_request
+from ..store.requests.parents import Parent
 from ..store.resources.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
-from ..types import CallEnd, CallStart
+from ..types import CallEnd, CallStart, ModelCall
 from .group_commit import GroupCommit, Statement
 from .places import has_results, results, spots, told
 from .recent import RecentCall, RecentCalls, parent_of, sharing
@@ -132,10 +133,10 @@ class Recorder:
 
     async def _start(self, start: CallStart, also: Sequence[Statement], size: int) -> None:
         rollout_id = start.rollout.rollout_id
-        made = await aside(size, partial(_made, start, self._recent.of(rollout_id)))
+        recent = self._recent.of(rollout_id)
+        made = await aside(size, partial(_made, start, recent))
         parent, statements = made.parent, [*made.statements, *also]
-        running = self._begun.keys()
-        if start.is_retry and (earlier := await self._store.calls.superseded(rollout_id, start.request, running)):
+        if start.is_retry and (earlier := await self._repeated(start, recent)):
             statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
         try:
             async with self._starts:
@@ -148,6 +149,11 @@ class Recorder:
             return
         self._begun[start.call_id] = made.call, parent
         self._recent.add(rollout_id, made.call, made.size)
+
+    async def _repeated(self, start: CallStart, recent: Iterable[RecentCall]) -> ModelCall | None:
+        known = {call.call_id: Parent(call.request, call.row_ids.tobytes()) for call in recent}
+        running = self._begun.keys()
+        return await self._store.calls.superseded(start.rollout.rollout_id, start.request, known, running)
 
     def _ended(self, end: CallEnd, was_trainable: bool, committed: asyncio.Future[None]) -> None:
         if committed.cancelled() or committed.exception():

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import NotFound
 from ..json_text import dumps, dumps_or_none, loads_or_none
 from ..types import CallEnd, CallStatus, Choice, ModelCall, ToolCall
 from .database import Database, Row, Transaction
@@ -99,6 +98,14 @@ SELECT group_concat(call_id, ' ') AS call_ids FROM (
     SELECT call_id, status, policy_version FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
 ) AS recent WHERE status = 'ok' AND policy_version IS NOT NULL
 """
+# Of the newest calls of a rollout, those that a request may repeat: without an answer, or the last one.
+CALLS_TO_REPEAT = """
+SELECT call_id FROM (
+    SELECT call_id, seq, status, superseded_by FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
+) AS recent
+WHERE superseded_by IS NULL
+    AND (status <> 'ok' OR seq = (SELECT MAX(seq) FROM calls WHERE rollout_id = :rollout_id))
+"""
 # The newest by order of insertion: every call would have to keep up an index on the time.
 CALL_NEWEST = "SELECT started_at, latency_ms FROM calls WHERE rowid = (SELECT MAX(rowid) FROM calls)"
 # Likewise; a call of another model is none that anybody wants to train on.
@@ -112,6 +119,7 @@ POLICY_LOG_DURING = """
 SELECT version, at FROM policy_log
 WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) ORDER BY n
 """
+REPEATED = 64  # calls of a rollout that are looked at for one that a request repeats
 PARENTS = 16  # calls of a rollout that are kept to read later ones
 
 
@@ -149,21 +157,20 @@ class Calls:
         return [call for call in calls if call.call_id in call_ids]
 
     async def superseded(
-        self, rollout_id: str, request: dict[str, Any], running: Container[str] = ()
+        self, rollout_id: str, request: dict[str, Any], known: Mapping[str, Parent], running: Container[str] = ()
     ) -> ModelCall | None:
         """Return the call that this request repeats: the newest one with the same request that did not end well.
 
         A failed call goes before one that has not ended, which another process may be answering. Otherwise it is the
-        rollout's newest call, if it has the same request: its answer did not reach the client. Never one of `running`.
+        rollout's newest call, if it has the same request: its answer did not reach the client. Never one of `running`,
+        nor one before the newest `REPEATED`. `known`: as in `some`.
         """
-        try:
-            calls = await self.of(rollout_id)
-        except NotFound:
-            return None
-        alike = [c for c in calls if c.superseded_by is None and c.call_id not in running and c.request == request]
+        rows = await self._db.all(CALLS_TO_REPEAT, {"rollout_id": rollout_id, "newest": REPEATED})
+        calls = await self.some([row["call_id"] for row in rows if row["call_id"] not in running], known)
+        alike = [call for call in calls if call.request == request]
         failed = [c for c in alike if c.status in ("error", "cancelled")]
         failed = failed or [c for c in alike if c.status == "incomplete"]
-        return failed[-1] if failed else next((c for c in alike if c is calls[-1]), None)
+        return failed[-1] if failed else next((c for c in alike if c.status == "ok"), None)
 
     async def name_agent(self, rollout_id: str, call_id: str, agent: str) -> None:
         """Say which agent made a call that was recorded without one."""

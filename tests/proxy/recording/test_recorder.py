@@ -232,6 +232,28 @@ async def test_a_retry_after_another_request_takes_no_answered_calls_place(
     assert [call.superseded_by for call in await Store(database).calls.of("r")] == [None, None, None]
 
 
+@pytest.mark.parametrize("earlier", [4, 40])
+async def test_a_retry_reads_what_it_may_repeat_alone(
+    database: Database, recorder: Recorder, earlier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": f"{n}" * 200} for n in range(earlier)]
+    for n in range(earlier):
+        await recorder.start(start(f"c{n}", {"messages": messages[: n + 1]}))
+        await recorder.end(end(f"c{n}")._replace(status="ok" if n + 1 < earlier else "error"))
+    run, rows = database.all, list[list[str]]()
+
+    async def counted(sql: str, params: Any = None) -> Any:
+        found = await run(sql, params)
+        rows.append([row["call_id"] for row in found])
+        return found
+
+    monkeypatch.setattr(database, "all", counted)
+    await recorder.start(start("retry", {"messages": messages})._replace(is_retry=True))
+    assert rows == [[f"c{earlier - 1}"]] * 2
+    monkeypatch.undo()
+    assert (await Store(database).calls.of("r"))[-2].superseded_by == "retry"
+
+
 async def test_once_an_evaluation_always_one(database: Database, recorder: Recorder) -> None:
     for i, mode in enumerate(("train", "eval", "train")):
         call = start(f"c{i}", {})
