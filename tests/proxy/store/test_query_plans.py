@@ -150,6 +150,10 @@ async def test_some_calls_are_read_without_the_others_of_their_rollout(database:
     assert {step.split("(")[1] for step in steps if step.startswith("SEARCH calls")} == {"call_id=?)"}
 
 
+async def test_a_standstill_is_read_off_the_rollouts_that_were_dropped(database: Database) -> None:
+    assert "INDEX rollouts_dropped (dropped=? AND n>?)" in "".join(await plan(database, waiting.UNLEARNED))
+
+
 async def test_a_beginning_of_an_id_is_read_off_the_index_of_ids(database: Database) -> None:
     steps = await plan(database, ROLLOUTS_PAGE_OF_PREFIX.format(filters=""))
     assert "rowid" not in steps[0] and "(rollout_id>? AND rollout_id<?)" in steps[0]
