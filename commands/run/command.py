@@ -116,7 +116,7 @@ class _Run:
             bar = self.view.bar("rollouts", len(self.tasks) * size)
             refill = Refill(self.tasks, self.refill * len(self.tasks), lambda: bar.grow(size))
             async with self.api as api:
-                if left := await fail_left(api):
+                if left := await fail_left(api, self.runner):
                     self.view.say(f"{left} rollouts of a run that was killed have failed")
                 try:
                     return await run_tasks(api, self.tasks, self.runner, self.options, bar.add, self.gate, refill)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ...proxy.errors import LightningError
 
@@ -31,3 +31,11 @@ class Runner(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class OutlivesRun(Protocol):
+    """A way of running whose programs go on when `run` is killed."""
+
+    async def end_left(self, rollout_ids: Collection[str]) -> None:
+        """End the programs that work on these rollouts."""

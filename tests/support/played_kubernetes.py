@@ -171,10 +171,11 @@ class PlayedCluster:
         return web.json_response(secret, status=201)
 
     async def _list_pods(self, request: web.Request) -> web.StreamResponse:
-        key, _, value = request.query["labelSelector"].partition("=")
+        key, equals, value = request.query["labelSelector"].partition("=")
 
         def fits(pod: Object) -> bool:
-            return bool(pod["metadata"]["labels"].get(key) == value)
+            labels = pod["metadata"]["labels"]
+            return labels.get(key) == value if equals else key in labels
 
         if request.query.get("watch") != "true":
             items = [pod for pod in self.pods.values() if fits(pod)]

@@ -98,6 +98,12 @@ class Cluster:
             if error.status_code != NOT_FOUND:
                 raise
 
+    async def labelled_pods(self, label: str) -> list[dict[str, Any]]:
+        """Return the namespace's pods that have a label, whatever its value."""
+        list_pods = self._core.list_namespaced_pod_without_preload_content
+        listed = await self._ask(lambda: list_pods(self._namespace, label_selector=label, _request_timeout=ASK_S))
+        return list(listed["items"])
+
     async def pods(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Yield ADDED, MODIFIED or DELETED and the pod, for every change, for ever; first those that are there."""
         version: str | None = None

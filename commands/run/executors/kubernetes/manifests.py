@@ -63,15 +63,15 @@ class Manifests:
         labels = {RUN: self._run, JOB: name}
         metadata = job.setdefault("metadata", {})
         metadata["name"] = name
-        metadata.setdefault("labels", {}).update(labels)
-        metadata.setdefault("annotations", {})[ROLLOUT] = env["LIGHTNING_ROLLOUT_ID"]
         spec = job["spec"]
         # Kubernetes must not try again by itself: that would be a second run in the same rollout.
         spec.update(completions=1, parallelism=1, backoffLimit=0, podReplacementPolicy="Failed")
         spec.pop("podFailurePolicy", None)
         spec.setdefault("ttlSecondsAfterFinished", KEPT_S)
         template = spec["template"]
-        template.setdefault("metadata", {}).setdefault("labels", {}).update(labels)
+        for made in (metadata, template.setdefault("metadata", {})):
+            made.setdefault("labels", {}).update(labels)
+            made.setdefault("annotations", {})[ROLLOUT] = env["LIGHTNING_ROLLOUT_ID"]
         template["spec"]["restartPolicy"] = "Never"
         _restrict(template["spec"])
         container = template["spec"]["containers"][0]

@@ -7,7 +7,7 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ...output import Keeping, ProgramLog
 from ...runner import CANNOT_START, RunLost, RunTimedOut
 from ..address import reached_at
 from .cluster import Cluster, ClusterError
-from .manifests import RUN, Manifests
+from .manifests import JOB, ROLLOUT, RUN, Manifests
 from .output import Output
 from .pods import PodState
 from .watch import PodWatch
@@ -66,6 +66,16 @@ class KubernetesRunner:
                 await cluster.delete_job(name)
             except ClusterError as error:
                 self._say(f"Job {name} is left there: {error.message}")
+
+    async def end_left(self, rollout_ids: Collection[str]) -> None:
+        """Delete the Jobs of these rollouts, which another run has left there."""
+        try:
+            cluster, _ = await self._connected()
+            for pod in (one["metadata"] for one in await cluster.labelled_pods(RUN)):
+                if pod.get("annotations", {}).get(ROLLOUT) in rollout_ids:
+                    await cluster.delete_job(pod["labels"][JOB])
+        except ClusterError as error:
+            self._say(f"Jobs of a run that was killed may be left there: {error.message}")
 
     async def close(self) -> None:
         if self._pods is not None:
