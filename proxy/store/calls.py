@@ -75,10 +75,8 @@ WITH RECURSIVE wanted (call_id, parent_id) AS (
     SELECT calls.call_id, calls.parent_id FROM wanted JOIN calls ON calls.call_id = wanted.parent_id
     WHERE calls.call_id NOT IN (SELECT value FROM json_each(:known))
 )
-SELECT calls.*, large_requests.request AS large_request
-FROM wanted CROSS JOIN calls ON calls.call_id = wanted.call_id
-LEFT JOIN large_requests ON large_requests.call_id = calls.call_id
-ORDER BY seq
+SELECT calls.*, (SELECT request FROM large_requests WHERE call_id = calls.call_id) AS large_request
+FROM wanted CROSS JOIN calls ON calls.call_id = wanted.call_id ORDER BY seq
 """
 AGENT_OF_CALL = (
     "UPDATE calls SET agent = :agent WHERE call_id = :call_id AND rollout_id = :rollout_id AND agent IS NULL"
