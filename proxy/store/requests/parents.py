@@ -28,16 +28,17 @@ class WholeParts:
         self._known = known
         self._requests = {call_id: parent.request for call_id, parent in known.items()}
         self._rows = _Rows()
-        self._tokens: dict[str, tuple[int, ...]] = {}  # of prompt and answer
+        self._tokens: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # prompt, which is the call's, and answer
 
     def of(self, row: Row) -> dict[str, Any]:
         """Return the fields of ModelCall that need the call's parent. It was read before."""
         call_id, parent = row["call_id"], row["parent_id"]
         request = grow_request(_stored_request(row), self._requests.get(parent))
         if parent in self._known and parent not in self._tokens:
-            self._tokens[parent] = unpack_ids(self._known[parent].tokens)
-        prompt = self._tokens.get(parent, ())[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
-        self._requests[call_id], self._tokens[call_id] = request, prompt + unpack_ids(row["token_ids"])
+            self._tokens[parent] = unpack_ids(self._known[parent].tokens), ()
+        asked, answer = self._tokens.get(parent, ((), ()))
+        prompt = (asked + answer)[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
+        self._requests[call_id], self._tokens[call_id] = request, (prompt, unpack_ids(row["token_ids"]))
         return {
             "request": request,
             "request_of": None,
