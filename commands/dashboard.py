@@ -35,7 +35,7 @@ def dashboard(store: StoreConfig, port: int) -> None:
     from uvicorn import Config as Settings
     from uvicorn import Server
 
-    from ..proxy.app import create_dashboard
+    from ..proxy.page.dashboard import create_dashboard
 
     path = None if store.is_postgres else store.path.expanduser().absolute()
     if path is not None and not path.is_file():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 
 from aiohttp import ClientSession
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -28,33 +27,26 @@ from .conversation.through_chat import ChatRoute
 from .conversation.unnamed import UnnamedRollouts
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
 from .gateway.asgi import Reply
-from .gateway.call import Gateway, Listener
+from .gateway.call import Gateway, OnCall
 from .gateway.reading import Bodies
 from .gateway.relay import Relay, is_data_path
-from .otel import receive as otlp
-from .otel.export import listening, require_sdk
-from .page import alone, feed, page
+from .plugins.hooks import Core, ProxyPlugin, Work
+from .plugins.on_board import open_plugins, plugins_of
 from .policy.mode import ModeInUse
 from .policy.model_check import ModelCheck
 from .policy.operator import operator_headers, relay_headers
 from .policy.pins import Pins
 from .policy.probe import Prober
 from .policy.routing import PolicyRouter
-from .policy.swap import Swap, nobody
+from .policy.swap import Placed, Swap
 from .policy.vllm import VllmFleet, operator_session
 from .policy.watch import Watch
-from .promotion.gate import Gate, rules
-from .promotion.splitting import PolicySplit, PromptSplit
-from .prompts import routes as prompt_routes
-from .prompts.prompts import Prompts
 from .recording.metrics import Metrics
 from .recording.recorder import Recorder
 from .recording.redact import Redactor
 from .returns import Rules
-from .reward_function.scoring import Scorer
 from .store.database import hurry, opened
 from .store.endings import end_idle_rollouts
-from .store.resources import promotions, prompt_tests
 from .store.retention import Keeper
 from .store.store import Store
 from .upstreams.attempts import Upstreams
@@ -63,38 +55,33 @@ from .upstreams.http import make_session
 from .upstreams.litellm.upstream import LitellmUpstream
 
 
-def create_app(config: Config, heard_by: Sequence[Listener] = ()) -> ASGIApp:
+def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
     """Return the whole proxy as an app. Its parts open and close with the server. Raise ConfigError.
 
     `heard_by`: what is told of each recorded call.
     """
-    require_sdk(config.telemetry)
-    control = _control(config, heard_by)
-    _add_routes(control, rewards, rollouts, tasks, policy, status, health)
-    _add_routes(control, otlp, prompt_routes, feed, page)  # side rooms
-    return _Dispatch(control)
+    plugins = plugins_of(config)
+    control = control_api(partial(open_parts, config, plugins, heard_by))
+    for routers in (CORE, *(plugin.routers for plugin in plugins)):
+        add_routes(control, *routers)
+    return Dispatch(control)
 
 
-def create_dashboard(config: Config) -> ASGIApp:
-    """Return the page over a store alone, as an app: routes that read. Nothing is written, and no upstream asked."""
-    control = _control(config, writes=False)
-    _add_routes(control, rollouts, tasks, policy, status, alone, feed, page)
-    control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
-    return _Dispatch(control, forwards=False)
+CORE = tuple(module.router for module in (rewards, rollouts, tasks, policy, status, health))
 
 
-def _add_routes(control: FastAPI, *resources: ModuleType) -> None:
-    """Add the routes of each resource as they are; `include_router` would make them anew, and spend most of a start."""
-    for resource in resources:
-        control.router.routes.extend(resource.router.routes)
+def add_routes(control: FastAPI, *routers: APIRouter) -> None:
+    """Add the routes of each router as they are; `include_router` would make them anew, most of a start's time."""
+    for router in routers:
+        control.router.routes.extend(router.routes)
 
 
-def _control(config: Config, heard_by: Sequence[Listener] = (), *, writes: bool = True) -> FastAPI:
-    """The control API without its routes."""
+def control_api(opened: Callable[[], AbstractAsyncContextManager[Parts]]) -> FastAPI:
+    """Return the control API without its routes. The parts that these use are open as long as the server runs."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with open_parts(config, heard_by, writes=writes) as parts:
+        async with opened() as parts:
             app.state.parts = parts
             yield
 
@@ -109,7 +96,9 @@ def _control(config: Config, heard_by: Sequence[Listener] = (), *, writes: bool 
 
 
 @asynccontextmanager
-async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, writes: bool = True) -> AsyncIterator[Parts]:
+async def open_parts(
+    config: Config, plugins: Sequence[ProxyPlugin] = (), heard_by: Sequence[OnCall] = (), *, writes: bool = True
+) -> AsyncIterator[Parts]:
     """Open the proxy's parts, and close them in reverse order at the end. Without `writes`, only read the store."""
     metrics, vouching = Metrics(), _vouching(config)
     redactor = Redactor(config.recording.redact, [*config.keys(), *_own_keys(config)])
@@ -127,28 +116,27 @@ async def open_parts(config: Config, heard_by: Sequence[Listener] = (), *, write
         await keys.refresh()
         recorder = Recorder(store, merged=mode.is_merged, redactor=redactor, on_redacted=metrics.redacted.inc)
         await stack.enter_async_context(recorder)
-        pins, (split, prompt_split) = Pins(store, config.policy.pin_timeout_s), _splits(config, store)
-        watch = _watch(config, store, operator, pins, upstreams.health, mode)
+        plugged = await stack.enter_async_context(open_plugins(plugins, Core(config, store, redactor, metrics)))
+        pins = Pins(store, config.policy.pin_timeout_s)
+        watch = _watch(config, store, operator, pins, upstreams.health, mode, plugged.placed)
         swap = watch.swap if watch is not None else None
-        router = PolicyRouter(config, store, pins, watch, split)
-        # The data path, with the side rooms that hear of its calls.
+        router = PolicyRouter(config, store, pins, watch, plugged.choose)
+        # The data path.
         chat_route = ChatRoute(config.policy, store, upstreams)
         exact = _exact(config, upstreams, store, chat_route, metrics)
-        listeners = await stack.enter_async_context(listening(config.telemetry, redactor))
-        prompts = await stack.enter_async_context(Prompts(store.prompts, redactor, metrics.prompted, prompt_split))
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
-            chat_route=chat_route, rewrite=prompts.put, listeners=(*listeners, *heard_by),
+            chat_route=chat_route, rewrite=plugged.rewrite, listeners=(*plugged.on_call, *heard_by),
         )  # fmt: skip
         # The control API's view of them, and what runs beside the calls.
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, bodies=bodies, exact=exact,
             relay=Relay(config, keys, gateway, bodies), model_check=ModelCheck(config, store, swap),
-            health=upstreams.health, also_forget=() if split is None else (split.forget,),
+            health=upstreams.health, also_forget=plugged.on_deleted,
         )  # fmt: skip
         if writes:
-            await stack.enter_async_context(_at_work(parts, operator))
+            await stack.enter_async_context(_at_work(parts, operator, plugged.work))
         yield parts
 
 
@@ -173,7 +161,13 @@ def _own_keys(config: Config) -> Iterable[str]:
 
 
 def _watch(
-    config: Config, store: Store, session: ClientSession, pins: Pins, health: Health, mode: ModeInUse
+    config: Config,
+    store: Store,
+    session: ClientSession,
+    pins: Pins,
+    health: Health,
+    mode: ModeInUse,
+    placed: Placed,
 ) -> Watch | None:
     """The watch over the policy's vLLM; None without an upstream of kind vllm."""
     upstream = config.policy_upstream
@@ -181,38 +175,7 @@ def _watch(
         return None
     headers = upstream.credentials | operator_headers(config.policy.directory)
     vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
-    candidate = store.promotions.candidate if config.policy.is_gated else nobody
-    return Watch(Swap(store, vllm, mode.mode, config.policy.directory, candidate), upstream, pins, health, mode)
-
-
-def _splits(config: Config, store: Store) -> tuple[PolicySplit | None, PromptSplit | None]:
-    """What splits new rollouts while versions are tested, of the policy and of prompts."""
-    policy = PolicySplit(config, store) if config.policy.is_gated else None
-    return policy, PromptSplit(config, store) if config.prompts.is_gated else None
-
-
-def _gates(config: Config, store: Store) -> Iterator[Coroutine[Any, Any, None]]:
-    """What decides about new versions that are tested before they go live, of the policy and of prompts."""
-    database, trainer = store.database, config.trainer
-    if config.policy.is_gated:
-        yield Gate(
-            "gate", store.promotions, database, rules(config.policy.gate, trainer), partial(_stopped, store)
-        ).run()
-    if config.prompts.is_gated:
-        yield Gate("prompt-gate", store.prompt_tests, database, rules(config.prompts.gate, trainer)).run()
-
-
-async def _stopped(store: Store) -> str | None:
-    """Why no candidate goes live by itself: a new live version would lift the stop, which only a person may."""
-    return None if await store.steps.collapse() is None else "publication is stopped for a collapse"
-
-
-async def _open_gates(config: Config, store: Store) -> None:
-    """End the tests of versions that need none any more."""
-    if not config.policy.is_gated:
-        await store.promotions.end(promotions.NOT_GATED)
-    if not config.prompts.is_gated:
-        await store.prompt_tests.end(prompt_tests.NOT_GATED)
+    return Watch(Swap(store, vllm, mode.mode, config.policy.directory, placed), upstream, pins, health, mode)
 
 
 def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:
@@ -221,20 +184,16 @@ def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, No
     work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
     work.append(parts.store.returns.keep())
     work.append(end_idle_rollouts(parts.store.database, parts.config.rollouts))
-    work.append(Scorer(parts.config, parts.store, parts.metrics.rewards.inc).run())
-    work += _gates(parts.config, parts.store)
     if parts.watch is not None:
         work += [parts.watch.run(), Prober(parts.config.policy, parts.watch, parts.health).run()]
     return work
 
 
 @asynccontextmanager
-async def _at_work(parts: Parts, session: ClientSession) -> AsyncIterator[None]:
+async def _at_work(parts: Parts, session: ClientSession, plugged: Sequence[Work]) -> AsyncIterator[None]:
     """Do what runs beside the calls during the block, and cancel it at its end."""
-    await parts.store.endings.use_function(parts.config.rewards.function)
     await parts.store.returns.adopt(Rules.of(parts.config.trainer))
-    await _open_gates(parts.config, parts.store)
-    tasks = [asyncio.create_task(one) for one in _beside(parts, session)]
+    tasks = [asyncio.create_task(one) for one in (*_beside(parts, session), *(work() for work in plugged))]
     try:
         yield
     finally:
@@ -246,7 +205,7 @@ async def _at_work(parts: Parts, session: ClientSession) -> AsyncIterator[None]:
 _HURRIED = frozenset({"/reward", "/rollouts", "/readyz"})  # what agents and probes wait for, besides calls
 
 
-class _Dispatch:
+class Dispatch:
     """Sends the data path to the relay (if it `forwards`) and the rest to FastAPI."""
 
     def __init__(self, control: FastAPI, *, forwards: bool = True) -> None:

@@ -361,6 +361,7 @@ async def _running(
     policy: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     prompts: dict[str, Any] | None = None,
+    plugins: Sequence[str] = (),
     **proxy: Any,
 ) -> AsyncIterator[System]:
     vllm = PolicyServer(tmp_path)
@@ -395,6 +396,7 @@ async def _running(
             **policy or {},
         ),
         prompts=PromptsConfig(**prompts or {}),
+        plugins=list(plugins),
         trainer=TrainerConfig(**trainer or {}),
     )
     server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))

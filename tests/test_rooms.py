@@ -17,6 +17,7 @@ TOPS = ("proxy", "trainer", "commands", "client")
 LEVELS = {
     "proxy": [
         {"app"},
+        {"plugins"},
         {"control"},
         {"gateway"},
         {"policy", "conversation"},

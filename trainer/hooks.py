@@ -1,4 +1,4 @@
-"""Loads a user's own credit assignment or loss: `trainer.credit` and `trainer.loss` as `FILE.py:NAME`.
+"""Loads a user's own credit assignment or loss: `trainer.credit` and `trainer.loss` as `FILE.py:NAME` or `PLUGIN:NAME`.
 
 The function runs in the trainer's process. A fault in it is one line that names the setting and the file's line.
 """
@@ -15,13 +15,19 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from ..proxy.config.plugins import load_plugin
 from ..proxy.errors import ConfigError
 
 
 @cache
 def load(setting: str, own: str) -> Callable[..., Any]:
-    """Return the function that `own`, a FILE.py:NAME, names. Raise ConfigError where it cannot be had."""
+    """Return the function that `own` names: FILE.py:NAME, or PLUGIN:NAME. Raise ConfigError where it cannot be had."""
     file, _, name = own.rpartition(":")
+    if not file.endswith(".py"):
+        function = getattr(load_plugin(file), name, None)
+        if not callable(function):
+            raise ConfigError(f"{setting}: the plugin {file} has no function {name}")
+        return function
     path = Path(file).expanduser().absolute()
     known_as = f"lightning_hook_{sha256(str(path).encode()).hexdigest()[:12]}"
     spec = spec_from_file_location(known_as, path)

@@ -21,6 +21,7 @@ from ..proxy.policy.mode import decide
 from ..proxy.policy.operator import operator_headers
 from ..proxy.policy.swap import Swap
 from ..proxy.policy.vllm import VllmFleet, VllmServer, operator_session
+from ..proxy.promotion.splitting import candidates_server
 from ..proxy.store.database import Database, opened
 from ..proxy.store.resources.promotions import NOT_GATED
 from ..proxy.store.store import Store
@@ -83,7 +84,7 @@ async def _publisher(
     config: Config, store: Store, vllm: VllmFleet, mode: PublishMode, trainer: TrainingEngine
 ) -> Publisher:
     if config.policy.is_gated:
-        swap = Swap(store, vllm, mode, config.policy.directory, store.promotions.candidate)
+        swap = Swap(store, vllm, mode, config.policy.directory, candidates_server(config, store))
         return GatedPublisher(config, store, swap, trainer)
     await store.promotions.end(NOT_GATED)
     return Publisher(config.policy, store, Swap(store, vllm, mode, config.policy.directory), trainer)

@@ -103,15 +103,11 @@ class Verifier:
         self._trainer.keep(DEFAULT_ADAPTER)
         give_back()
 
-    async def stage(
-        self,
-        version: PolicyVersion,
-        samples: Sequence[Sample],
-        begin: Callable[[], Awaitable[None]],
-        stop: asyncio.Event,
+    async def place(
+        self, version: PolicyVersion, url: str, samples: Sequence[Sample], begin: Begin, stop: asyncio.Event
     ) -> None:
-        """Give a candidate's merged weights to the server of candidates, verify them, and `begin` its test."""
-        await self._swap.stage(version, check=self._check(version, samples, stop), begin=begin)
+        """Give merged weights to one server, verify them, and `begin`. Another version stays live."""
+        await self._swap.place(version, url, check=self._check(version, samples, stop), begin=begin)
         self._trainer.keep(DEFAULT_ADAPTER)
         give_back()
 

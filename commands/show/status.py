@@ -51,7 +51,7 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
     if ready["store"] != "ok":
         return {
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
-            "untrainable": {}, "publishing": None, "standstill": None, "collapse": None, "recent": None,
+            "untrainable": {}, "publishing": None, "standstill": None, "collapse": None, "plugins": [], "recent": None,
         }  # fmt: skip
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
     rewards = [step["metrics"]["reward_mean"] for step in steps if "reward_mean" in step["metrics"]]
@@ -90,13 +90,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
     served = ", ".join([policy["served_model"] or "the base model", *policy["adapters"].values()])
     table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
-    if policy["test"]:
-        table.add_row("promotion", line_of(policy["test"]))
-    if policy["waiting"] is not None:
-        table.add_row("  waits", f"version {policy['waiting']} is tested next")
-    if status["publishing"]:
-        told = f"not possible: {status['publishing']}\n`lightning-proxy doctor` says what to do"
-        table.add_row("publishing", plain(told, "yellow"))
+    for name, value in _new_versions(status, policy):
+        table.add_row(name, value)
     if collapse := policy["collapse"]:
         table.add_row("stopped", plain(f"for {duration(now - collapse['at'])}: {Collapse(**collapse).story}", "red"))
     for mode, counts in sorted(status["rollouts"].items(), reverse=True):
@@ -112,6 +107,19 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         first, *_, last = status["rewards"]
         table.add_row("reward by step", f"{sparkline(status['rewards'])}  {number(first)} → {number(last)}")
     return table
+
+
+def _new_versions(status: dict[str, Any], policy: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
+    """What tests or keeps back the next version."""
+    if policy["test"]:
+        yield "promotion", line_of(policy["test"])
+    if policy["waiting"] is not None:
+        yield "  waits", f"version {policy['waiting']} is tested next"
+    if status["publishing"]:
+        why = f"not possible: {status['publishing']}\n`lightning-proxy doctor` says what to do"
+        yield "publishing", plain(why, "yellow")
+    if status["plugins"]:
+        yield "plugins", plain(", ".join(status["plugins"]))
 
 
 def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:

@@ -24,6 +24,7 @@ ONE_SERVER = (
 class Config(Section):
     proxy: ProxyConfig = ProxyConfig()
     store: StoreConfig = StoreConfig()
+    plugins: list[str] = []
     upstreams: list[UpstreamConfig] = [UpstreamConfig(name="policy", base_url="http://127.0.0.1:8100/v1")]
     recording: RecordingConfig = RecordingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
@@ -40,6 +41,12 @@ class Config(Section):
         if not self.upstreams:
             raise ValueError("upstreams: at least one is needed")
         check_fallbacks({upstream.name: upstream.fallbacks for upstream in self.upstreams}, len(self.upstreams))
+        return self
+
+    @model_validator(mode="after")
+    def _names_the_plugins_that_the_trainer_uses(self) -> Config:
+        if missing := self.trainer.plugins - {*self.plugins}:
+            raise ValueError(f"trainer: {', '.join(sorted(missing))} is no plugin of yours: add it to plugins")
         return self
 
     @model_validator(mode="after")

@@ -17,12 +17,13 @@ MIN_EARLIER = 4
 
 
 STRATEGIES = ("uniform", "discounted", "anchor", "judge")
-_OWN = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")  # a function of the user's own
+# A function of the user's own in a file, or one of a plugin.
+_OWN = re.compile(r"(.+\.py|[A-Za-z0-9_.-]+):[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _own(value: str) -> str:
     if not _OWN.fullmatch(value):
-        raise ValueError(f"a function of your own is FILE.py:NAME, got {value!r}")
+        raise ValueError(f"a function of your own is FILE.py:NAME, or PLUGIN:NAME; got {value!r}")
     return value
 
 
@@ -30,7 +31,8 @@ def _strategies(value: Any) -> Any:
     """Refuse what is no strategy, for all agents or by agent."""
     for one in value.values() if isinstance(value, dict) else [value]:
         if not isinstance(one, str) or (one not in STRATEGIES and not _OWN.fullmatch(one)):
-            raise ValueError(f"{', '.join(STRATEGIES)}, or a function of your own as FILE.py:NAME; got {one!r}")
+            known = ", ".join(STRATEGIES)
+            raise ValueError(f"{known}, or a function of your own as FILE.py:NAME or PLUGIN:NAME; got {one!r}")
     return value
 
 
@@ -314,6 +316,13 @@ class TrainerConfig(Section):
     def judged(self) -> bool:
         """Return whether a judge scores any calls."""
         return "judge" in ([self.credit] if isinstance(self.credit, str) else self.credit.values())
+
+    @property
+    def plugins(self) -> set[str]:
+        """Return the plugins that `credit` and `loss` name."""
+        credits = [self.credit] if isinstance(self.credit, str) else self.credit.values()
+        files = [own.rpartition(":")[0] for own in (*credits, self.loss or "") if ":" in own]
+        return {file for file in files if not file.endswith(".py")}
 
     @property
     def credit_by_agent(self) -> list[str]:

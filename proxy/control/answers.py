@@ -273,7 +273,7 @@ class Status(BaseModel):
     `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `untrainable`: how many
     of the newest 200 calls cannot be, by reason, the policy's alone. `publishing`: why new weights cannot reach the
     policy's server. `standstill`: nothing was learned from the newest rollouts. `collapse`: as in `GET /policy`.
-    `recent`: the newest calls, at most 500.
+    `plugins`: the names of those that the configuration asks for. `recent`: the newest calls, at most 500.
     """
 
     rollouts: dict[Mode, dict[RolloutStatus, int]]
@@ -283,6 +283,7 @@ class Status(BaseModel):
     publishing: str | None
     standstill: Standstill | None
     collapse: Collapse | None
+    plugins: list[str]
     recent: RecentCalls
 
 

@@ -46,6 +46,7 @@ async def get_status(request: Request) -> dict[str, Any]:
         "untrainable": await p.store.calls.untrainable(NEWEST),
         "standstill": None if found is None else asdict(found) | {"story": found.story},
         "collapse": None if collapse is None else asdict(collapse),
+        "plugins": p.config.plugins,
         "recent": asdict(await p.store.traffic.recent(RECENT_CALLS)),
     }
     return sight.of("status", view)

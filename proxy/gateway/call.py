@@ -33,7 +33,7 @@ from .question import Question, Rewrite, as_asked
 log = logging.getLogger(__name__)
 
 # Hears of every recorded call once its end is durable; the headers are the request's, their names in lower case.
-Listener = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
+OnCall = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 
 
 class Gateway:
@@ -51,7 +51,7 @@ class Gateway:
         exact: ExactTokens | None = None,
         chat_route: ChatRoute | None = None,
         rewrite: Rewrite = as_asked,
-        listeners: Sequence[Listener] = (),
+        listeners: Sequence[OnCall] = (),
     ) -> None:
         """Without `unnamed` an unnamed call is a rollout of its own, without `exact` all go as text.
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 from ..config.server import TelemetryConfig
 from ..errors import ConfigError
-from ..gateway.call import Listener
 from ..recording.redact import Redactor
 from ..types import CallEnd, CallStart
 from .genai_write import attributes_of, operation_of
@@ -89,16 +87,3 @@ def require_sdk(config: TelemetryConfig) -> None:
         raise ConfigError(
             f"telemetry.otlp_endpoint needs OpenTelemetry's SDK ({error.name}): pip install 'lightning-proxy[otel]'"
         ) from None
-
-
-@asynccontextmanager
-async def listening(config: TelemetryConfig, redactor: Redactor) -> AsyncIterator[list[Listener]]:
-    """Yield the listeners that export calls during the block, none without `otlp_endpoint`. Raise ConfigError."""
-    if config.otlp_endpoint is None:
-        yield []
-        return
-    telemetry = Telemetry(config, redactor)
-    try:
-        yield [telemetry.call_ended]
-    finally:
-        await telemetry.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..config.root import Config
@@ -74,11 +74,11 @@ class PolicyRouter:
         return route._replace(fallbacks=fallbacks, adds_usage=adds_usage) if fallbacks or adds_usage else route
 
     async def _route_to_policy(self, watch: Watch, rollout: RolloutName, model: str | None, recorded: bool) -> Route:
-        upstream, (live, candidate) = watch.upstream, await self._in_line(watch)
+        upstream, (live, placed) = watch.upstream, await self._in_line(watch)
         begins = self._choose if recorded and model == self.alias else None
         if watch.swap.mode == "merged":
             ours = model in (None, self.alias, watch.base)
-            version, servers = await self._merged(watch, rollout, live, candidate, begins)
+            version, servers = await self._merged(watch, rollout, live, placed, begins)
             served = watch.base if model == self.alias else None
             return Route(upstream, served, version.version if ours else None, servers=servers)
         if model == self.alias:
@@ -89,33 +89,33 @@ class PolicyRouter:
         asked = 0 if model is None or model == watch.base else await self._store.versions.named(model)
         return Route(upstream, None, asked, pins=False)
 
-    async def _in_line(self, watch: Watch) -> tuple[PolicyVersion, PolicyVersion | None]:
-        """The live version and the candidate that servers were seen to have, both of one moment."""
+    async def _in_line(self, watch: Watch) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
+        """The live version, and what servers have in its place, as they were seen to have it: both of one moment."""
         for _ in range(2):  # another one may become live between two readings
             await watch.require()
-            live, candidate = await self._store.versions.live_now(), await watch.swap.candidate()
-            if watch.is_in_line_for(live, candidate):
+            live, placed = await self._store.versions.live_now(), await watch.swap.placed()
+            if watch.is_in_line_for(live, placed):
                 break
-        return live, candidate
+        return live, placed
 
     async def _merged(
         self,
         watch: Watch,
         rollout: RolloutName,
         live: PolicyVersion,
-        candidate: PolicyVersion | None,
+        placed: Mapping[str, PolicyVersion],
         begins: Choose | None,
     ) -> tuple[PolicyVersion, tuple[str, ...]]:
-        """The version that answers, and the servers that have it (empty: any). If none of them is up, the other."""
-        if candidate is None:
+        """The version that answers, and the servers that have it (empty: any). Only one that is up can be chosen."""
+        if not placed:
             return live, ()
-        *others, own = watch.upstream.urls
-        if not watch.up([own]):
-            return live, tuple(others)
-        if not watch.up(others):
-            return candidate, (own,)
-        version = await begins(rollout, live) if begins is not None else live
-        return (candidate, (own,)) if version.version == candidate.version else (live, tuple(others))
+        versions = {url: placed.get(url, live) for url in watch.upstream.urls}
+        up = {versions[url].version: versions[url] for url in watch.up(versions)}
+        version = live if live.version in up or not up else next(iter(up.values()))
+        if begins is not None and len(up) > 1:
+            chosen = await begins(rollout, live)
+            version = up.get(chosen.version, version)
+        return version, tuple(url for url, its in versions.items() if its.version == version.version)
 
     async def _version_of(self, rollout: RolloutName, live: PolicyVersion, begins: Choose | None) -> PolicyVersion:
         """The version that the rollout began with; one for it if it begins now; the live one if that is not served."""

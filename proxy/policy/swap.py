@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -25,7 +25,8 @@ DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, an
 DRAIN_POLL_S = 0.2
 
 
-Candidate = Callable[[], Awaitable[PolicyVersion | None]]
+# The servers whose merged weights are of another version than the live one, by URL.
+Placed = Callable[[], Awaitable[Mapping[str, PolicyVersion]]]
 Check = Callable[[VllmServer], Awaitable[None]]
 
 
@@ -41,20 +42,19 @@ class Superseded(LightningError):
     status = 409
 
 
-async def nobody() -> PolicyVersion | None:
-    """No version is tested before it goes live."""
-    return None
+async def all_live() -> Mapping[str, PolicyVersion]:
+    """Every server has the live version."""
+    return {}
 
 
 class Swap:
     """Makes versions live. A lock file lets only one process do so at a time: the proxy or the trainer."""
 
     def __init__(
-        self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path, candidate: Candidate = nobody
+        self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path, placed: Placed = all_live
     ) -> None:
-        """`candidate` is the version that is tested beside the live one. Merged, the last server serves it."""
         self.store = store
-        self.candidate = candidate
+        self.placed = placed
         self.vllm = vllm
         self.mode = mode
         self._lock_file = directory / "swap.lock"
@@ -101,16 +101,19 @@ class Swap:
                 except VllmError as error:  # it is out of line, which the proxy's watch sees and mends
                     log.warning("%s does not have the live weights yet: %s", shown(server.base_url), error)
 
-    async def stage(self, version: PolicyVersion, *, check: Check, begin: Callable[[], Awaitable[None]]) -> None:
-        """Give a candidate's merged weights to the server of candidates, as `roll` does, then `begin` its test."""
+    async def place(
+        self, version: PolicyVersion, url: str, *, check: Check, begin: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Give the version's merged weights to one server, as `roll` does, then `begin`. Another version stays live."""
         async with self._locked():
-            live, server = await self._live_before(version, None), self.vllm.servers[-1]
+            live = await self._live_before(version, None)
+            servers = [server for server in self.vllm.servers if server.base_url == url]
             path, label = await self._weights(version), labels_of(version)[0]
-            await self._give_all([server], path, label, check, live)
+            await self._give_all(servers, path, label, check, live)
             try:
                 await begin()
             except BaseException:
-                await asyncio.shield(self._give_back([server], live))
+                await asyncio.shield(self._give_back(servers, live))
                 raise
 
     async def _give_all(
@@ -188,11 +191,9 @@ class Swap:
             return False
 
     async def wanted(self, server: VllmServer) -> PolicyVersion:
-        """Return the version whose merged weights a server is to have: the live one, or the candidate."""
-        candidate = await self.candidate()
-        if candidate is not None and server is self.vllm.servers[-1]:
-            return candidate
-        return await self.store.versions.live()
+        """Return the version whose merged weights a server is to have."""
+        placed = (await self.placed()).get(server.base_url)
+        return await self.store.versions.live() if placed is None else placed
 
     async def out_of_line(self) -> dict[str, LightningError | None]:
         """Return, by URL, why a server lacks the merged weights wanted of it. Nothing is mended. Raise if all do."""

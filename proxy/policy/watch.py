@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
@@ -21,6 +21,9 @@ WATCH_S = 1.0
 MENDED_S = 3.0  # that a look waits for servers that are being mended
 
 
+Wanted = tuple[int, Mapping[str, int]]  # the live version, and by URL those of servers that are to have another
+
+
 class Watch:
     """Knows whether vLLM serves the live version. Servers that do not are reported and get no calls."""
 
@@ -35,8 +38,8 @@ class Watch:
         self._look: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
         self._in_line = False
-        # The version that was live when vLLM was looked at last, and the candidate.
-        self._in_line_for: tuple[int, int | None] = (0, None)
+        # What was live when vLLM was looked at last, and by URL what was placed.
+        self._in_line_for: Wanted = (0, {})
         self._problem: LightningError | None = None
 
     async def run(self) -> None:
@@ -73,11 +76,11 @@ class Watch:
         if isinstance(self._problem, NotServed):
             raise self._problem
 
-    def is_in_line_for(self, live: PolicyVersion, candidate: PolicyVersion | None) -> bool:
-        """Return whether these were live and the candidate when the servers were looked at last."""
-        return self._in_line_for == (live.version, None if candidate is None else candidate.version)
+    def is_in_line_for(self, live: PolicyVersion, placed: Mapping[str, PolicyVersion]) -> bool:
+        """Return whether these were live and placed when the servers were looked at last."""
+        return self._in_line_for == _wanted(live, placed)
 
-    def up(self, urls: Sequence[str]) -> tuple[str, ...]:
+    def up(self, urls: Iterable[str]) -> tuple[str, ...]:
         """Return those of the upstream's servers that have no problem, as far as was seen."""
         return tuple(url for url in urls if not self._health.problems.get((self.upstream.name, url)))
 
@@ -87,9 +90,9 @@ class Watch:
             if self._in_line_for != await self._wanted():
                 await self._get_in_line(self.upstream.connect_timeout_s)
 
-    async def _wanted(self) -> tuple[int, int | None]:
-        candidate = await self.swap.candidate()
-        return (await self.swap.store.versions.live_now()).version, None if candidate is None else candidate.version
+    async def _wanted(self) -> Wanted:
+        placed = await self.swap.placed()
+        return _wanted(await self.swap.store.versions.live_now(), placed)
 
     async def _get_in_line(self, timeout: float | None = None) -> None:
         """Look, or wait for a look that is under way; UpstreamTimeout if it takes longer than `timeout` s."""
@@ -155,3 +158,7 @@ class Watch:
         if str(problem) != str(self._problem):
             log.warning("%s", story, exc_info=exc_info)
         self._in_line, self._problem = False, problem
+
+
+def _wanted(live: PolicyVersion, placed: Mapping[str, PolicyVersion]) -> Wanted:
+    return live.version, {url: version.version for url, version in placed.items()}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
 
 from ..config.promotion import GateConfig
 from ..config.root import Config
+from ..policy.swap import Placed
 from ..store.resources.promotions import Chooser, Promotion
 from ..store.store import Store
 from ..types import PolicyVersion, RolloutName
@@ -41,6 +43,17 @@ class PolicySplit:
     def forget(self, rollout_id: str) -> None:
         """Drop the version of a deleted rollout. A new one of the same name is split anew."""
         self._versions.pop(rollout_id, None)
+
+
+def candidates_server(config: Config, store: Store) -> Placed:
+    """Return what tells that the policy's last server has the candidate's merged weights, while there is one."""
+    upstream = config.policy_upstream
+
+    async def placed() -> Mapping[str, PolicyVersion]:
+        candidate = await store.promotions.candidate()
+        return {} if candidate is None or upstream is None else {upstream.published_to[-1]: candidate}
+
+    return placed
 
 
 class PromptSplit:

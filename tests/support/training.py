@@ -21,8 +21,9 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.policy.swap import Swap, nobody
+from lightning_proxy.proxy.policy.swap import Swap, all_live
 from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
+from lightning_proxy.proxy.promotion.splitting import candidates_server
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.store import Store
@@ -125,8 +126,8 @@ class Bench:
     def loop(self, runs: Any = TrainingLoop, **trainer: Any) -> Any:
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
         is_gated = config.policy.is_gated
-        candidate = self.store.promotions.candidate if is_gated else nobody
-        swap = Swap(self.store, self.vllm, self.mode, config.policy.directory, candidate)
+        placed = candidates_server(self.config, self.store) if is_gated else all_live
+        swap = Swap(self.store, self.vllm, self.mode, config.policy.directory, placed)
         engine = TinkerTrainer if config.trainer.backend == "tinker" else LightningTrainer
         self.trainer: Any = engine(config.trainer, config.policy)
         publisher: Publisher = Publisher(config.policy, self.store, swap, self.trainer)

@@ -126,7 +126,7 @@ class GatedPublisher(Publisher):
                 await self._verifier.load_and_verify(version, samples, stop)
                 await begin()
             else:
-                await self._verifier.stage(version, samples, begin, stop)
+                await self._verifier.place(version, self.vllm.servers[-1].base_url, samples, begin, stop)
         except (UpstreamUnreachable, UpstreamTimeout, VllmFault, Conflict) as error:
             self._again = monotonic() + AGAIN_S
             log.warning("the test of policy version %d waits: %s", version.version, error)

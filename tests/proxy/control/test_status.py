@@ -14,7 +14,9 @@ from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 
-NOTHING: dict[str, Any] = {"dropped": {}, "untrainable": {}, "publishing": None, "standstill": None, "collapse": None}
+NOTHING: dict[str, Any] = {
+    "dropped": {}, "untrainable": {}, "publishing": None, "standstill": None, "collapse": None, "plugins": []
+}  # fmt: skip
 NO_CALLS = {"calls": 0, "since": None, "by_status": {}, "latency_ms": None, "ttft_ms": None, "response_tokens": 0}
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

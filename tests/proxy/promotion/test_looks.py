@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.app import _stopped
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.promotion import gate
 from lightning_proxy.proxy.promotion.gate import Gate, rules
+from lightning_proxy.proxy.promotion.plugin import stopped
 from lightning_proxy.proxy.promotion.splitting import PolicySplit
 from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.resources.promotions import Assigned, Trial
@@ -30,7 +30,7 @@ Tested = tuple[Config, Store, Trial]
 
 def of_policy(config: Config, store: Store) -> Gate[Any]:
     found = rules(config.policy.gate, config.trainer)
-    return Gate("gate", store.promotions, store.database, found, partial(_stopped, store))
+    return Gate("gate", store.promotions, store.database, found, partial(stopped, store))
 
 
 @pytest.fixture

@@ -1,0 +1,30 @@
+"""Serves the page over a store alone, which is only read. No upstream is asked."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.types import ASGIApp
+
+from ..app import Dispatch, add_routes, control_api, open_parts
+from ..config.root import Config
+from ..control import policy, rollouts, status, tasks
+from . import feed, page
+
+router = APIRouter()
+
+
+@router.get("/readyz")
+async def readyz() -> dict[str, str]:
+    """There is nothing that could answer a call."""
+    return {"status": "alone", "store": "ok"}
+
+
+def create_dashboard(config: Config) -> ASGIApp:
+    """Return the page over a store as an app, with the routes that read."""
+    control = control_api(partial(open_parts, config, writes=False))
+    core = (module.router for module in (rollouts, tasks, policy, status))
+    add_routes(control, *core, router, feed.router, page.router)
+    control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
+    return Dispatch(control, forwards=False)

@@ -1,0 +1,63 @@
+"""Defines what a plugin of the proxy is: routes, and hooks that are named after what happens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fastapi import APIRouter
+
+from ..config.root import Config
+from ..gateway.call import OnCall
+from ..gateway.question import Rewrite
+from ..policy.routing import Choose
+from ..policy.swap import Placed
+from ..recording.metrics import Metrics
+from ..recording.redact import Redactor
+from ..store.store import Store
+
+OnDeleted = Callable[[str], None]  # hears the id of each rollout that was deleted
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """What a plugin gets when the proxy opens. `redactor` takes out of a text what must not be kept."""
+
+    config: Config
+    store: Store
+    redactor: Redactor
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a plugin adds to an open proxy. A hook that no plugin has costs a call nothing.
+
+    `choose` says which version of the policy answers a rollout that begins. `placed` says which servers have merged
+    weights of another version than the live one. `rewrite` changes what the model is asked; the record keeps what the
+    agent asked. `work` runs beside the calls until the proxy closes.
+    """
+
+    choose: Choose | None = None
+    placed: Placed | None = None
+    rewrite: Rewrite | None = None
+    on_call: OnCall | None = None
+    on_deleted: OnDeleted | None = None
+    work: Sequence[Work] = ()
+
+
+class ProxyPlugin:
+    """A side room of the proxy, or a package of somebody else. Raise ConfigError in `__init__` if it cannot run."""
+
+    routers: ClassVar[Sequence[APIRouter]] = ()
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @asynccontextmanager
+    async def opened(self, core: Core) -> AsyncIterator[Hooks]:
+        """Yield the hooks. What it opened closes at the block's end, after the last call."""
+        yield Hooks()

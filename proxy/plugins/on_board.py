@@ -1,0 +1,83 @@
+"""Lists the side rooms that are on board, and opens them with the plugins that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TypeVar
+
+from ..config.root import Config
+from ..errors import ConfigError
+from ..gateway.call import OnCall
+from ..gateway.question import Question, Rewrite, as_asked
+from ..policy.routing import Choose
+from ..policy.swap import Placed, all_live
+from ..types import RolloutName
+from .hooks import Core, OnDeleted, ProxyPlugin, Work
+from .others import plugin_of
+
+# Each is a folder of the proxy with a module `plugin`. A room is taken out by deleting its folder and its line.
+ON_BOARD = (
+    "otel",
+    "page",
+    "promotion",
+    "prompts",
+    "reward_function",
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Plugged:
+    """The hooks of all plugins together, as the core calls them."""
+
+    choose: Choose | None
+    placed: Placed
+    rewrite: Rewrite
+    on_call: tuple[OnCall, ...]
+    on_deleted: tuple[OnDeleted, ...]
+    work: tuple[Work, ...]
+
+
+def plugins_of(config: Config) -> list[ProxyPlugin]:
+    """Return the plugins of the side rooms and of the configuration. Raise ConfigError if one cannot run."""
+    rooms = [import_module(f"..{room}.plugin", __package__).plugin(config) for room in ON_BOARD]
+    others = [plugin_of(name, config) for name in config.plugins]
+    return [*rooms, *(plugin for plugin in others if plugin is not None)]
+
+
+@asynccontextmanager
+async def open_plugins(plugins: Sequence[ProxyPlugin], core: Core) -> AsyncIterator[Plugged]:
+    """Open plugins in their order, and close them in reverse. Raise ConfigError if two want to decide one thing."""
+    async with AsyncExitStack() as stack:
+        hooks = [await stack.enter_async_context(plugin.opened(core)) for plugin in plugins]
+        yield Plugged(
+            choose=_only([one.choose for one in hooks if one.choose is not None], "choose"),
+            placed=_only([one.placed for one in hooks if one.placed is not None], "placed") or all_live,
+            rewrite=_in_turn([one.rewrite for one in hooks if one.rewrite is not None]),
+            on_call=tuple(one.on_call for one in hooks if one.on_call is not None),
+            on_deleted=tuple(one.on_deleted for one in hooks if one.on_deleted is not None),
+            work=tuple(work for one in hooks for work in one.work),
+        )
+
+
+def _only(hooks: Sequence[T], name: str) -> T | None:
+    if len(hooks) > 1:
+        raise ConfigError(f"plugins: {len(hooks)} of them have the hook {name}, which only one may have")
+    return hooks[0] if hooks else None
+
+
+def _in_turn(rewrites: Sequence[Rewrite]) -> Rewrite:
+    """Each gets what the one before it made."""
+    if len(rewrites) < 2:
+        return rewrites[0] if rewrites else as_asked
+
+    async def rewrite(question: Question, rollout: RolloutName) -> Question:
+        for one in rewrites:
+            question = await one(question, rollout)
+        return question
+
+    return rewrite

@@ -1,0 +1,127 @@
+"""Keeps the plugins of others from failing a call: their hooks have limits, and an error in one is a line in the log.
+
+A hook that blocks the event loop still stops everything, so a hook that is no coroutine runs in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from ..config.plugins import load_plugin
+from ..config.root import Config
+from ..control.door import AgentRoute
+from ..errors import ConfigError
+from ..gateway.call import OnCall
+from ..gateway.question import Question, Rewrite
+from ..types import CallEnd, CallStart, RolloutName
+from .hooks import Core, Hooks, ProxyPlugin, Work
+
+log = logging.getLogger(__name__)
+
+LIMIT_S = 5.0  # for one hook of one call
+WAITING = 1_000  # calls that a hook has not been told of yet; further ones it misses
+
+T = TypeVar("T")
+
+
+def plugin_of(name: str, config: Config) -> ProxyPlugin | None:
+    """Return the proxy's side of an installed plugin; None if it has none. Raise ConfigError if it cannot run."""
+    made = getattr(load_plugin(name), "proxy", None)
+    if made is None:
+        return None
+    try:
+        plugin = made(config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"plugins: {name}: {type(error).__name__}: {error}") from error
+    for route in (route for router in plugin.routers for route in router.routes):
+        if not isinstance(route, AgentRoute) or not route.path.startswith(f"/plugins/{name}/"):
+            raise ConfigError(
+                f"plugins: {name}: its routes begin with /plugins/{name}/, and their router has route_class=AgentRoute"
+            )
+    return OthersPlugin(name, plugin)
+
+
+class OthersPlugin(ProxyPlugin):
+    """Runs the plugin of somebody else. It may choose no weights: `choose` and `placed` are the side rooms' own."""
+
+    def __init__(self, name: str, plugin: ProxyPlugin) -> None:
+        super().__init__(plugin.config)
+        self.routers = plugin.routers  # type: ignore[misc]
+        self._name = name
+        self._plugin = plugin
+
+    @asynccontextmanager
+    async def opened(self, core: Core) -> AsyncIterator[Hooks]:
+        async with self._plugin.opened(core) as hooks, asyncio.TaskGroup() as group:
+            listener: asyncio.Task[None] | None = None
+            on_call = None
+            if hooks.on_call is not None:
+                calls: asyncio.Queue[tuple[CallStart, CallEnd, Mapping[str, str]]] = asyncio.Queue(WAITING)
+                listener = group.create_task(self._tell(hooks.on_call, calls))
+                on_call = self._queued(calls)
+            yield Hooks(
+                rewrite=None if hooks.rewrite is None else self._rewrite(hooks.rewrite),
+                on_call=on_call,
+                on_deleted=None if hooks.on_deleted is None else self._on_deleted(hooks.on_deleted),
+                work=tuple(map(self._work, hooks.work)),
+            )
+            if listener is not None:
+                listener.cancel()
+
+    def _rewrite(self, hook: Rewrite) -> Rewrite:
+        async def rewrite(question: Question, rollout: RolloutName) -> Question:
+            return await self._within("rewrite", hook(question, rollout), question)
+
+        return rewrite
+
+    def _queued(self, calls: asyncio.Queue[tuple[CallStart, CallEnd, Mapping[str, str]]]) -> OnCall:
+        def on_call(start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
+            try:
+                calls.put_nowait((start, end, headers))
+            except asyncio.QueueFull:
+                log.warning("plugin %s: its hook on_call is too slow, and misses call %s", self._name, start.call_id)
+
+        return on_call
+
+    async def _tell(
+        self, hook: Callable[..., Any], calls: asyncio.Queue[tuple[CallStart, CallEnd, Mapping[str, str]]]
+    ) -> None:
+        is_plain = not inspect.iscoroutinefunction(hook)
+        while True:
+            call = await calls.get()
+            await self._within("on_call", asyncio.to_thread(hook, *call) if is_plain else hook(*call), None)
+
+    def _on_deleted(self, hook: Callable[[str], None]) -> Callable[[str], None]:
+        def on_deleted(rollout_id: str) -> None:
+            try:
+                hook(rollout_id)
+            except Exception:
+                log.exception("plugin %s: its hook on_deleted failed", self._name)
+
+        return on_deleted
+
+    def _work(self, work: Work) -> Work:
+        async def run() -> None:
+            try:
+                await work()
+            except Exception:
+                log.exception("plugin %s: its work beside the calls ended", self._name)
+
+        return run
+
+    async def _within(self, name: str, hook: Awaitable[T], otherwise: T) -> T:
+        """What the hook returns; `otherwise` if it raises, or takes longer than its limit."""
+        try:
+            return await asyncio.wait_for(hook, LIMIT_S)
+        except TimeoutError:
+            log.error("plugin %s: its hook %s took longer than %g s", self._name, name, LIMIT_S)
+        except Exception:
+            log.exception("plugin %s: its hook %s failed", self._name, name)
+        return otherwise

@@ -1,0 +1,25 @@
+"""Plugs the reward function in: rollouts that complete wait for what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ..plugins.hooks import Core, Hooks, ProxyPlugin
+from .scoring import Scorer
+
+
+class RewardFunctionPlugin(ProxyPlugin):
+    """Asks `rewards.function` about completed rollouts."""
+
+    @asynccontextmanager
+    async def opened(self, core: Core) -> AsyncIterator[Hooks]:
+        function = self.config.rewards.function
+        await core.store.endings.use_function(function)
+        if function is None:
+            yield Hooks()
+        else:
+            yield Hooks(work=(Scorer(self.config, core.store, core.metrics.rewards.inc).run,))
+
+
+plugin = RewardFunctionPlugin

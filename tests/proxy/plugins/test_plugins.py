@@ -1,0 +1,143 @@
+"""Packages of others add to the proxy and the trainer, and cannot fail a call."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.plugins import others
+from lightning_proxy.trainer.hooks import load
+from support.command_line import lightning
+from support.paths import ROOT
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+Install = Callable[[str, str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Makes a package with one module, and an entry point of its name, as an installer leaves them."""
+
+    def written(name: str, body: str) -> None:
+        site = tmp_path / "site"
+        about = site / f"{name}-1.0.dist-info"
+        about.mkdir(parents=True, exist_ok=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(f"[lightning_proxy.plugins]\n{name} = {name}\n")
+        (site / f"{name}.py").write_text(textwrap.dedent(body))
+        monkeypatch.syspath_prepend(str(site))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return written
+
+
+async def until(found: Callable[[], Any]) -> None:
+    for _ in range(300):
+        if await found():
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail("it did not come")
+
+
+async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(ROOT / "examples" / "plugin", tmp_path / "brevity")
+    uv, site = shutil.which("uv") or Path(sys.prefix) / ".uv" / "bin" / "uv", tmp_path / "site"
+    installs = [uv, "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", site]
+    subprocess.run([*installs, "--python", sys.executable, copy], check=True)
+    monkeypatch.syspath_prepend(str(site))
+    async with running(tmp_path, plugins=["brevity"]) as system:
+        assert (await system.chat("r"))[0] == 200
+
+        async def rewarded() -> bool:
+            return (await system.call("GET", "/plugins/brevity/count"))[1] == {"rewarded": 1}
+
+        await until(rewarded)
+        (reward,) = (await system.call("GET", "/rollouts/r"))[1]["rewards"]
+        assert (reward["source"], reward["reward"]) == ("brevity", pytest.approx(1 / 3))  # two tokens
+        assert (await system.call("GET", "/status"))[1]["plugins"] == ["brevity"]
+        assert "brevity" in (await system.lightning("status")).stdout
+    trainer = TrainerConfig(credit="brevity:shared")
+    assert Config(plugins=["brevity"], trainer=trainer).trainer.plugins == {"brevity"}
+    with pytest.raises(ValueError, match="brevity is no plugin of yours: add it to plugins"):
+        Config(trainer=trainer)
+    assert load("trainer.credit", "brevity:shared").__module__ == "brevity"
+
+
+@pytest.mark.parametrize(
+    ("hook", "why"),
+    [
+        ("rewrite=broken", "its hook rewrite failed"),
+        ("rewrite=hangs", "its hook rewrite took longer than"),
+        ("on_call=broken", "its hook on_call failed"),
+        ("on_call=hangs", "its hook on_call took longer than"),
+        ("work=(broken,)", "its work beside the calls ended"),
+    ],
+)
+async def test_a_hook_that_raises_or_hangs_fails_no_call(
+    running: Running, tmp_path: Path, install: Install, caplog: Any, monkeypatch: Any, hook: str, why: str
+) -> None:
+    monkeypatch.setattr(others, "LIMIT_S", 0.2)
+    install(
+        "bad",
+        f"""
+        import asyncio
+        from contextlib import asynccontextmanager
+        from lightning_proxy.proxy.plugins import Hooks, ProxyPlugin
+
+        async def broken(*_):
+            raise RuntimeError("broken")
+
+        async def hangs(*_):
+            await asyncio.sleep(3600)
+
+        class proxy(ProxyPlugin):
+            @asynccontextmanager
+            async def opened(self, core):
+                yield Hooks({hook})
+        """,
+    )
+    async with running(tmp_path, plugins=["bad"]) as system:
+        assert (await system.chat("r"))[0] == 200
+
+        async def told() -> bool:
+            return f"plugin bad: {why}" in caplog.text
+
+        await until(told)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (None, "plugins: no installed package has a plugin 'odd' (installed: "),
+        ("import no_such_module", "plugins: odd cannot be imported: ModuleNotFoundError: No module named"),
+        (
+            "from fastapi import APIRouter\nfrom lightning_proxy.proxy.plugins import ProxyPlugin\n"
+            "router = APIRouter()\nrouter.get('/rollouts')(print)\n"
+            "class proxy(ProxyPlugin):\n    routers = (router,)\n",
+            "plugins: odd: its routes begin with /plugins/odd/, and their router has route_class=AgentRoute",
+        ),
+    ],
+    ids=["not installed", "not imported", "a route of others"],
+)
+def test_a_plugin_that_cannot_run_is_one_line(tmp_path: Path, install: Install, body: str | None, why: str) -> None:
+    if body is not None:
+        install("odd", body)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"plugins": ["odd"], "store": {"url": f"sqlite:///{tmp_path}/store.db"}}))
+    code, _, err = lightning("--config", config, "serve")
+    line = " ".join(err.split())
+    assert (code, why in line) == (2, True), line
