@@ -43,7 +43,7 @@ LEVELS = {
 }
 # Rooms that are plugged in where the program is put together, by the files that may do so.
 SIDE_ROOMS = {
-    "proxy": ({"upstreams/litellm", "otel", "power", "reward_function", "page", "prompts", "promotion"}, {"app"}),
+    "proxy": ({"upstreams/litellm", "otel", "reward_function", "page", "prompts", "promotion"}, {"app"}),
     "trainer": (
         {"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed", "backends"},
         {"main"},

@@ -14,6 +14,7 @@ from ...proxy.config.root import Config
 from ...proxy.errors import LightningError
 from ..api_client import ApiClient
 from ..formats import print_json
+from ..power.serving import check_power, serving_power
 from ..run.command import logs_directory, score_timeout_s
 from ..run.executors.choose import runner_for
 from ..run.progress import Bar, ProgressView
@@ -22,7 +23,6 @@ from ..run.runner import Runner
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from .eval import Evaluation, Row, parse_models
-from .power import check_power, serving_power
 from .report import Scoring, check_writable, print_tables, report, save
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...proxy.errors import ConfigError, InvalidRequest, LightningError
-from ...proxy.power.chat import power_of
 from ..api_client import ApiClient, ApiError
+from ..power.chat import power_of
 from ..run.run import RolloutResult, RunOptions, run_tasks
 from ..run.runner import Runner
 from ..run.tasks import Task

@@ -21,8 +21,8 @@ import openai
 import pytest
 import yaml
 
+from lightning_proxy.commands.power.server import power_server
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.power.server import power_server
 from support.paths import EXAMPLES
 from support.token_continuity import SENTENCE, Json, Served, converse, say, two_proxies
 from support.whole_system import System

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from ..config.upstreams import UpstreamConfig
-from ..errors import LightningError, Unsupported
-from ..gateway.body import parse_object
-from ..policy.operator import operator_headers
-from ..policy.vllm import operator_session
+from ...proxy.config.upstreams import UpstreamConfig
+from ...proxy.errors import LightningError, Unsupported
+from ...proxy.gateway.body import parse_object
+from ...proxy.policy.operator import operator_headers
+from ...proxy.policy.vllm import operator_session
 from .chat import CHAT, PowerChat
 
 log = logging.getLogger(__name__)

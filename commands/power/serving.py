@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
 from ...proxy.policy.routing import models_by_upstream
-from ...proxy.power.chat import power_of
-from ...proxy.power.server import power_server
+from .chat import power_of
+from .server import power_server
 
 HERE = ("127.0.0.1", "localhost", "::1")
 

@@ -16,10 +16,10 @@ from typing import Any
 import openai
 import pytest
 
+from lightning_proxy.commands.power.sampling import Answer, PowerSampler
+from lightning_proxy.commands.power.server import power_server
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import LightningError
-from lightning_proxy.proxy.power.sampling import Answer, PowerSampler
-from lightning_proxy.proxy.power.server import power_server
 from tests.conftest import System
 
 Running = Callable[..., AbstractAsyncContextManager[System]]

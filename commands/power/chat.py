@@ -16,13 +16,13 @@ from uuid import uuid4
 import aiohttp
 import orjson
 
-from ..apis import sse
-from ..config.address import without_secrets
-from ..conversation.renderer import RENDER
-from ..errors import InvalidRequest, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
-from ..json_text import encode
-from ..policy.vllm import LOADING, VllmError, VllmServer
-from ..types import SAMPLING
+from ...proxy.apis import sse
+from ...proxy.config.address import without_secrets
+from ...proxy.conversation.renderer import RENDER
+from ...proxy.errors import InvalidRequest, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
+from ...proxy.json_text import encode
+from ...proxy.policy.vllm import LOADING, VllmError, VllmServer
+from ...proxy.types import SAMPLING
 from .sampling import Answer, PowerSampler
 
 Json = dict[str, Any]
