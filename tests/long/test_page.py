@@ -331,6 +331,26 @@ async def test_all_recorded_apis_are_read_as_messages(running: Running, tmp_path
         assert dict(zip(SHOWN, found, strict=True)) == {name: shown for name, (_, _, shown) in SHOWN.items()}
 
 
+WHOLE = """async short => (await import("/page/whole.mjs")).wholeRequests(short).calls.map(call => call.request)"""
+
+
+async def test_requests_are_whole_that_the_api_says_in_parts(running: Running, tmp_path: Path) -> None:
+    """Shared messages, tools and texts, one of them with characters of two UTF-16 units."""
+    text = "\N{SLIGHTLY SMILING FACE} be short. " * 40
+    tools = [{"type": "function", "function": {"name": f"tool{n}", "parameters": {}}} for n in range(3)]
+    messages = [{"role": "system", "content": text}]
+    async with running(tmp_path) as system, browsing(system.url) as (page, wrong):
+        for turn in range(4):
+            messages.append({"role": "user", "content": f"turn {turn} \N{GRINNING FACE}"})
+            body = {"model": "policy", "messages": messages, "tools": tools[: turn + 1], "user": text + str(turn)}
+            _, answer = await system.call("POST", "/rollouts/r/v1/chat/completions", body)
+            messages.append(answer["choices"][0]["message"])
+        short, whole = [(await system.call("GET", f"/rollouts/r?requests={form}"))[1] for form in ("short", "whole")]
+        assert short["calls"][-1]["request_of"]["messages"] > 0, "nothing is shared"
+        found = await page.evaluate(WHOLE, short)
+        assert found == [call["request"] for call in whole["calls"]] and wrong.seen == []
+
+
 async def test_no_json_breaks_the_reading_of_messages(running: Running, tmp_path: Path) -> None:
     dice = Random(0)
     names = re.findall(r"\w+", (FILES / "messages.mjs").read_text())
