@@ -29,7 +29,7 @@ from .collect.sampled import Sampled
 from .collect.schedule import Schedule
 from .collect.siblings import AskJudge
 from .files.checkpoint import prune_checkpoints
-from .publish import Publisher
+from .publish import NoPublisher, Publisher
 from .report.metric_schema import scalars
 from .step.engine import TrainingEngine
 from .types import Batch, Guide, Sample
@@ -53,7 +53,7 @@ def moved_nothing(metrics: Mapping[str, Any]) -> bool:
 class TrainingLoop:
     """Trains on what the store holds and publishes every step. Killed at any moment, it goes on from the last step.
 
-    With `publisher` None, no step is published. `order` sorts the groups; by default the longest waiting come first.
+    `order` sorts the groups; by default the longest waiting come first.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TrainingLoop:
         config: Config,
         store: Store,
         trainer: TrainingEngine,
-        publisher: Publisher | None,
+        publisher: NoPublisher,
         order: Order | None = None,
         show: Show = show_nothing,
         judge: AskJudge | None = None,
@@ -73,7 +73,7 @@ class TrainingLoop:
         self._publisher = publisher
         self._guide = guide
         fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
-        sampled = Sampled(publisher.vllm if publisher else None)
+        sampled = Sampled(publisher.vllm)
         self.collector = Collector(fitting, store, order, config.policy, trainer.vocabulary, judge, sampled, guide)
         self._schedule = Schedule(config.trainer.schedule, self.collector, store)
         self._monitor = Monitor(config.trainer, store)
@@ -106,8 +106,7 @@ class TrainingLoop:
             trained = False
             if not await self.is_stopped():
                 await self.follow_live_version()
-                if self._publisher is not None:
-                    await self._publisher.attend(self.collector.samples_of, self._stop)
+                await self._publisher.attend(self.collector.samples_of, self._stop)
                 trained = await self._train_when_due(once)
             if not trained and once:
                 break
@@ -116,7 +115,7 @@ class TrainingLoop:
 
     async def _train_when_due(self, once: bool) -> bool:
         """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""
-        waits_for = None if self._publisher is None else await self._publisher.waits_for(self.version)
+        waits_for = await self._publisher.waits_for(self.version)
         if waits_for is None and not once:
             waits_for = await self._schedule.waits_for()
         if waits_for is not None and self._waits_for is None:
@@ -187,7 +186,7 @@ class TrainingLoop:
         if left_out:
             metrics["left_out_because"] = left_out
             log.warning("step %d: %s", batch.step, left_out)
-        if self._publisher is not None:
+        if self._publisher.publishes:
             metrics |= await self._monitor.of_step(self.version, metrics)
         return metrics
 
@@ -211,13 +210,12 @@ class TrainingLoop:
             log.error("step %d was skipped: %s; its rollouts are not used", step, metrics["skipped_because"])
         elif "collapse" in metrics:
             self.version = UNPUBLISHED
-        due = self._publisher is None or "method" in metrics or self._publisher.is_due(step)
+        due = self._publisher.is_due(step, metrics)
         return due and not moved_nothing(metrics) and "collapse" not in metrics
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
         """Make the trainer's weights live, unless another version was made live meanwhile. Raises Stopped."""
-        if self._publisher is None:
-            return
+        assert isinstance(self._publisher, Publisher), "nothing is due without one"
         started = time.perf_counter()
         try:
             live = await self._publisher.publish(step, samples, scalars(metrics), self.version, self._stop)
@@ -242,15 +240,14 @@ class TrainingLoop:
         self._stop = stop or self._stop
         self._trainer.trackers.begin()
         last = await self._restore()
-        if last is not None and self._publisher is not None:
+        if last is not None and isinstance(self._publisher, Publisher):
             await self._finish_publishing(self._publisher, last)
 
     async def _restore(self) -> Step | None:
         """Load the checkpoint of the last step and return the step; None if there was none."""
         if released := await self._store.steps.release_unfinished():
             log.warning("step %s was not finished: its rollouts are offered again", released[0])
-        if self._publisher is not None:
-            await self._publisher.abandon_unfinished()
+        await self._publisher.abandon_unfinished()
         if not (self._checkpoints / "0").is_dir():
             await in_thread(self._trainer.save, self._checkpoints / "0")
         last = await self._store.steps.last()
@@ -305,10 +302,9 @@ class TrainingLoop:
 
     async def follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""
-        if self._publisher is not None:
-            await self._publisher.look_at_others()
+        await self._publisher.look_at_others()
         live = await self._store.versions.live()
-        if live.version == self.version or (self._publisher and await self._publisher.goes_on(self.version, live)):
+        if live.version == self.version or await self._publisher.goes_on(self.version, live):
             await self._warn_of_other_weights()
             return
         step = await self._store.steps.of_version(live.version)
@@ -318,7 +314,7 @@ class TrainingLoop:
         log.warning("policy version %d is live: training goes on from it", live.version)
         await in_thread(self._trainer.load, checkpoint)
         self.version = live.version
-        if step is not None and self._publisher and self._publisher.is_of_another_mode(live):
+        if step is not None and self._publisher.is_of_another_mode(live):
             await self._publish_again(step)
 
     async def _warn_of_other_weights(self) -> None:
@@ -330,8 +326,8 @@ class TrainingLoop:
 
     async def is_stopped(self) -> bool:
         """Return whether a collapse stops publication. With `collapse.action: rollback`, go back first."""
-        collapse = None if self._publisher is None else await self._monitor.look()
-        if collapse is None or self._publisher is None:
+        collapse = await self._monitor.look()
+        if collapse is None:
             return False
         live = (await self._store.versions.live()).version
         if self._config.collapse.action != "rollback" or collapse.go_back_to >= live:

@@ -41,7 +41,7 @@ from .offline.offline import OfflineRun, offline_config, save_weights
 from .preferences.dpo import DpoRun
 from .preferences.kto import KtoRun
 from .promotion.gated import GatedPublisher
-from .publish import Publisher
+from .publish import NoPublisher, Publisher
 from .sft.sft import SftRun
 from .step.engine import TrainingEngine
 from .step.trainer import LightningTrainer
@@ -137,7 +137,7 @@ async def train_offline(
                 store = Store(database)
                 if method in TUNING:
                     assert isinstance(trainer, LightningTrainer)
-                    last = await TUNING[method](config, store, trainer, None, show).run(stop)
+                    last = await TUNING[method](config, store, trainer, NoPublisher(), show).run(stop)
                 else:
                     warn_of_rate(config.trainer, config.trainer.learning_rate)
                     judge = _judge(config, store)

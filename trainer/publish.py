@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ..proxy.config.policy import PolicyConfig
@@ -18,7 +18,7 @@ from ..proxy.errors import (
 )
 from ..proxy.policy.mode import otherwise
 from ..proxy.policy.swap import Superseded, Swap
-from ..proxy.policy.vllm import VllmFault
+from ..proxy.policy.vllm import VllmFault, VllmFleet
 from ..proxy.store.publishing import Decided
 from ..proxy.store.store import Store
 from ..proxy.store.training import Step
@@ -36,8 +36,46 @@ SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
 FAULTS = 10  # so many errors of vLLM's own end the publishing
 
 
-class Publisher:
+class NoPublisher:
+    """Answers the training loop where weights stay with the trainer. A publisher overrides all of it."""
+
+    publishes = False
+    vllm: VllmFleet | None = None
+
+    def is_due(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Return whether the weights of a step are to be published."""
+        return False
+
+    async def goes_on(self, version: int, live: PolicyVersion) -> bool:
+        """Return whether weights that go on from `version` go on from what is live."""
+        return version == live.version
+
+    async def waits_for(self, version: int) -> str | None:
+        """Return what training from weights of `version` is to wait for; None if it need not."""
+        return None
+
+    def is_of_another_mode(self, live: PolicyVersion) -> bool:
+        """Return whether `policy.publish` was changed since the live version was published."""
+        return False
+
+    async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
+        """Run between two steps. `samples_of` gives the rows of rollouts that were trained on."""
+
+    async def look_at_others(self) -> None:
+        """Say once that another process was told since to publish in another way."""
+
+    async def take_back(self, version: int, base: int) -> None:
+        """Make `base` live again in place of `version`. If vLLM cannot load it now, the proxy goes on trying."""
+
+    async def abandon_unfinished(self, why: str = "") -> None:
+        """Mark the versions that were being published as failed, and remove their files."""
+
+
+class Publisher(NoPublisher):
     """Publishes the trainer's weights as policy versions. Nothing half-written is ever served."""
+
+    publishes = True
+    vllm: VllmFleet
 
     def __init__(self, config: PolicyConfig, store: Store, swap: Swap, trainer: TrainingEngine) -> None:
         self._config = config
@@ -124,31 +162,17 @@ class Publisher:
         )
         return await self._store.versions.get(number)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether the weights of a step are to be published."""
+    def is_due(self, step: int, metrics: Mapping[str, Any]) -> bool:
         return True
-
-    async def goes_on(self, version: int, live: PolicyVersion) -> bool:
-        """Return whether weights that go on from `version` go on from what is live."""
-        return version == live.version
-
-    async def waits_for(self, version: int) -> str | None:
-        """Return what training from weights of `version` is to wait for; None if it need not."""
-        return None
-
-    async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
-        """Do what is to be done between two steps. `samples_of` gives the rows of rollouts that were trained on."""
 
     def is_done(self, live: PolicyVersion, last: Step) -> bool:
         """Return whether the last step's weights are live and verified, and published in the configured way."""
         return last.version == live.version and live.verified and live.publish == self._swap.mode
 
     def is_of_another_mode(self, live: PolicyVersion) -> bool:
-        """Return whether `policy.publish` was changed since the live version was published."""
         return live.publish not in (None, self._swap.mode)
 
     async def look_at_others(self) -> None:
-        """Say once that another process was told since to publish in another way."""
         decided, mode = await self._store.publishing.decided(), self._swap.mode
         if decided is None or decided == self._decided:
             return
@@ -157,7 +181,6 @@ class Publisher:
             log.error("%s", otherwise("trainer", mode, decided))
 
     async def take_back(self, version: int, base: int) -> None:
-        """Make `base` live again in place of `version`. If vLLM cannot load it now, the proxy goes on trying."""
         try:
             await self._swap.activate(await self._store.versions.get(base), expected=version)
         except Superseded:
@@ -167,7 +190,6 @@ class Publisher:
             await self._store.versions.set_live(base)
 
     async def abandon_unfinished(self, why: str = "the trainer was stopped while it published this version") -> None:
-        """Mark the versions that were being published as failed, and remove their files."""
         for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.failed(version.version, why)
             await self.files.remove(version)

@@ -16,6 +16,7 @@ from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ..collect.siblings import AskJudge
 from ..loop import TrainingLoop
+from ..publish import NoPublisher
 from ..step.engine import TrainingEngine
 from ..types import Guide
 from ..waiting import JudgeError
@@ -45,7 +46,7 @@ class OfflineRun:
         self._store = store
         self._epochs = epochs
         self._done = 0  # epochs
-        self._loop = TrainingLoop(config, store, trainer, None, self._order, judge=judge, guide=guide)
+        self._loop = TrainingLoop(config, store, trainer, NoPublisher(), self._order, judge=judge, guide=guide)
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -45,12 +45,12 @@ class GatedPublisher(Publisher):
         self._warned = False
         self._unseen: int | None = None  # the test that the trainer has said nobody looks at
 
-    def is_due(self, step: int) -> bool:
-        return step % self._every == 0
+    def is_due(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        return "method" in metrics or step % self._every == 0
 
     def is_done(self, live: PolicyVersion, last: Step) -> bool:
         """Return whether the last step's version is there to be tested, or need not be."""
-        return last.version is not None or not self.is_due(last.step)
+        return last.version is not None or not self.is_due(last.step, last.metrics)
 
     async def goes_on(self, version: int, live: PolicyVersion) -> bool:
         """Return whether `version` was trained on from what is live, and nothing of that was taken back since."""

@@ -22,7 +22,7 @@ from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ..loop import Show, TrainingLoop, show_nothing
 from ..offline.offline import EPOCHS_DONE
-from ..publish import Publisher
+from ..publish import NoPublisher
 from ..step.trainer import LightningTrainer
 from ..types import Batch, Method, Sample
 from ..waiting import in_thread, pause
@@ -52,7 +52,7 @@ L = TypeVar("L", bound=Lessons)
 class TuningRun(ABC, Generic[L]):
     """One run of a method. If it is killed or stopped, the next one goes on from its checkpoint.
 
-    With `publisher` None, it is not published. The configuration has a section of the method's name.
+    The configuration has a section of the method's name.
     """
 
     method: ClassVar[Method]
@@ -62,7 +62,7 @@ class TuningRun(ABC, Generic[L]):
         config: Config,
         store: Store,
         trainer: LightningTrainer,
-        publisher: Publisher | None,
+        publisher: NoPublisher,
         show: Show = show_nothing,
     ) -> None:
         if config.policy.adapters:
@@ -102,7 +102,7 @@ class TuningRun(ABC, Generic[L]):
 
     async def _run(self, stop: asyncio.Event) -> Step | None:
         await self._loop.resume(stop)
-        if self._publisher is not None:
+        if self._publisher.publishes:
             await self._go_on_from_what_is_live()
         last = await self._store.steps.last()
         directory = self._runs / str(last.step if last else 0)

@@ -29,6 +29,7 @@ from lightning_proxy.trainer.guides.hints import Hints
 from lightning_proxy.trainer.guides.sources import Recorded, comments, siblings, without_quotes
 from lightning_proxy.trainer.guides.teacher import COUNTS as OF_TEACHERS
 from lightning_proxy.trainer.loop import TrainingLoop
+from lightning_proxy.trainer.publish import NoPublisher
 from lightning_proxy.trainer.report.metric_schema import GUIDE_METRICS
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch
@@ -97,7 +98,7 @@ class Lesson:
         if config.trainer.hints != "off":
             learner = self.trainer
             self.guide = Guides([Hints(config.trainer, store, self.tokenizer, learner.max_tokens, learner.scores_of)])
-        self.loop = TrainingLoop(config, store, self.trainer, None, guide=self.guide)
+        self.loop = TrainingLoop(config, store, self.trainer, NoPublisher(), guide=self.guide)
         self.names = 0
 
     def says(self, question: str) -> torch.Tensor:

@@ -34,6 +34,7 @@ from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.trainer.loop import TrainingLoop
+from lightning_proxy.trainer.publish import NoPublisher
 from lightning_proxy.trainer.sft.sft import IGNORED, SftRun, dataset, fine_tune, mean_loss
 from lightning_proxy.trainer.sft.trace_tokens import as_trace
 from lightning_proxy.trainer.sft.traces import TraceReader, Traces
@@ -371,7 +372,7 @@ async def test_rl_goes_on_from_the_fine_tuned_weights_with_every_rollout_of_its_
         async def run(kind: Any) -> LightningTrainer:
             trainer = LightningTrainer(config.trainer, config.policy)
             once = {"once": True} if kind is TrainingLoop else {}
-            await kind(config, r.store, trainer, None).run(asyncio.Event(), **once)
+            await kind(config, r.store, trainer, NoPublisher()).run(asyncio.Event(), **once)
             return trainer
 
         tuned = (await run(SftRun)).adapter()
@@ -410,7 +411,7 @@ async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
             return await claim(*args)
 
         monkeypatch.setattr(r.store.steps, "claim", locked_once)
-        step = await SftRun(config, r.store, trainer, None).run(asyncio.Event())
+        step = await SftRun(config, r.store, trainer, NoPublisher()).run(asyncio.Event())
         assert step is not None and not failures
         assert (step.step, step.metrics["optimizer_steps"]) == (1, 20)
         assert step.metrics["held_out_loss_before"] == pytest.approx(untuned), "it was done again from the beginning"
