@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from ..config.plugins import load_plugin
@@ -77,7 +78,11 @@ class OthersPlugin(ProxyPlugin):
 
     def _rewrite(self, hook: Rewrite) -> Rewrite:
         async def rewrite(question: Question, rollout: RolloutName) -> Question:
-            return await self._within("rewrite", hook(question, rollout), question)
+            made = await self._within("rewrite", lambda: hook(question, rollout), question)
+            if isinstance(made, Question):
+                return made
+            log.error("plugin %s: its hook rewrite returned no question, but %r", self._name, type(made).__name__)
+            return question
 
         return rewrite
 
@@ -96,7 +101,8 @@ class OthersPlugin(ProxyPlugin):
         is_plain = not inspect.iscoroutinefunction(hook)
         while True:
             call = await calls.get()
-            await self._within("on_call", asyncio.to_thread(hook, *call) if is_plain else hook(*call), None)
+            ask = partial(asyncio.to_thread, hook, *call) if is_plain else partial(hook, *call)
+            await self._within("on_call", ask, None)
 
     def _on_deleted(self, hook: Callable[[str], None]) -> Callable[[str], None]:
         def on_deleted(rollout_id: str) -> None:
@@ -116,10 +122,10 @@ class OthersPlugin(ProxyPlugin):
 
         return run
 
-    async def _within(self, name: str, hook: Awaitable[T], otherwise: T) -> T:
+    async def _within(self, name: str, hook: Callable[[], Awaitable[T]], otherwise: T) -> T:
         """What the hook returns; `otherwise` if it raises, or takes longer than its limit."""
         try:
-            return await asyncio.wait_for(hook, LIMIT_S)
+            return await asyncio.wait_for(hook(), LIMIT_S)
         except TimeoutError:
             log.error("plugin %s: its hook %s took longer than %g s", self._name, name, LIMIT_S)
         except Exception:

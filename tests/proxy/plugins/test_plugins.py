@@ -84,6 +84,9 @@ async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
         ("rewrite=hangs", "its hook rewrite took longer than"),
         ("on_call=broken", "its hook on_call failed"),
         ("on_call=hangs", "its hook on_call took longer than"),
+        ("rewrite=forgets", "its hook rewrite returned no question"),
+        ("rewrite=of_none", "its hook rewrite failed"),
+        ("on_call=of_none", "its hook on_call failed"),
         ("work=(broken,)", "its work beside the calls ended"),
     ],
 )
@@ -100,6 +103,12 @@ async def test_a_hook_that_raises_or_hangs_fails_no_call(
 
         async def broken(*_):
             raise RuntimeError("broken")
+
+        async def of_none():  # what a hook is told does not fit
+            pass
+
+        async def forgets(*_):
+            pass
 
         async def hangs(*_):
             await asyncio.sleep(3600)
