@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning_proxy.proxy import store
 from lightning_proxy.proxy.store.reports.tasks import TASK_SUMS
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
 
+TEMPLATE = re.compile(r"\{\w+\}")
 ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE", "WITH RECURSIVE")
 
 
@@ -41,4 +43,5 @@ def statements() -> Iterator[tuple[str, str]]:
             for node in ast.walk(function):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
                     texts.append((node.value[:60], node.value))
-        yield from ((name, text) for name, text in texts if text.lstrip().startswith(ORDINARY) and "{" not in text)
+        whole = ((name, text) for name, text in texts if not TEMPLATE.search(text))
+        yield from ((name, text) for name, text in whole if text.lstrip().startswith(ORDINARY))
