@@ -213,6 +213,7 @@ async def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(se
     assert sum(after) / len(after) > sum(before) / len(before) + 2
 
 
+@pytest.mark.long
 def test_an_agent_is_evaluated_with_the_base_model_and_with_power_sampling(served: Served, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("\n".join(json.dumps({"a": a, "b": 2}) for a in range(3)))

@@ -172,12 +172,18 @@ CALLS: list[tuple[Json, str]] = [
 ]
 
 
+# A stream says all that a whole answer says, so whole ones are for test-all.
+WHOLE_OR_STREAM = pytest.mark.parametrize(
+    "stream", [pytest.param(False, marks=pytest.mark.long), True], ids=["whole", "stream"]
+)
+
+
 @pytest.fixture(scope="module")
 def template(merged: System) -> Template:
     return template_of(f"http://127.0.0.1:{merged.vllm_port}/v1", "speller")
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@WHOLE_OR_STREAM
 @pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"[\[\]]", "", json.dumps(case))[:90])
 def test_the_chat_route_says_what_the_messages_route_says(
     merged: System, template: Template, case: Json, stream: bool
@@ -186,7 +192,7 @@ def test_the_chat_route_says_what_the_messages_route_says(
     assert through_chat(url, body, template) == native(url, body)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@WHOLE_OR_STREAM
 @pytest.mark.parametrize(("case", "ends"), CALLS)
 def test_so_it_is_with_tool_calls(merged: System, template: Template, case: Json, ends: str, stream: bool) -> None:
     url, body = asked(merged, {"max_tokens": 60} | case, stream)

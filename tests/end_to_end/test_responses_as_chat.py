@@ -154,12 +154,18 @@ REFUSED: list[Json] = [
 ]  # fmt: skip
 
 
+# A stream says all that a whole answer says, so whole ones are for test-all.
+WHOLE_OR_STREAM = pytest.mark.parametrize(
+    "stream", [pytest.param(False, marks=pytest.mark.long), True], ids=["whole", "stream"]
+)
+
+
 @pytest.fixture(scope="module")
 def vllm(merged: System) -> str:
     return f"http://127.0.0.1:{merged.vllm_port}/v1"
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@WHOLE_OR_STREAM
 @pytest.mark.parametrize("body", TEXT + TOOLS, ids=lambda body: json.dumps(body)[:60])
 def test_answers_agree(vllm: str, body: Json, stream: bool) -> None:
     body = {"model": NAME, "temperature": 0, "max_output_tokens": 12} | body | {"stream": stream}

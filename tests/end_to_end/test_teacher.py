@@ -16,6 +16,7 @@ from support.whole_system import System
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
     merged: System, speller: Path, tmp_path: Path
 ) -> None:

@@ -101,7 +101,7 @@ async def prepare(system: Any, tmp_path: Path, model: Reflecting, method: str, b
     return ["optimize", *(str(part) for pair in options.items() for part in pair)]
 
 
-@pytest.mark.parametrize("method", ["apo", "gepa"])
+@pytest.mark.parametrize("method", [pytest.param("apo", marks=pytest.mark.long), "gepa"])
 async def test_a_better_prompt_is_found(running: Running, tmp_path: Path, method: str) -> None:
     agent = [sys.executable, str(tmp_path / "agent.py")]
     async with running(tmp_path) as system, reflecting() as model:
@@ -157,7 +157,7 @@ async def test_a_search_that_was_killed_goes_on(
         assert max(Counter(model.asked).values()) <= 2  # what was under way at the kill, at most
 
 
-@pytest.mark.parametrize("method", ["apo", "gepa"])
+@pytest.mark.parametrize("method", ["apo", pytest.param("gepa", marks=pytest.mark.long)])
 async def test_a_reflecting_model_that_does_not_answer_ends_the_search(
     running: Running, tmp_path: Path, method: str
 ) -> None:

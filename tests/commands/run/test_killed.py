@@ -52,7 +52,7 @@ async def test_a_program_that_hangs_is_ended_with_its_group_and_its_slot_is_free
     await are_gone(pids)
 
 
-@pytest.mark.parametrize("program", ["process", "preload"], indirect=True)
+@pytest.mark.parametrize("program", ["process", pytest.param("preload", marks=pytest.mark.long)], indirect=True)
 async def test_sigterm_comes_first_and_sigkill_to_whoever_stays(
     proxy: ControlApi, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:

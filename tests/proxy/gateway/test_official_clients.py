@@ -65,6 +65,7 @@ class Upstream:
         return whole(voice.dumps(shaped), "Retry-After: 0", "x-request-id: req_3", status=status)
 
 
+@pytest.mark.long  # tests/end_to_end/test_transparency.py has the clients with a real vLLM
 @pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_an_official_client_sees_no_difference(client: Client) -> None:
     if client.missing:

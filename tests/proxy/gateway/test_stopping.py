@@ -40,7 +40,7 @@ def ask_to_stop(proxy: Proxy, number: signal.Signals) -> None:
     proxy.process.send_signal(number)
 
 
-@pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
 async def test_nobody_gets_in_while_answers_under_way_reach_their_end(
     tmp_path: Path, workers: int, number: signal.Signals
 ) -> None:

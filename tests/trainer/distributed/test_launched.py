@@ -18,7 +18,8 @@ from support.training import (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 async def test_two_processes_train_from_the_store_and_publish_until_the_launcher_ends(
     base: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -16,7 +16,7 @@ from support.model_sizes import SIZES  # noqa: E402
 
 TOKENS = 8192
 SLOW = pytest.mark.long
-SOME = [("Qwen2.5-1.5B", True), ("Qwen3-4B", True)]
+SOME = [("Qwen2.5-1.5B", True)]
 # Each takes half a minute, so the others are for test-all.
 OTHERS = [(name, on) for name in SIZES for on in (True, False) if (name, on) not in SOME]
 

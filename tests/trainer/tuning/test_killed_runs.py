@@ -42,8 +42,13 @@ METHODS: dict[str, Tune] = {
 }
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "epochs"),
+    [
+        ("sft", 2), ("dpo", 1), ("kto", 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("sft", 1), ("dpo", 2), ("kto", 2))),
+    ],
+)  # fmt: skip
 def test_a_run_goes_on_from_each_of_its_checkpoints(base: Path, tmp_path: Path, method: str, epochs: int) -> None:
     def tune(out: Path, stopped: Callable[[], bool]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         section: dict[str, Any] = {"epochs": epochs, "batch_tokens": 6, "learning_rate": 0.01}
