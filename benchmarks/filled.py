@@ -11,7 +11,7 @@ from typing import Any
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
 from lightning_proxy.trainer.report.metric_schema import METRICS

@@ -22,7 +22,7 @@ from targets import start_proxy, start_upstream
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import CallCredit, ComparedGroup
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall

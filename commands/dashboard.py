@@ -18,7 +18,7 @@ from ..proxy.config.server import ProxyConfig, StoreConfig
 from ..proxy.config.upstreams import UpstreamConfig
 from ..proxy.errors import LightningError
 from ..proxy.store.copies import is_in_use
-from ..proxy.store.database import opened
+from ..proxy.store.opening import opened
 from .serve import UVICORN
 from .system.processes import require_free_port
 

@@ -107,8 +107,8 @@ def _has_store(context: typer.Context) -> bool:
 
 
 def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]]) -> T:
-    from ..proxy.store.database import opened
     from ..proxy.store.keys import Keyring
+    from ..proxy.store.opening import opened
 
     async def run() -> T:
         async with opened(load_config(context.obj).store) as database:

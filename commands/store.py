@@ -83,7 +83,7 @@ def migrate_store(
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:
     """Collect the data that `store info` shows; sizes in bytes."""
-    from ..proxy.store.database import opened
+    from ..proxy.store.opening import opened
     from ..proxy.store.retention import read_pages, read_totals
     from ..proxy.store.rollouts import Rollouts
 
@@ -127,7 +127,7 @@ def _gib(value: float | None) -> str:
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
     """Give free space back, and return the file's size before and after."""
-    from ..proxy.store.database import opened
+    from ..proxy.store.opening import opened
     from ..proxy.store.retention import give_back, read_pages
     from .formats import progress_bar
 

@@ -45,8 +45,9 @@ from .recording.metrics import Metrics
 from .recording.recorder import Recorder
 from .recording.redact import Redactor
 from .returns import Rules
-from .store.database import hurry, opened
+from .store.database import hurry
 from .store.endings import end_idle_rollouts
+from .store.opening import opened
 from .store.retention import Keeper
 from .store.store import Store
 from .upstreams.attempts import Upstreams

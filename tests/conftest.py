@@ -32,7 +32,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.policy.operator import KEY_HEADER
-from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from support import fuzzing, network, stores  # noqa: F401  (fuzzing registers the profiles)
 from support.command_line import Done, lightning
@@ -310,7 +310,7 @@ class System:
     @asynccontextmanager
     async def store(self) -> AsyncIterator[Store]:
         """The trainer's side of the store, as another process has it."""
-        database = await Database.open(self.config.store)
+        database = await open_database(self.config.store)
         try:
             yield Store(database)
         finally:

@@ -129,6 +129,22 @@ def test_the_core_imports_no_side_room(top: str) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("top", ["proxy"])
+def test_no_modules_import_each_other_in_a_circle(top: str) -> None:
+    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in modules(top)}
+    names = {(names[:-1] if names[-1] == "__init__" else names): path for path, names in parts.items()}
+    imports = {
+        name: {found if found in names else found[:-1] for _, found in imported(path)} & names.keys() - {name}
+        for name, path in names.items()
+    }
+    # What imports nothing that is left is in no circle, nor is what nothing left imports.
+    while ends := [name for name, found in imports.items() if not found] or (
+        imports.keys() - set[tuple[str, ...]]().union(*imports.values())
+    ):
+        imports = {name: found.difference(ends) for name, found in imports.items() if name not in ends}
+    assert sorted(map(".".join, imports)) == []
+
+
 def test_the_distribution_has_every_room() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     rooms = {".".join(("lightning_proxy", *path.parent.relative_to(ROOT).parts)) for path in PRODUCT}

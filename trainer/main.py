@@ -22,7 +22,8 @@ from ..proxy.policy.operator import operator_headers
 from ..proxy.policy.swap import Swap
 from ..proxy.policy.vllm import VllmFleet, VllmServer, operator_session
 from ..proxy.promotion.splitting import candidates_server
-from ..proxy.store.database import Database, opened
+from ..proxy.store.database import Database
+from ..proxy.store.opening import opened
 from ..proxy.store.resources.promotions import NOT_GATED
 from ..proxy.store.store import Store
 from ..proxy.types import PublishMode

@@ -15,7 +15,7 @@ from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
 from ...proxy.policy.mode import publish_mode
-from ...proxy.store.database import Database, opened
+from ...proxy.store.opening import open_database, opened
 from ...proxy.store.publishing import kept_mode
 from ..api_client import ApiClient, ApiError, ProxyNotThere
 from .checks import Check, failed, ok, warning
@@ -35,7 +35,7 @@ async def check_store(config: StoreConfig) -> Check:
     if not path.exists():
         return _check_place(path)
     try:
-        database = await Database.open(config)
+        database = await open_database(config)
         try:
             await database.commit([])  # takes the write lock
         finally:

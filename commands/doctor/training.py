@@ -11,7 +11,7 @@ from ...proxy.config.server import StoreConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import StoreUnavailable
 from ...proxy.groups import Group, Grouping
-from ...proxy.store.database import opened
+from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
 from .checks import Check, failed, ok, warning
 

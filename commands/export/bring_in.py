@@ -20,7 +20,7 @@ from ...proxy.errors import ConfigError, InvalidRequest, NotFound
 from ...proxy.json_text import dumps
 from ...proxy.recording.recorder import Recorder
 from ...proxy.recording.redact import Redactor
-from ...proxy.store.database import opened
+from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
 from ...proxy.types import CallEnd, CallStart, Mode, Reward, RolloutName, check_id
 from ..formats import progress_bar

@@ -20,7 +20,7 @@ from ...proxy.config.server import StoreConfig
 from ...proxy.control.transitions import transitions
 from ...proxy.control.views import record_view
 from ...proxy.errors import ConfigError, LightningError, NotFound
-from ...proxy.store.database import opened
+from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
 from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
 from ..formats import progress_bar

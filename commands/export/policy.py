@@ -11,7 +11,7 @@ from typing import Literal, cast, get_args
 
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError, LightningError
-from ...proxy.store.database import opened
+from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ...proxy.types import PolicyVersion

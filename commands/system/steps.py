@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
-from ...proxy.store.database import opened
+from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
 from ..show.steps import step_line
 

@@ -6,16 +6,13 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from ..config.server import StoreConfig
 from ..errors import StoreUnavailable
-
-if TYPE_CHECKING:
-    from .postgres.database import PostgresDatabase
 
 log = logging.getLogger(__name__)
 
@@ -135,23 +132,15 @@ class Database(ABC):
 
     where: str
 
-    @staticmethod
-    async def open(config: StoreConfig) -> Database:
+    @classmethod
+    @abstractmethod
+    async def open_to_write(cls, config: StoreConfig) -> Database:
         """Open the store, creating and migrating it as needed. Raise StoreUnavailable when that cannot be done."""
-        if config.is_postgres:
-            return await _postgres().open_to_write(config)
-        from .sqlite.database import SqliteDatabase
 
-        return await SqliteDatabase.open_to_write(config)
-
-    @staticmethod
-    async def open_to_read(config: StoreConfig) -> Database:
+    @classmethod
+    @abstractmethod
+    async def open_as_it_is(cls, config: StoreConfig) -> Database:
         """Open the store as it is; nothing can be written. Raise StoreUnavailable also where it is not up to date."""
-        if config.is_postgres:
-            return await _postgres().open_as_it_is(config)
-        from .sqlite.database import SqliteDatabase
-
-        return await SqliteDatabase.open_as_it_is(config)
 
     @abstractmethod
     async def close(self) -> None:
@@ -203,28 +192,6 @@ class Database(ABC):
     def changes(self, *topics: Topic) -> Changes:
         """Return what waits for changes of these topics, by whichever process."""
         return Changes()
-
-
-def _postgres() -> type[PostgresDatabase]:
-    try:
-        from .postgres.database import PostgresDatabase
-    except ModuleNotFoundError as error:
-        if error.name != "asyncpg":
-            raise
-        raise StoreUnavailable(
-            "store.url postgresql://… needs asyncpg: pip install 'lightning-proxy[postgres]'"
-        ) from None
-    return PostgresDatabase
-
-
-@asynccontextmanager
-async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator[Database]:
-    """Yield the store of a configuration, and close it at the end."""
-    database = await (Database.open(config) if to_write else Database.open_to_read(config))
-    try:
-        yield database
-    finally:
-        await database.close()
 
 
 async def in_passing(database: Database, work: Callable[[Transaction, float], Awaitable[T]]) -> T:

@@ -12,7 +12,8 @@ from uuid import uuid4
 from ..config.root import Config
 from ..errors import ConfigError, Conflict, NotFound
 from ..types import Limits, check_id
-from .database import Database, Refused, Row, opened
+from .database import Database, Refused, Row
+from .opening import opened
 from .rows import read
 
 KEY_NEW = """

@@ -14,7 +14,8 @@ from ..config.server import StoreConfig
 from ..errors import StoreUnavailable
 from ..types import PublishMode
 from .copies import only_read
-from .database import Database, opened
+from .database import Database
+from .opening import opened
 from .rows import read
 
 DECIDED = "SELECT mode, decided_by, at FROM publishing WHERE n = 1"

@@ -16,9 +16,9 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
-from lightning_proxy.proxy.store.database import Database, opened
 from lightning_proxy.proxy.store.moving.file import file_to_read, new_file
 from lightning_proxy.proxy.store.moving.tables import ORDERS
+from lightning_proxy.proxy.store.opening import open_database, opened
 from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Reward, RolloutName
@@ -240,7 +240,7 @@ async def test_a_move_that_is_killed_leaves_nothing_and_is_done_again(
         assert not (tmp_path / "s.db").exists()
     else:
         with pytest.raises(StoreUnavailable, match="there is no store"):
-            await Database.open_to_read(target)
+            await open_database(target, to_write=False)
     done = await migrate(source, target)
     assert done.returncode == 0, done.stderr
     assert not [file.name for file in tmp_path.iterdir() if ".part" in file.name]
@@ -283,4 +283,4 @@ async def test_a_row_that_is_read_back_differently_undoes_the_move(
     assert refused.returncode == 1
     assert "a row of rewards was read back differently: reward_id 1. Nothing was moved" in refused.stderr
     with pytest.raises(StoreUnavailable, match="there is no store"):
-        await Database.open_to_read(on_server)
+        await open_database(on_server, to_write=False)

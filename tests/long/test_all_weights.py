@@ -18,7 +18,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.policy.operator import operator_headers
 from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.types import Sample
 from support.own_vllm import own_vllm

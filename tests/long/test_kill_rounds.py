@@ -21,7 +21,7 @@ import aiohttp
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from support.served import Proxy, proxy_in_front, serves, settled, workers
 

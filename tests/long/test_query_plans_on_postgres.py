@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.postgres.statements import TEXTS
 from lightning_proxy.proxy.store.postgres.translate import translated
 from support.postgres import postgres_server

@@ -22,7 +22,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.policy.operator import key_file
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.rows.samples import rollout_samples

@@ -26,6 +26,7 @@ from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
 from lightning_proxy.proxy.promotion.splitting import candidates_server
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.backends.tinker_trainer import TinkerTrainer
@@ -215,7 +216,7 @@ async def bench(
         ),
         trainer=TrainerConfig.model_validate({**settings, **trainer}),
     )
-    database = await Database.open(config.store)
+    database = await open_database(config.store)
     try:
         async with operator_session() as session:
             yield Bench(config, database, VllmFleet(session, config.upstreams[0].urls), servers)

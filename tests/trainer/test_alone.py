@@ -11,7 +11,7 @@ import pytest
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.trainer import main
 from lightning_proxy.trainer.waiting import in_thread
 from support.postgres import END_LOCKS, Server, postgres_server

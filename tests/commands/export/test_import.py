@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.sft.traces import TraceReader, Traces
 from support.cases import Case, cases_with

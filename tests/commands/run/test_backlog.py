@@ -13,7 +13,7 @@ from traffic.server import config_of
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.backlog import Backlog, PolicyCollapsed
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import Collapse
 from support.in_process import proxy_of

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.store.database import Refused, opened
+from lightning_proxy.proxy.store.database import Refused
 from lightning_proxy.proxy.store.keys import Keyring, Scope, hash_key, new_key
 from lightning_proxy.proxy.store.migrate import FIRST
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
 from lightning_proxy.proxy.store.training import ComparedGroup
 from lightning_proxy.proxy.types import Limits

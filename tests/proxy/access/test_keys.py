@@ -19,8 +19,8 @@ import pytest
 from lightning_proxy.commands.run.programs import make_runner
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import Conflict, NotFound
-from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import Keyring
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.types import Limits
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

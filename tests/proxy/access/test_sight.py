@@ -9,8 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import Keyring
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.training import ComparedGroup
 from lightning_proxy.proxy.types import Limits
 

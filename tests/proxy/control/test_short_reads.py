@@ -16,7 +16,7 @@ from lightning_proxy.proxy.control.transitions import transitions
 from lightning_proxy.proxy.control.views import record_view, rollout_detail
 from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.requests.whole import whole_calls, whole_transitions
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName

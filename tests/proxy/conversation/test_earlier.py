@@ -10,7 +10,7 @@ import pytest
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.conversation.earlier import Earlier, items_of
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 
@@ -19,7 +19,7 @@ async def test_a_response_of_another_worker_is_read_without_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rollout is read whole once; after that, the rows of the other worker's new calls, however long it is."""
-    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     name, items = RolloutName("r", None, None), list[Any]()
     mine = Earlier(Store(database))
     async with Recorder(Store(database), merged=False) as recorder, Recorder(Store(database), merged=False) as others:

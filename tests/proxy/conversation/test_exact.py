@@ -24,7 +24,7 @@ from lightning_proxy.proxy.conversation.exact import RecentTurns
 from lightning_proxy.proxy.conversation.turns import AsText
 from lightning_proxy.proxy.conversation.turns import turns as turns_of
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, RolloutName
 from lightning_proxy.trainer.rows.samples import rollout_samples
@@ -120,7 +120,7 @@ class Proxy:
 
     async def rows(self, rollout: str = "r") -> int:
         """How many training rows the rollout makes."""
-        database = await Database.open(StoreConfig(url=f"sqlite:///{self.store}"))
+        database = await open_database(StoreConfig(url=f"sqlite:///{self.store}"))
         try:
             calls = await Store(database).calls.of(rollout)
         finally:
@@ -279,7 +279,7 @@ async def test_other_apis_are_counted_as_they_are(tmp_path: Path) -> None:
 
 
 async def test_the_rollouts_that_were_quiet_the_longest_are_forgotten(tmp_path: Path) -> None:
-    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     recent = RecentTurns(Store(database), lambda call, known: call.request, recent=2, tokens=13)
     for name, kept in (("a", 1), ("b", 1), ("b", 2), ("b", 2), ("a", 2), ("c", 1)):
         asked = {"messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
@@ -300,7 +300,7 @@ async def test_only_the_newest_turns_are_made_of_a_stored_rollout_and_not_in_the
         asked.append((call.call_id, threading.current_thread()))
         return call.request
 
-    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
     request = {"model": "m", "messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
     name, answer = RolloutName("r", None, None), (Choice(0, (3,), (-1.0,), "stop"),)
@@ -320,7 +320,7 @@ async def test_an_edited_history_reads_the_rollout_once(
     earlier: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its length: after that, each call asks only whether another worker has answered."""
-    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     name, answer = RolloutName("r", None, None), (Choice(0, (3,), (-1.0,), "stop"),)
     response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
     edited = {"model": "m", "messages": [user("hi"), {"role": "assistant", "content": "edited"}, user("more")]}
@@ -355,7 +355,7 @@ async def test_an_edited_history_reads_the_rollout_once(
 
 async def test_what_another_worker_answers_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rollout is read whole once; after that, the rows of the other worker's new calls, however long it is."""
-    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     name, messages, prompt = RolloutName("r", None, None), [user("hi")], (1,)
     async with Recorder(Store(database), merged=False) as mine, Recorder(Store(database), merged=False) as others:
 

@@ -21,7 +21,8 @@ from aiohttp import web
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.conversation.unnamed import BEGINNINGS, Conversation, UnnamedRollouts, answered, asked
-from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.retention import Keeper
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
 from lightning_proxy.proxy.store.store import Store

@@ -22,7 +22,7 @@ from lightning_proxy.proxy.config.server import RecordingConfig, RedactConfig, S
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.conversation.earlier import Earlier
 from lightning_proxy.proxy.store.calls import Calls
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 
 Json = dict[str, Any]

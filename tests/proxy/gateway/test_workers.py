@@ -21,7 +21,7 @@ import yaml
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_COUNTS
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall

@@ -29,7 +29,7 @@ from lightning_proxy.proxy.errors import InvalidRequest, LightningError
 from lightning_proxy.proxy.gateway.packed import unpack
 from lightning_proxy.proxy.otel.otlp import read_spans
 from lightning_proxy.proxy.otel.receive import read_all
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from lightning_proxy.proxy.policy.probe import LOOK_S
 from lightning_proxy.proxy.policy.vllm import VllmError, VllmServer, operator_session
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from tests.conftest import PolicyServer
 

@@ -10,7 +10,7 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.policy import pins
 from lightning_proxy.proxy.policy.pins import Pins
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallStart, RolloutName
 from support.stores import store_url

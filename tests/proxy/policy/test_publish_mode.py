@@ -14,7 +14,7 @@ import pytest
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.policy import mode
 from lightning_proxy.proxy.policy.mode import decide, publish_mode
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

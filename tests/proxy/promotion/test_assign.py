@@ -9,14 +9,14 @@ from pathlib import Path
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.promotion.sides import choose
-from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import RolloutName
 from support.stores import store_url
 
 
 async def test_siblings_that_begin_at_once_at_two_proxies_are_split_evenly(tmp_path: Path) -> None:
-    databases = [await Database.open(StoreConfig(url=store_url(tmp_path))) for _ in range(2)]
+    databases = [await open_database(StoreConfig(url=store_url(tmp_path))) for _ in range(2)]
     stores = [Store(database) for database in databases]
     version = await stores[0].versions.new("lora", 1, {})
     await stores[0].promotions.wait(version, 1)
@@ -39,7 +39,7 @@ async def test_siblings_that_begin_at_once_at_two_proxies_are_split_evenly(tmp_p
 
 
 async def test_rollouts_that_first_use_a_prompt_at_two_proxies_at_once_are_split_evenly(tmp_path: Path) -> None:
-    databases = [await Database.open(StoreConfig(url=store_url(tmp_path))) for _ in range(2)]
+    databases = [await open_database(StoreConfig(url=store_url(tmp_path))) for _ in range(2)]
     stores = [Store(database) for database in databases]
     for text in ("one", "two"):
         await stores[0].prompts.add("p", text)

@@ -12,7 +12,7 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.policy import mode
 from lightning_proxy.proxy.policy.mode import decide
-from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.resources.promotions import Promotions
 from lightning_proxy.proxy.store.store import Store
 from support.command_line import lightning
@@ -55,7 +55,7 @@ async def test_where_the_machine_decides_how_to_publish_the_trainer_refuses(
 ) -> None:
     settings = {"store": {"url": store_url(tmp_path)}, "policy": {"promotion": "gated"}}
     one, two = (Config.model_validate(settings | {"upstreams": upstreams}) for upstreams in (ONE, TWO))
-    database = await Database.open(one.store)
+    database = await open_database(one.store)
     store = Store(database)
     monkeypatch.setattr(mode, "has_gpu", lambda: False)
     with pytest.raises(ConfigError, match="needs a second server"):

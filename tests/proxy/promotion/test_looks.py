@@ -17,7 +17,7 @@ from lightning_proxy.proxy.promotion import gate
 from lightning_proxy.proxy.promotion.gate import Gate, rules
 from lightning_proxy.proxy.promotion.plugin import stopped
 from lightning_proxy.proxy.promotion.splitting import PolicySplit
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.resources.promotions import Assigned, Trial
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import Collapse

@@ -16,7 +16,8 @@ from lightning_proxy.proxy.control.views import call_view
 from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
 from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database, opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
 from support.stores import store_url
@@ -265,7 +266,7 @@ async def test_once_an_evaluation_always_one(database: Database, recorder: Recor
 async def test_a_file_that_is_no_database_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
     (tmp_path / "store.db").write_bytes(b"not a database at all" * 100)
     with pytest.raises(StoreUnavailable, match="not a database"):
-        await Database.open(StoreConfig(url=store_url(tmp_path)))
+        await open_database(StoreConfig(url=store_url(tmp_path)))
     assert not [file for file in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(file.resolve())]
 
 
@@ -276,7 +277,7 @@ async def test_an_unknown_rollout_is_not_found(database: Database) -> None:
 
 async def test_two_processes_may_open_a_new_store_at_once(tmp_path: Path) -> None:
     config = StoreConfig(url=f"sqlite:///{tmp_path}/new.db")
-    opened = await asyncio.gather(*(Database.open(config) for _ in range(4)))
+    opened = await asyncio.gather(*(open_database(config) for _ in range(4)))
     assert len({row["n"] for db in opened for row in await db.all("SELECT COUNT(*) AS n FROM policy_log")}) == 1
     for database in opened:
         await database.close()

@@ -19,8 +19,8 @@ from lightning_proxy.proxy.config.server import RedactConfig, StoreConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.recording.redact import MASK, Redactor
-from lightning_proxy.proxy.store.database import opened
 from lightning_proxy.proxy.store.keys import new_key
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 from support.fuzzing import examples

@@ -12,7 +12,7 @@ from lightning_proxy.proxy.apis.tools import tool_calls
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.retention import read_pages
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName

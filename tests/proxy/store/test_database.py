@@ -16,7 +16,8 @@ from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.store import database as databases
 from lightning_proxy.proxy.store import migrate
 from lightning_proxy.proxy.store.copies import copy_store
-from lightning_proxy.proxy.store.database import Database, Refused, Transaction, opened
+from lightning_proxy.proxy.store.database import Refused, Transaction
+from lightning_proxy.proxy.store.opening import open_database, opened
 from lightning_proxy.proxy.store.sqlite import database as files
 from lightning_proxy.proxy.store.sqlite.database import SqliteDatabase
 from lightning_proxy.proxy.store.store import Store
@@ -53,7 +54,7 @@ async def test_a_store_that_is_not_of_this_release_is_refused_and_left_as_it_is(
         other.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     with pytest.raises(StoreUnavailable, match=rf"store\.db cannot be opened: {refusal}.*set store\.url") as refused:
-        await Database.open(config_of(tmp_path))
+        await open_database(config_of(tmp_path))
     assert "\n" not in str(refused.value)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["store.db"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from support.postgres import Server, postgres_server
 
 pytestmark = pytest.mark.sqlite  # it brings its own server

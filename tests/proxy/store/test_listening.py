@@ -9,7 +9,8 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Changes, Database, Topic, opened
+from lightning_proxy.proxy.store.database import Changes, Database, Topic
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.postgres.listening import Heard
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Limits, Reward, RolloutName

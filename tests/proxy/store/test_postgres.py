@@ -16,7 +16,8 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import ConfigError, NotFound, StoreUnavailable
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT
-from lightning_proxy.proxy.store.database import Database, Refused, Transaction, opened
+from lightning_proxy.proxy.store.database import Database, Refused, Transaction
+from lightning_proxy.proxy.store.opening import open_database, opened
 from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
@@ -48,7 +49,7 @@ def call_of(rollout_id: str, call_id: str, **request: Any) -> CallStart:
 
 
 async def test_several_processes_may_make_the_store_at_once(config: StoreConfig) -> None:
-    databases = await asyncio.gather(*(Database.open(config) for _ in range(4)))
+    databases = await asyncio.gather(*(open_database(config) for _ in range(4)))
     rows = [[row["at"] for row in await database.all("SELECT at FROM policy_log")] for database in databases]
     assert rows == [[0.0]] * 4
     await asyncio.gather(*(database.close() for database in databases))
@@ -59,7 +60,7 @@ async def test_a_database_of_another_program_is_refused_and_left_as_it_is(config
     other = await asyncpg.connect(config.url)
     await other.execute("CREATE TABLE rollouts (rollout_id TEXT)")
     with pytest.raises(StoreUnavailable, match="belongs to another program"):
-        await Database.open(config)
+        await open_database(config)
     assert await other.fetchval("SELECT COUNT(*) FROM pg_class WHERE relnamespace = 'public'::regnamespace") == 1
     await other.close()
 
@@ -78,7 +79,7 @@ async def test_bodies_are_compressed_by_lz4_where_the_server_can(database: Datab
 
 async def test_to_look_at_a_store_writes_nothing(config: StoreConfig) -> None:
     with pytest.raises(StoreUnavailable, match="there is no store at postgresql:///t"):
-        await Database.open_to_read(config)
+        await open_database(config, to_write=False)
     async with opened(config) as database:
         await Store(database).rollouts.open([(RolloutName("r"), "hash")], {})
     async with opened(config, to_write=False) as database:
@@ -91,7 +92,7 @@ async def test_to_look_at_a_store_writes_nothing(config: StoreConfig) -> None:
 async def test_a_server_that_is_not_there_is_named_without_the_password() -> None:
     config = StoreConfig(url="postgresql://me:secret@127.0.0.1:1/db", busy_timeout_s=1)
     with pytest.raises(StoreUnavailable, match="postgresql://127.0.0.1:1/db cannot be opened") as refused:
-        await Database.open(config)
+        await open_database(config)
     assert "secret" not in str(refused.value)
 
 
@@ -102,7 +103,7 @@ async def test_without_asyncpg_one_line_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "asyncpg", None)
     with pytest.raises(StoreUnavailable, match=r"needs asyncpg: pip install 'lightning-proxy\[postgres\]'"):
-        await Database.open(config)
+        await open_database(config)
 
 
 def test_what_needs_a_file_says_so() -> None:

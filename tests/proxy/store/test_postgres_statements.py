@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.migrate import migrate
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT, Wanted
 from lightning_proxy.proxy.store.rollouts import _search_statement as search_statement
 from support.postgres import Server, postgres_server

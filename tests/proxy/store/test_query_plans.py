@@ -14,6 +14,7 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store import waiting
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.resources.tool_calls import TOOL_RESULT
 from lightning_proxy.proxy.store.rollouts import (
     ROLLOUT_FILTERS,
@@ -64,7 +65,7 @@ SORTED = (
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    opened = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     yield opened
     await opened.close()
 

@@ -17,7 +17,8 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import RetentionConfig, StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database, opened
+from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.retention import (
     DAY,
     ROLLOUT_FORGET,

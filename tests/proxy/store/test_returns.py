@@ -16,6 +16,7 @@ from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.returns import Rules, earned
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.migrate import FIRST, _statements
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
 from support.stores import do_again, store_url
@@ -32,7 +33,7 @@ VALUES = (0.1, 0.2, 0.3, -0.1, 1.0, 0.0, 1e-12, -9999.9, 1e300, 5e-324)
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = await Database.open(StoreConfig(url=store_url(tmp_path)))
+    opened = await open_database(StoreConfig(url=store_url(tmp_path)))
     do_again(opened)
     yield opened
     await opened.close()
@@ -133,7 +134,7 @@ async def test_a_store_of_an_earlier_release_is_counted_after_its_migration(tmp_
             [("own", None, 7), ("of calls", "c0", 1), ("of calls", "c1", 0.5), ("of calls", "c0", 0.25)],
         )
         old.commit()
-    database = await Database.open(StoreConfig(url=f"sqlite:///{file}"))
+    database = await open_database(StoreConfig(url=f"sqlite:///{file}"))
     store = Store(database)
     await store.rewards.post([Reward("of calls", 0.75, "c1", final=False)])  # before the old ones are counted
     assert (await store.rollouts.get("of calls")).reward == 1.0

@@ -13,7 +13,7 @@ import pytest
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallStart, Reward, RolloutName
 from lightning_proxy.trainer.collapse.monitor import Monitor

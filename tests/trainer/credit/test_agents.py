@@ -16,6 +16,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
@@ -134,7 +135,7 @@ class Traffic:
 
 @pytest.fixture
 async def traffic(tmp_path: Path) -> AsyncIterator[Traffic]:
-    database = await Database.open(StoreConfig(url=store_url(tmp_path)))
+    database = await open_database(StoreConfig(url=store_url(tmp_path)))
     yield Traffic(database)
     await database.close()
 

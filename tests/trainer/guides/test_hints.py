@@ -20,7 +20,7 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.returns import Rules
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.trainer.guides.guides import Guides

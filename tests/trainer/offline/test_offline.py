@@ -30,7 +30,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.control.transitions import message_of
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import Steps
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName

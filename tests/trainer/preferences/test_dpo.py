@@ -21,7 +21,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.policy.vllm import VllmServer
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.main import train_offline

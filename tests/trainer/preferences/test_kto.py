@@ -13,7 +13,7 @@ import torch
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Choice, Reward
 from lightning_proxy.trainer.preferences.kto import KtoRun, ThumbTrainer, collate, dataset, heed, kto_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.database import opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.promotion.line import goes_on
 from support.stores import store_url

@@ -19,7 +19,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.policy.mode import has_gpu, publish_mode
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
@@ -264,7 +264,7 @@ def test_an_adapter_named_as_a_part_of_the_model_is_refused(base: Path, tmp_path
 async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_context(tmp_path: Path) -> None:
     """Each asks with all that was said before: one row where they share an adapter, two where they do not."""
     talk = [("writer", (0, 1)), ("checker", (0, 1, 8, 9, 2)), ("rewriter", (0, 1, 8, 9, 2, 8, 9, 3))]
-    database = await Database.open(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     store = Store(database)
     async with Recorder(store, merged=False) as recorder:
         for name, last in (("a", 3), ("b", 3), ("c", 1)):
