@@ -8,6 +8,7 @@ The judge is a script (scripted_judge.py).
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections import defaultdict
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
+from results_page import Page, option
 from rich.progress import track
 from scripted_judge import judged
 
@@ -232,8 +234,10 @@ def mean_scores(problem: Problem, policy: Policy, rollouts: int) -> list[float]:
     return [fmean(scores) for scores in zip(*(problem.play(policy).scores for _ in range(rollouts)), strict=True)]
 
 
-def show(title: str, rows: Mapping[str, Mapping[str, object]], problems: Sequence[Problem], groups: int = 1) -> None:
-    """Train on every problem with every row's settings, and print what came of it."""
+def show(
+    page: Page, title: str, rows: Mapping[str, Mapping[str, object]], problems: Sequence[Problem], groups: int = 1
+) -> None:
+    """Train on every problem with every row's settings, and add what came of it to the page."""
     before = [[f"{score:.2f}" for score in mean_scores(problem, Policy(0), 5 * EVALUATED)] for problem in problems]
     cells = {"untrained": before}
     for name, settings in track(rows.items(), description=title, transient=True):
@@ -243,11 +247,8 @@ def show(title: str, rows: Mapping[str, Mapping[str, object]], problems: Sequenc
             for problem in problems
             for seeds in [[trained(problem, config, seed, groups) for seed in SEEDS]]
         ]
-    print(f"| {title} |", " | ".join(problem.title for problem in problems), "|")
-    print("|---|" + "---|" * len(problems))
-    for name, row in cells.items():
-        print(f"| {name} |", " | ".join(", ".join(scores) for scores in row), "|")
-    print()
+    head = (title, *(problem.title for problem in problems))
+    page.table("", head, ([name, *(", ".join(scores) for scores in row)] for name, row in cells.items()))
 
 
 def _call(position: int, state: int, action: int, agent: str | None) -> ModelCall:
@@ -260,9 +261,14 @@ def _call(position: int, state: int, action: int, agent: str | None) -> ModelCal
 
 
 def main() -> None:
-    show("strategy", STRATEGIES, PROBLEMS)
-    show("agents", AGENTS, TWO_AGENTS)
-    show("baseline", BASELINES, PROBLEMS, BASELINE_GROUPS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option(parser, "credit")
+    options = parser.parse_args()
+    page = Page("What each credit strategy, choice of agents and baseline learns")
+    show(page, "strategy", STRATEGIES, PROBLEMS)
+    show(page, "agents", AGENTS, TWO_AGENTS)
+    show(page, "baseline", BASELINES, PROBLEMS, BASELINE_GROUPS)
+    page.save(options.page)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the trainer's own, on 8 groups of 8 as the settings say; a model of this size ne
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from results_page import Page, option
 
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
@@ -84,8 +86,17 @@ def run(directory: Path, seed: int, settings: dict[str, Any]) -> Iterator[dict[s
 
 
 def main() -> None:
-    print(f"means of the last 10 of {STEPS} batches, seeds {list(range(SEEDS))}")
-    print("| settings | reward, by seed | groups with equal rewards | entropy |\n|---|---|---|---|", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    option(parser, "entropy")
+    options = parser.parse_args()
+    page = Page("Learning rates and entropy bonuses on a task that tempts into one word")
+    about = f"Means of the last 10 of {STEPS} batches, seeds {list(range(SEEDS))}:"
+    page.table(about, ("settings", "reward, by seed", "groups with equal rewards", "entropy"), rows())
+    page.save(options.page)
+
+
+def rows() -> Iterator[tuple[str, ...]]:
+    """A row for each case."""
     for name, settings in CASES.items():
         ends = []
         for seed in range(SEEDS):
@@ -93,7 +104,7 @@ def main() -> None:
                 ends.append(list(run(Path(directory), seed, settings))[-10:])
         rewards = ", ".join(f"{fmean(one['reward'] for one in end):.2f}" for end in ends)
         equal, entropy = (fmean(one[key] for end in ends for one in end) for key in ("equal", "entropy"))
-        print(f"| {name} | {rewards} | {equal:.0%} | {entropy:.2f} |", flush=True)
+        yield name, rewards, f"{equal:.0%}", f"{entropy:.2f}"
 
 
 if __name__ == "__main__":

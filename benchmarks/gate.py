@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from report import machine
+from results_page import Page, option
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.demo.config import EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, write_config
@@ -211,6 +211,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--versions", default=names, help=f"of {names}")
     parser.add_argument("--dir", type=Path, default=Path("lightning-gate"), help="a new directory")
+    option(parser, "gate")
     options = parser.parse_args()
     directory = options.dir.absolute()
     directory.mkdir(parents=True)
@@ -220,7 +221,9 @@ def main() -> int:
     except LightningError as error:
         print(f"gate: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"\n{machine()}\n" + "\n".join(table(results)))
+    page = Page("Real versions before the gate")
+    page.text(table(results))
+    page.save(options.page)
     return 0 if all(row["status"] == row["expected"] for row in results) else 1
 
 

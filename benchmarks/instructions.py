@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from results_page import Page, option
 from servers import Server, free_port
 from targets import HERE, start_upstream
 
@@ -82,7 +83,9 @@ def measure(server: Server, path: str, directory: Path, seconds: float) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
-    seconds = parser.parse_args().seconds
+    option(parser, "instructions")
+    options = parser.parse_args()
+    seconds, page = options.seconds, Page("Instructions of a call")
     if shutil.which("valgrind") is None:
         raise SystemExit("valgrind is not installed")
     upstream = start_upstream()
@@ -110,12 +113,13 @@ def main() -> None:
                 rows["lightning-proxy"] = measure(server, "/rollouts/{run}-{}/v1/chat/completions", directory, seconds)
     finally:
         upstream.stop()
-    print("| millions of instructions a call |", *(f" {name} |" for name in CASES), sep="")
-    print("|---|" + "---|" * len(CASES))
-    for name, figures in rows.items():
-        print(f"| {name} |", *(f" {figure:.2f} |" for figure in figures), sep="")
-    ratios = [a / b for a, b in zip(rows["lightning-proxy"], rows["bare forwarder"], strict=True)]
-    print("| ratio |", *(f" {ratio:.2f} |" for ratio in ratios), sep="")
+    rows["ratio"] = [a / b for a, b in zip(rows["lightning-proxy"], rows["bare forwarder"], strict=True)]
+    page.table(
+        "",
+        ("millions of instructions a call", *CASES),
+        ((name, *(f"{figure:.2f}" for figure in figures)) for name, figures in rows.items()),
+    )
+    page.save(options.page)
 
 
 if __name__ == "__main__":

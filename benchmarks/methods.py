@@ -26,7 +26,7 @@ from statistics import fmean
 from typing import Any
 
 import yaml
-from report import machine
+from results_page import Page, option
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.demo.config import EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, write_config
@@ -289,6 +289,7 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=512, help=f"a multiple of {STEP_ROLLOUTS}")
     parser.add_argument("--dir", type=Path, default=Path("lightning-methods"), help="of the measurement, and to go on")
     parser.add_argument("--teacher", metavar="URL", help="of a vLLM with a better model, for the method teacher")
+    option(parser, "methods")
     options = parser.parse_args()
     names = options.methods.split(",")
     if unknown := set(names) - set(METHODS):
@@ -305,7 +306,9 @@ def main() -> int:
     except LightningError as error:
         print(f"methods: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"\n{machine()}; {options.rollouts:,} rollouts\n" + "\n".join(table(read(directory / "results.jsonl"))))
+    page = Page("Methods at equal numbers of rollouts")
+    page.text([f"{options.rollouts:,} rollouts:", "", *table(read(directory / "results.jsonl"))])
+    page.save(options.page)
     return 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from results_page import Page, option
 from servers import Server
 from targets import start_proxy, start_upstream
 
@@ -173,7 +174,9 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=10_000)
     parser.add_argument("--tasks", type=int, default=200)
     parser.add_argument("--steps", type=int, default=1_000)
+    option(parser, "page")
     args = parser.parse_args()
+    page = Page("How long the routes of the page take")
     with tempfile.TemporaryDirectory() as directory:
         here = Path(directory) / "proxy"
         here.mkdir()
@@ -187,10 +190,12 @@ def main() -> None:
             proxy.stop()
             upstream.stop()
     floor = asked[0][1]
-    print(f"{args.rollouts:,} rollouts of {args.tasks} tasks, {args.steps:,} steps; medians of {ASKED}\n")
-    print("| route | ms | beside /healthz | kB |\n|---|---|---|---|")
-    for path, took, size in asked:
-        print(f"| `GET {path}` | {took:.1f} | {took / floor:.0f} | {size / 1000:,.0f} |")
+    page.table(
+        f"{args.rollouts:,} rollouts of {args.tasks} tasks, {args.steps:,} steps; medians of {ASKED}:",
+        ("route", "ms", "beside /healthz", "kB"),
+        ((f"`GET {at}`", f"{ms:.1f}", f"{ms / floor:.0f}", f"{size / 1000:,.0f}") for at, ms, size in asked),
+    )
+    page.save(args.page)
     if slow := [path for path, took, _ in asked if took > LIMIT_MS]:
         raise SystemExit(f"over {LIMIT_MS:.0f} ms: {', '.join(slow)}")
 

@@ -17,6 +17,7 @@ from statistics import NormalDist, quantiles
 
 import numpy as np
 from numpy.typing import NDArray
+from results_page import Page, option
 from rich.progress import track
 
 from lightning_proxy.proxy.promotion.evidence import Evidence
@@ -297,16 +298,13 @@ def summary(found: Sequence[Outcome]) -> list[str]:
     return [percent(found, "worse"), percent(found, "safe"), f"{tenths[4]:.0f} ({tenths[8]:.0f})"]
 
 
-def table(title: str, heads: Sequence[str], rows: Iterator[Sequence[str]]) -> None:
-    body = list(rows)
-    print(f"\n{title}\n\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    print("\n".join(f"| {' | '.join(row)} |" for row in body), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=2000, help="of each row (default %(default)s)")
-    n = parser.parse_args().comparisons
+    option(parser, "promotion")
+    options = parser.parse_args()
+    n, page = options.comparisons, Page("How sure the gate before a new version is")
+    table = page.table
     table(
         f"Wrong in how many of {n:,} comparisons, looked at after each of {LOOKS:,} pairs:",
         ("pairs", "equal, called worse", "drop of 0.1, called safe", "z test", "asymptotic", f"from {BURN_IN} pairs"),
@@ -342,6 +340,7 @@ def main() -> None:
         ("longer in", *of, *(f"{each}, 4 a side" for each in of)),
         lengths(n),
     )
+    page.save(options.page)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from peers import PEERS
-from report import machine, markdown
+from report import markdown
+from results_page import Page, machine, option
 from rich.console import Console
 from rich.progress import track
 from servers import Server, Unavailable
@@ -198,6 +199,7 @@ def main() -> None:
     )
     parser.add_argument("--streams", type=int, default=1000, help="streams open at once for the memory figure; 0: skip")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
+    option(parser, "speed")
     parser.add_argument("--json", type=Path, help="write the figures there; `report.py FILE` prints them again")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped as well
@@ -219,7 +221,9 @@ def main() -> None:
     found |= {"left_out": left_out, "failed": failed}
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
-    print(markdown(found))
+    page = Page("What a call costs")
+    page.text([markdown(found)])
+    page.save(options.page)
     if failed:
         raise SystemExit(1)
 

@@ -1,10 +1,8 @@
-"""The benchmark's figures as Markdown for docs/speed.md: `python report.py FILE`, written by `proxy.py --json FILE`."""
+"""The proxy benchmark's figures as Markdown: `python report.py FILE` prints what `proxy.py --json FILE` wrote."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +12,6 @@ from targets import COMMITTING
 
 Figures = dict[str, Any]
 Case = tuple[str, int, int]
-
-
-def machine() -> str:
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "")
-    return f"{os.cpu_count()} cores{f' ({model})' if model else ''}, Python {platform.python_version()}"
 
 
 def markdown(figures: Figures) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from results_page import Page, option
 from servers import Server, free_port
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=12, help="for each way")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
     parser.add_argument("--only", default="", help="ways whose names match this regular expression")
+    option(parser, "sampling")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         config = _config(args.model or prepare_model(cache_directory()), Path(scratch), args.template)
@@ -120,9 +122,7 @@ def main() -> None:
 async def _measure(config: Config, url: str, args: argparse.Namespace) -> bool:
     """Whether every mean ratio is 1 to within the tolerance."""
     trainer = LightningTrainer(config.trainer, config.policy)
-    print("| sampled with | before: ratio | KL | clipped | after: ratio | KL | clipped | tokens left out |")
-    print("|---|---|---|---|---|---|---|---|")
-    true = True
+    rows, true = [], True
     async with operator_session() as session:
         server = VllmServer(session, url, {})
         for name, more in WAYS.items():
@@ -132,8 +132,13 @@ async def _measure(config: Config, url: str, args: argparse.Namespace) -> bool:
                 await sampled.look(calls)
                 before = _measured(trainer, calls, lambda call: Sampling(call.temperature))
                 after = _measured(trainer, calls, sampled.of)
-                print(f"| {name} | {_cells(before)} | {_cells(after)} | {after.left_out:.1%} |", flush=True)
+                rows.append((name, *_cells(before), *_cells(after), f"{after.left_out:.1%}"))
+                print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
                 true = true and abs(after.ratio - 1) <= TOLERANCE
+    page = Page("Ratios of unchanged weights, by how an answer is sampled")
+    head = ("before: ratio", "KL", "clipped", "after: ratio", "KL", "clipped", "tokens left out")
+    page.table("", ("sampled with", *head), rows)
+    page.save(args.page)
     return true
 
 
@@ -175,7 +180,7 @@ def _measured(trainer: LightningTrainer, calls: Sequence[ModelCall], sampled: Sa
 
 
 def _cells(measured: Measured) -> str:
-    return f"{measured.ratio:.4f} | {measured.kl:.5f} | {measured.clipped:.1%}"
+    return f"{measured.ratio:.4f}", f"{measured.kl:.5f}", f"{measured.clipped:.1%}"
 
 
 def _rows(calls: Sequence[ModelCall], sampled: SamplingOf) -> list[Sample]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import machine
+from results_page import Page, option
 from servers import TICKS, Server
 from targets import HERE, start_proxy, start_upstream
 
@@ -151,10 +151,12 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=32, help="in all")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1_000, 50_000], help="bytes of a request")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
+    option(parser, "several")
     options = parser.parse_args()
+    page = Page("Several proxies over one PostgreSQL")
     rows = measure(options)
-    print(f"{machine()}, shared by all parts. Processor time in ms a call.\n")
-    print("\n".join(markdown(rows)))
+    page.text(["All parts share the machine. Processor time in ms a call:", "", *markdown(rows)])
+    page.save(options.page)
 
 
 if __name__ == "__main__":

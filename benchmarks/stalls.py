@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from results_page import Page, option
 from servers import Server
 from targets import start_proxy, start_upstream
 
@@ -258,17 +259,24 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose names have this in them")
     parser.add_argument("--redact", action="store_true", help="with a pattern to redact")
+    option(parser, "stalls")
     args = parser.parse_args()
+    page = Page("How long a large request keeps others waiting")
     upstream = start_upstream()
     try:
         with tempfile.TemporaryDirectory() as name:
             server = start_proxy(Path(name) / "proxy", upstream.url, env=REDACTED if args.redact else {})
             try:
-                print("| request | others waited, ms | it took, ms |\n|---|---|---|")
-                for title, case in CASES.items():
-                    if args.only in title:
-                        waited, took = measure(server, case, args.tries)
-                        print(f"| {title} | {waited:.0f} | {took:.0f} |", flush=True)
+                cases = {title: case for title, case in CASES.items() if args.only in title}
+                page.table(
+                    f"The best of {args.tries} tries:",
+                    ("request", "others waited, ms", "it took, ms"),
+                    (
+                        (title, *(f"{ms:.0f}" for ms in measure(server, case, args.tries)))
+                        for title, case in cases.items()
+                    ),
+                )
+                page.save(args.page)
             finally:
                 server.stop()
     finally:

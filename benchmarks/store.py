@@ -11,18 +11,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from filled import SIBLINGS, Size, fill
-from report import machine
+from results_page import made
 from servers import Server
 from targets import start_proxy, start_upstream
 
@@ -201,13 +198,12 @@ def measure(size: Size, repeats: int) -> list[Figure]:
 
 def page(figures: list[Figure], size: Size, repeats: int) -> str:
     """The result as Markdown: what was measured, where, when and how."""
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    how = made()
     lines = [
         "# What grows with the store",
         "",
-        f"`python benchmarks/store.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
-        f"on {machine()}, commit {commit}, {datetime.now(UTC):%Y-%m-%d}.",
+        f"`{how['command']}`",
+        f"on {how['machine']}, commit {how['commit']}, {how['date']}.",
         "",
         f"{size.calls:,} calls, {size.versions:,} versions and as many steps, and a rollout of {size.turns} turns,",
         f"beside {EMPTY.calls} calls, {EMPTY.versions} versions and {EMPTY.turns} turns.",

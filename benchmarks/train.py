@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from report import machine
+from results_page import Page, machine, option
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
@@ -342,6 +342,7 @@ def main() -> int:
     parser.add_argument("--work", default="8,6,1000,100,100", help="siblings,turns,prompt,answered,observed")
     parser.add_argument("--vocabulary", type=int, help="default: the model's")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
+    option(parser, "train")
     options = parser.parse_args()
     if (options.device == "cuda") != torch.cuda.is_available():
         parser.error("the trainer takes a GPU where there is one, and a CPU where there is none")
@@ -366,12 +367,14 @@ def main() -> int:
             for way in ways:
                 bench.measure(way)
     rate, where = max(rates), torch.cuda.get_device_name() if cuda else machine()
-    print(
-        f"`python benchmarks/train.py` on {where}: {name}'s shape, {layers} of {whole} layers, {dtype}, "
+    page = Page("A training step")
+    about = (
+        f"On {where}: {name}'s shape, {layers} of {whole} layers, {dtype}, "
         f"{work.siblings} siblings × {work.turns} turns over {work.prompt:,} tokens, {options.budget:,} a pass; "
-        f"{options.rounds} rounds, median (least–most); a matrix product reaches {rate / 1e9:,.0f} GFLOP/s.\n"
+        f"{options.rounds} rounds, median (least–most); a matrix product reaches {rate / 1e9:,.0f} GFLOP/s."
     )
-    print("\n".join(table(ways, rate)), flush=True)
+    page.text([about, "", *table(ways, rate)])
+    page.save(options.page)
     differing = [relative_difference(ways[2].gradient, way.gradient) for way in ways[:2]]
     if options.json:
         figures = {w.name: {"seconds": w.seconds, "tokens": w.tokens, "peak": w.peak} for w in ways}

@@ -23,6 +23,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
+from results_page import Page, option
 from servers import Server, free_port
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -62,32 +63,34 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--keep", type=Path, default=Path("verification.jsonl"), help="write what was measured there")
     parser.add_argument("--judge", type=Path, nargs="*", help="measure nothing: judge what was measured before")
+    option(parser, "verification")
     args = parser.parse_args()
     if args.judge is None:
         _measure_all(args)
-    _show([Publication(*json.loads(line)) for file in args.judge or [args.keep] for line in file.open()])
+    _show([Publication(*json.loads(line)) for file in args.judge or [args.keep] for line in file.open()], args.page)
 
 
-def _show(publications: Sequence[Publication]) -> None:
+def _show(publications: Sequence[Publication], file: Path | None) -> None:
     """A row of the table for each learning rate, and one for how far a step moves the log-probabilities."""
-    print("| publications | number | moved / noise | false alarms | misses | told by answers | tokens asked for |")
-    print("|---|---|---|---|---|---|---|")
+    groups: dict[str, Sequence[Publication]] = {}
     for rate in sorted({publication.rate for publication in publications}):
-        _row(f"learning rate {rate:g}", [p for p in publications if p.rate == rate])
+        groups[f"learning rate {rate:g}"] = [p for p in publications if p.rate == rate]
     for low, high in pairwise((0.0, 0.9, 1.0, 1.1, 1.25, math.inf)):
-        _row(f"moved / noise {low:g} to {high:g}", [p for p in publications if low <= _moved(p) < high])
-    _row("all", publications)
+        groups[f"moved / noise {low:g} to {high:g}"] = [p for p in publications if low <= _moved(p) < high]
+    groups["all"] = publications
+    head = ("number", "moved / noise", "false alarms", "misses", "told by answers", "tokens asked for")
+    page = Page("What verification notices in bfloat16")
+    page.table("", ("publications", *head), (_row(name, some) for name, some in groups.items() if some))
+    page.save(file)
 
 
-def _row(name: str, publications: Sequence[Publication]) -> None:
+def _row(name: str, publications: Sequence[Publication]) -> tuple[object, ...]:
     right = [_evidence(p.served, new=p.ours, old=p.later) for p in publications]
     stale = [_evidence(p.served, new=p.later, old=p.ours) for p in publications]
-    if not publications:
-        return
     moved, tokens = mean(map(_moved, publications)), mean(e.tokens for e in right)
     told, misses = sum(e.is_new for e in right), sum(not e.is_old for e in stale)
     alarms = sum(e.is_old for e in right)
-    print(f"| {name} | {len(right)} | {moved:.2f} | {alarms} | {misses} | {told} | {tokens:.0f} |")
+    return name, len(right), f"{moved:.2f}", alarms, misses, told, f"{tokens:.0f}"
 
 
 def _moved(publication: Publication) -> float:
