@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
-EXTRAS ?= $(if $(GPU),vllm,cpu),train,demo,parquet,dev
+EXTRAS ?= $(if $(GPU),vllm,cpu),train,providers,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 

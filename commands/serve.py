@@ -62,9 +62,11 @@ def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None 
     """
     from ..proxy.reward_function.process import require_function
     from ..proxy.store.keys import require_keys
+    from ..proxy.upstreams.litellm.engine import require_for
 
     publish_mode(config)  # their ConfigErrors are to be seen before anything starts
     check_base_model(config)
+    require_for(config.upstreams)
     asyncio.run(require_function(config.rewards))
     asyncio.run(require_keys(config))
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")

@@ -17,6 +17,7 @@ from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
 from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import has_gpu
+from ..proxy.upstreams.litellm.engine import require_litellm
 from ..trainer.backends.refusals import check_backend
 from ..trainer.plan.settle import settle
 from ..trainer.types import Method
@@ -47,6 +48,8 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
         raise ConfigError(f"--method {method} runs in one process: start it without a launcher")
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
+    if config.trainer.judged:
+        require_litellm("trainer.judge")
     # A launcher's processes have GPUs of their own (docs/distributed.md).
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     settled = settle(config, offline=offline is not None or _has_launcher(), sharded=sharded)

@@ -128,6 +128,23 @@ def test_a_fresh_environment_says_its_version(fresh: Path, wheel: Path) -> None:
     assert asked.stdout == f"lightning-proxy {metadata(wheel)['Version']}\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("serve", "upstream gemini of kind litellm"),
+        ("optimize --method apo --prompt p --tasks t --reflect openai/m -- true", "--reflect openai/m"),
+    ],
+)
+def test_a_fresh_environment_says_what_a_provider_needs(fresh: Path, tmp_path: Path, command: str, what: str) -> None:
+    assert not (fresh / "litellm").exists()
+    (tmp_path / "config.yaml").write_text("upstreams: [{name: gemini, kind: litellm, models: [gemini/m]}]\n")
+    asked = [fresh / "lightning-proxy", "--config", "config.yaml", *command.split()]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(f"{what} needs litellm: pip install 'lightning-proxy[providers]'")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("command", "extras"), [("train", "[train]"), ("vllm", "[vllm]"), ("up", "[vllm]")])
 def test_a_command_that_needs_an_extra_names_it(fresh: Path, tmp_path: Path, command: str, extras: str) -> None:
     asked = [fresh / "lightning-proxy", command, "--model", "any"]

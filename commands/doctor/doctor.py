@@ -16,6 +16,7 @@ from ...proxy.config.upstreams import UpstreamConfig, below
 from ...proxy.errors import ConfigError
 from ...proxy.policy.mode import publish_mode
 from ...proxy.upstreams.environment import through
+from ...proxy.upstreams.litellm.engine import require_for
 from ...trainer.plan.settle import settle
 from ..api_client import ApiClient
 from ..formats import print_json
@@ -62,13 +63,23 @@ def check_memory(config: Config) -> list[Check]:
     return [] if plan is None else [ok("memory", plan_line(plan))]
 
 
+def check_provider(upstream: UpstreamConfig) -> Check:
+    """Check that what calls this provider is installed; the provider itself is not asked."""
+    name = f"upstream {upstream.name}"
+    try:
+        require_for([upstream])
+    except ConfigError as error:
+        return failed(name, error.message, "install it, or remove the upstream")
+    return ok(name, "not checked: litellm calls the provider only when an agent does")
+
+
 async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> AsyncIterator[Check]:
     proxy = await check_proxy(api)
     yield proxy
     reached = {}
     for upstream in config.upstreams:
         if upstream.kind == "litellm":
-            yield ok(f"upstream {upstream.name}", "not checked: litellm calls the provider only when an agent does")
+            yield check_provider(upstream)
             continue
         for url in dict.fromkeys((*upstream.urls, *upstream.published_to)):
             reached[url] = await _check_server(session, upstream, url)

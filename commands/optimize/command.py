@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
+from ...proxy.upstreams.litellm.engine import require_litellm
 from ..api_client import ApiClient
 from ..eval.stats import Comparison, compare
 from ..formats import print_json
@@ -83,6 +84,7 @@ class Found:
 
 def optimize(config: Config, asked: OptimizeRequest) -> None:
     """Run the whole command. Raise LightningError if it fails; what was tried until then is kept."""
+    require_litellm(f"--reflect {asked.reflect}")
     split = _split(asked)
     console = Console(stderr=True)
     view = ProgressView(console)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
+from lightning_proxy.commands.train import train
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.upstreams.litellm import engine
 from support.command_line import lightning
 from support.small_model import save_small_model
 
@@ -20,3 +25,15 @@ def test_train_once_says_when_there_was_nothing_to_learn_from(tmp_path: Path) ->
     done = lightning("--config", tmp_path / "config.yaml", "train", "--once")
     assert done.returncode == 0, done.stderr
     assert "no step was taken: `lightning-proxy status` says what waits" in done.stderr
+
+
+def test_a_judge_without_litellm_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "policy": {"model": str(save_small_model(tmp_path / "model"))},
+        "trainer": {"credit": "judge", "judge": {"model": "openai/m"}},
+    }
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None if name == "litellm" else ...)
+    with pytest.raises(ConfigError, match=r"trainer.judge needs litellm: pip install 'lightning-proxy\[providers\]'"):
+        train(Config.model_validate(settings), once=True)

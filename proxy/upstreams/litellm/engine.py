@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 import orjson
 
 from ...apis import sse
+from ...config.upstreams import UpstreamConfig
+from ...errors import ConfigError
 from ...types import Header
 
 T = TypeVar("T")
@@ -107,6 +110,19 @@ class Engine:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+
+def require_litellm(what: str) -> None:
+    """Raise ConfigError if litellm is not installed. `what` needs it."""
+    if importlib.util.find_spec("litellm") is None:
+        raise ConfigError(f"{what} needs litellm: pip install 'lightning-proxy[providers]'")
+
+
+def require_for(upstreams: Iterable[UpstreamConfig]) -> None:
+    """Raise ConfigError if one of the upstreams needs litellm and it is not installed."""
+    for upstream in upstreams:
+        if upstream.kind == "litellm":
+            require_litellm(f"upstream {upstream.name} of kind litellm")
 
 
 def import_litellm() -> ModuleType:
