@@ -21,10 +21,10 @@ spec.loader.exec_module(results_page)
 @pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.name)
 def test_each_page_says_how_its_figures_were_made(page: Path) -> None:
     head = page.read_text()[:1500]
-    assert re.search(r"\bcommit [0-9a-f]{7}", head)
+    assert re.search(r"\bcommits? [0-9a-f]{7}", head)
     assert re.search(r"\b2026-\d\d-\d\d", head)
     assert re.search(r"\bcores?\b|simulated", head)
-    assert re.search(r"`[^`]*(python|make|pytest) [^`]+`", head)
+    assert re.search(r"`[^`]*(python|make|pytest|lightning-proxy) [^`]+`", head)
 
 
 @pytest.mark.parametrize("figures", sorted(RESULTS.glob("*.json")), ids=lambda figures: figures.name)

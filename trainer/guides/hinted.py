@@ -22,7 +22,7 @@ from .sources import without_quotes
 Json = dict[str, Any]
 Hint = Literal["comments", "siblings"]
 
-# What the policy reads after the user's own words. docs/training.md shows it.
+# What the policy reads after the user's own words. docs/guides.md shows it.
 WORDING: dict[Hint, str] = {
     "comments": "{said}\n\nAn earlier answer got this feedback:\n{hint}\n\nAnswer again, and do better.",
     "siblings": "{said}\n\nThis earlier answer was a good one:\n{hint}\n\nAnswer again, as well as that.",
