@@ -42,9 +42,7 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
     A device map would spread it over all GPUs, or over the CPU if their memory is short.
     """
-    model = create_model_from_path(
-        path, dtype=dtype, attn_implementation="sdpa", device_map=None, trust_remote_code=False
-    )
+    model = create_model_from_path(path, dtype=dtype, device_map=None, trust_remote_code=False)
     assert isinstance(model, PreTrainedModel)
     return model
 
