@@ -15,6 +15,7 @@ import typer.main
 
 from lightning_proxy.cli import app
 from support.examples import learned
+from support.loading import load_module
 from support.paths import ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -67,6 +68,15 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         assert file.exists(), f"{page.name}: {target}"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_the_generated_pages_are_current() -> None:
+    generate = load_module(ROOT / "docs" / "generate.py")
+    page = generate.SETTINGS.read_text()
+    again = "`python docs/generate.py` makes them again"
+    assert generate.settings(generate.meanings(page)) == page, again
+    assert generate.metrics() == generate.METRICS.read_text(), again
+    assert "TODO" not in page, "say what each new setting does"
 
 
 def test_the_index_links_every_page() -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from support.loading import load_module
 from support.paths import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-spec = importlib.util.spec_from_file_location("results_page", ROOT / "benchmarks" / "results_page.py")
-assert spec is not None and spec.loader is not None
-results_page = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(results_page)
+results_page = load_module(ROOT / "benchmarks" / "results_page.py")
 
 
 @pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.name)

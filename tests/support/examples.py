@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
+
+from support.loading import load_module
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))
 
 
-def learned() -> ModuleType:
+def learned() -> Any:
     """examples/learned.py."""
-    spec = importlib.util.spec_from_file_location("learned", EXAMPLES / "learned.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return load_module(EXAMPLES / "learned.py")
 
 
 @cache

@@ -1,6 +1,6 @@
 """The metrics of a training step: name, unit and meaning of each. Plain data, no torch.
 
-A new metric is one line here, and the same line in docs/metrics.md; a test compares them.
+A new metric is one line here. `python docs/generate.py` then writes docs/step-metrics.md.
 """
 
 from __future__ import annotations
@@ -191,8 +191,3 @@ def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return a step's numbers, without its rewards by task."""
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-
-
-def table(group: str) -> str:
-    """Return the rows of a group as docs/metrics.md has them."""
-    return "".join(f"| `{m.name}` | {m.unit} | {m.meaning} |\n" for m in ALL_METRICS.values() if m.group == group)

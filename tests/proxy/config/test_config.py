@@ -25,12 +25,10 @@ def keys(data: Any, prefix: str = "") -> set[str]:
     return {f"{prefix}{k}" for k in data} | {found for k, v in data.items() for found in keys(v, f"{prefix}{k}.")}
 
 
-def test_the_commented_file_shows_every_default() -> None:
+def test_the_commented_file_shows_usual_keys_with_their_defaults() -> None:
     assert load_config(ROOT / "config.yaml") == Config()
-
-
-def test_the_commented_file_names_every_key() -> None:
-    assert keys(yaml.safe_load((ROOT / "config.yaml").read_text())) == keys(json.loads(Config().model_dump_json()))
+    usual = keys(yaml.safe_load((ROOT / "config.yaml").read_text()))
+    assert usual < keys(json.loads(Config().model_dump_json()))
 
 
 def test_a_file_with_some_keys_keeps_the_other_defaults(tmp_path: Path) -> None:

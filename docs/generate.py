@@ -1,0 +1,114 @@
+"""Make docs/settings.md and docs/step-metrics.md again: `python docs/generate.py`.
+
+Keys, defaults, names and units come from the code. What a setting means is written in settings.md itself, after its
+default, and stays there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.trainer.report.metric_schema import ALL_METRICS
+
+DOCS = Path(__file__).parent
+SETTINGS, METRICS = DOCS / "settings.md", DOCS / "step-metrics.md"
+SETTING = re.compile(r"^- `([^`]+)` \(`.*?`\): (.+)$", re.MULTILINE)
+
+SETTINGS_BEGIN = """# All settings
+
+Each key with its default and what it does. [config.yaml](../config.yaml) shows the usual ones as a file.
+
+```yaml
+# config.yaml holds only what you change
+proxy: {port: 9000}
+trainer: {learning_rate: 2.0e-5}
+```
+
+A variable sets a key, too: `LIGHTNING_TRAINER__LEARNING_RATE=2e-5`. It wins over the file, and an option of a command over both.
+A wrong key or value ends the command with one line that names it. Times are in seconds.
+"""
+
+METRICS_BEGIN = """# All numbers of a training step
+
+Each with its unit and meaning. [metrics.md](metrics.md) says where to see them. A number that is not finite is left out.
+
+```sh
+lightning-proxy status --json      # the last steps, with all of these
+```
+"""
+
+ABOUT_METRICS = {
+    "guides": "These come with `trainer.hints` and `trainer.teacher` ([guides.md](guides.md)). "
+    "`advantage` above has the rewards' part alone.",
+    "tuning": "A run of `train --method sft`, `dpo` or `kto` is one step. Its tokens are those of all epochs. "
+    "`rollouts` and rewards cover all rollouts that could be chosen.",
+    "sft": "The `loss` of `--method sft` is the mean cross-entropy of the answers' tokens in the last epoch, in nats.",
+    "dpo": "The `loss` of `--method dpo` is the mean over the pairs in the last epoch; without learning it is 0.693. "
+    "The log-odds are those of the chosen answer over the rejected one, against the weights that the run began with.",
+    "kto": "The `loss` of `--method kto` is the mean over the rows in the last epoch; without learning it is 0.5.",
+    "preferences": "Held-out answers are compared: dpo each pair, kto each answer with thumbs up with each with "
+    "thumbs down.",
+}
+
+
+def settings(known: dict[str, str]) -> str:
+    """Return the page of all keys, with the meanings that are known."""
+    seen: dict[type[BaseModel], str] = {}
+    # The policy's gate comes before the prompts' gate, which has the same keys.
+    sections = sorted(Config.model_fields, key=lambda name: name == "prompts")
+    parts = [SETTINGS_BEGIN]
+    for name in sections:
+        field = Config.model_fields[name]
+        lines = [
+            f"- `{key}` (`{default}`): {known.get(key, 'TODO')}"
+            for key, default in _keys(name, field.annotation, field.get_default(call_default_factory=True), seen)
+        ]
+        parts.append(f"## {name}\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def meanings(page: str) -> dict[str, str]:
+    """Return what each setting of a page means."""
+    return dict(SETTING.findall(page))
+
+
+def metrics() -> str:
+    """Return the page of all metrics."""
+    groups: dict[str, list[str]] = {}
+    for metric in ALL_METRICS.values():
+        groups.setdefault(metric.group, []).append(f"- `{metric.name}` ({metric.unit}): {metric.meaning}")
+    parts = [METRICS_BEGIN]
+    for group, lines in groups.items():
+        about = f"{ABOUT_METRICS[group]}\n\n" if group in ABOUT_METRICS else ""
+        parts.append(f"## {group}\n\n{about}" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _keys(name: str, kind: Any, default: Any, seen: dict[type[BaseModel], str]) -> Iterator[tuple[str, str]]:
+    (item,) = get_args(kind) if get_args(kind) and isinstance(default, list) and default else (None,)
+    if isinstance(item, type) and issubclass(item, BaseModel):
+        name, kind, default = f"{name}[]", item, default[0]
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        yield name, _shown(default)
+    elif kind in seen:
+        yield name, f"as {seen[kind]}"
+    else:
+        seen[kind] = name
+        for key, field in kind.model_fields.items():
+            yield from _keys(f"{name}.{key}", field.annotation, getattr(default, key), seen)
+
+
+def _shown(default: Any) -> str:
+    return str(default) if isinstance(default, str | Path) else json.dumps(default)
+
+
+if __name__ == "__main__":
+    SETTINGS.write_text(settings(meanings(SETTINGS.read_text() if SETTINGS.exists() else "")))
+    METRICS.write_text(metrics())
