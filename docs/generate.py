@@ -31,13 +31,15 @@ proxy: {port: 9000}
 trainer: {learning_rate: 2.0e-5}
 ```
 
-A variable sets a key, too: `LIGHTNING_TRAINER__LEARNING_RATE=2e-5`. It wins over the file, and an option of a command over both.
+A variable sets a key, too: `LIGHTNING_TRAINER__LEARNING_RATE=2e-5`.
+It wins over the file, and an option of a command over both.
 A wrong key or value ends the command with one line that names it. Times are in seconds.
 """
 
 METRICS_BEGIN = """# All numbers of a training step
 
-Each with its unit and meaning. [metrics.md](metrics.md) says where to see them. A number that is not finite is left out.
+Each with its unit and meaning. [metrics.md](metrics.md) says where to see them.
+A number that is not finite is left out.
 
 ```sh
 lightning-proxy status --json      # the last steps, with all of these
