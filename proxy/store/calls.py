@@ -8,7 +8,7 @@ from typing import Any
 
 from ..json_text import dumps, dumps_or_none, loads_or_none
 from ..types import CallEnd, CallStatus, Choice, ModelCall, ToolCall
-from .database import Database, Row, Transaction
+from .database import Database, Row, Statement, Transaction
 from .requests.delta import pack_floats, pack_ids, unpack_floats, unpack_ids
 from .requests.parents import Parent, ShortParts, WholeParts
 from .rewards import Rewards
@@ -70,10 +70,10 @@ WHERE rollout_id = :rollout_id ORDER BY seq
 # Some calls, and their parents back to those that are known.
 CALLS_WITH_PARENTS = """
 WITH RECURSIVE wanted (call_id, parent_id) AS (
-    SELECT call_id, parent_id FROM calls WHERE call_id IN (SELECT value FROM json_each(:call_ids))
+    SELECT call_id, parent_id FROM calls WHERE call_id IN (SELECT CAST(value AS TEXT) FROM json_each(:call_ids))
     UNION
     SELECT calls.call_id, calls.parent_id FROM wanted JOIN calls ON calls.call_id = wanted.parent_id
-    WHERE calls.call_id NOT IN (SELECT value FROM json_each(:known))
+    WHERE calls.call_id NOT IN (SELECT CAST(value AS TEXT) FROM json_each(:known))
 )
 SELECT calls.*, (SELECT request FROM large_requests WHERE call_id = calls.call_id) AS large_request
 FROM wanted CROSS JOIN calls ON calls.call_id = wanted.call_id ORDER BY seq
@@ -91,11 +91,18 @@ CALL_STATUS = """
 SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
 """
 # Of the newest calls of a rollout, those that the policy has answered.
-CALLS_ANSWERED = """
+CALLS_ANSWERED = Statement(
+    """
 SELECT group_concat(call_id, ' ') AS call_ids FROM (
     SELECT call_id, status, policy_version FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
 ) AS recent WHERE status = 'ok' AND policy_version IS NOT NULL
-"""
+""",
+    postgres="""
+SELECT string_agg(call_id, ' ') AS call_ids FROM (
+    SELECT call_id, status, policy_version FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
+) AS recent WHERE status = 'ok' AND policy_version IS NOT NULL
+""",
+)
 # Of the newest calls of a rollout, those that a request may repeat: without an answer, or the last one.
 CALLS_TO_REPEAT = """
 SELECT call_id FROM (

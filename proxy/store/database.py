@@ -90,6 +90,17 @@ class Refused(Exception):
     """A constraint of the schema refuses a row. Nothing of its transaction was written."""
 
 
+class Statement(str):
+    """A statement that the two databases need different texts for: itself SQLite's, and `postgres`."""
+
+    postgres: str
+
+    def __new__(cls, sqlite: str, *, postgres: str) -> Statement:
+        statement = super().__new__(cls, sqlite)
+        statement.postgres = postgres
+        return statement
+
+
 class Row(Protocol):
     """A row that was read. Its columns are found by name or place."""
 

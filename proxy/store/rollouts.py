@@ -14,7 +14,7 @@ from ..errors import Conflict, NotFound
 from ..json_text import dumps, loads
 from ..types import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
-from .database import Database, Row
+from .database import Database, Row, Statement
 from .rows import read
 
 # Whether a key of `own` scope names a rollout that another key has opened, since it was asked whose it is.
@@ -23,7 +23,8 @@ rollouts.key_id IS NOT :key_id AND EXISTS (SELECT 1 FROM keys WHERE keys.key_id 
 """
 # Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
 # Refused (`mode` would be NULL) for a key that may not see it.
-ROLLOUT_SEEN = f"""
+ROLLOUT_SEEN = Statement(
+    f"""
 INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
 VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at)
 ON CONFLICT (rollout_id) DO UPDATE SET
@@ -31,7 +32,26 @@ ON CONFLICT (rollout_id) DO UPDATE SET
     agent = COALESCE(rollouts.agent, excluded.agent),
     mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
-"""
+""",
+    # There a refused row would use up a number, and the newest of so many are counted by their numbers.
+    postgres=f"""
+WITH known AS (
+    UPDATE rollouts SET
+        task_id = COALESCE(task_id, :task_id),
+        agent = COALESCE(agent, :agent),
+        mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN :mode = 'eval' THEN 'eval' ELSE mode END,
+        policy_version = COALESCE(policy_version, :pin)
+    WHERE rollout_id = :rollout_id RETURNING 1
+)
+INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
+SELECT :rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at WHERE NOT EXISTS (SELECT 1 FROM known)
+ON CONFLICT (rollout_id) DO UPDATE SET
+    task_id = COALESCE(rollouts.task_id, excluded.task_id),
+    agent = COALESCE(rollouts.agent, excluded.agent),
+    mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
+    policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
+""",
+)
 ROLLOUT_OPEN = """
 INSERT INTO rollouts (
     rollout_id, task_id, mode, policy_version, metadata, key_id, evidence, created_at, opened_with, group_id
@@ -57,8 +77,8 @@ SELECT rollout_id, task_id, mode, status <> 'running' AS ended, may_reward, roll
 FROM rollout_keys JOIN rollouts USING (rollout_id) WHERE key_hash = :key_hash
 """
 ROLLOUT_OF_ANOTHER_KEY = """
-SELECT rollout_id FROM json_each(:rollout_ids) CROSS JOIN rollouts ON rollout_id = json_each.value
-WHERE rollouts.key_id IS NOT :key_id LIMIT 1
+SELECT rollout_id FROM rollouts
+WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND key_id IS NOT :key_id LIMIT 1
 """
 ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
 ROLLOUTS_PAGE = """
@@ -85,7 +105,9 @@ WHERE rollout_id >= :prefix AND rollout_id < :prefix_end AND +rollouts.n < :curs
 ORDER BY +rollouts.n DESC LIMIT :limit
 """
 _LOOKED_AT = "SELECT n, {fits} AS fits FROM ({page}) AS found ORDER BY n DESC"
-ROLLOUTS_OF_NUMBERS = "SELECT * FROM rollouts WHERE n IN (SELECT value FROM json_each(:numbers)) ORDER BY n DESC"
+ROLLOUTS_OF_NUMBERS = (
+    "SELECT * FROM rollouts WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) ORDER BY n DESC"
+)
 _FITS = {
     "min_reward": "reward >= :min_reward",
     "max_reward": "reward <= :max_reward",
@@ -117,7 +139,8 @@ DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'
 # Not of rollouts that another model answered in part.
 ROLLOUT_REWARDS = """
 SELECT mode, policy_version, AVG(reward) AS mean, COUNT(*) AS rollouts FROM rollouts
-WHERE reward IS NOT NULL AND foreign_calls = 0 AND policy_version IN (SELECT value FROM json_each(:versions))
+WHERE reward IS NOT NULL AND foreign_calls = 0
+    AND policy_version IN (SELECT CAST(value AS BIGINT) FROM json_each(:versions))
 GROUP BY policy_version, mode
 """
 ROLLOUT_REWARDS_OF_KEY = """

@@ -14,7 +14,7 @@ from typing import Any
 from ..aside import aside
 from ..json_text import dumps, loads
 from ..types import CollapseSign, PolicyVersion, Rollout
-from .database import Database, Row, Transaction
+from .database import Database, Row, Statement, Transaction
 from .rollouts import ALL, read_rollout
 from .rows import read
 from .versions import Versions
@@ -53,20 +53,36 @@ STEP_RELEASE = (
     "DELETE FROM steps WHERE step = :step",
 )
 # SQLite takes the rewards by task out in half the time of Python, and meanwhile others get their turns.
-STEPS_NEWEST = """
+STEPS_NEWEST = Statement(
+    """
 SELECT step, status, base, version, checkpoint, created_at, finished_at,
        CASE WHEN :brief THEN json_remove(metrics, '$.reward_by_task') ELSE metrics END AS metrics
 FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit
-"""
+""",
+    postgres="""
+SELECT step, status, base, version, checkpoint, created_at, finished_at, CASE WHEN :brief THEN
+    (SELECT json_object_agg(key, value) FROM json_each(metrics::json) WHERE key <> 'reward_by_task')::TEXT
+    ELSE metrics END AS metrics
+FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit
+""",
+)
 STEP_OF_VERSION = """
 SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.step
 WHERE policy_versions.version = :version
 """
-STEPS_FIRST = """
+# PostgreSQL has no character for the escape \\u0000, and takes no value out of an object that has one.
+STEPS_FIRST = Statement(
+    """
 SELECT * FROM steps WHERE status = 'trained'
     AND json_extract(metrics, '$.method') IS NULL AND NOT json_extract(metrics, '$.skipped')
 ORDER BY step LIMIT :limit
-"""
+""",
+    postgres=r"""
+SELECT * FROM steps WHERE status = 'trained' AND CASE WHEN strpos(metrics, '\u') = 0
+    THEN metrics::json ->> 'method' IS NULL AND metrics::json ->> 'skipped' IN ('false', '0') END
+ORDER BY step LIMIT :limit
+""",
+)
 # Not the newest, nor those of versions that have files.
 OLD_CHECKPOINTS = """
 SELECT step, checkpoint FROM steps
@@ -78,7 +94,7 @@ ORDER BY step
 """
 TRAINED_DATA = """
 SELECT COUNT(*) AS rollouts, COUNT(DISTINCT task_id) AS tasks, MIN(created_at) AS first, MAX(created_at) AS last
-FROM rollouts WHERE step IN (SELECT value FROM json_each(:steps))
+FROM rollouts WHERE step IN (SELECT CAST(value AS BIGINT) FROM json_each(:steps))
 """
 # For a copy of a store: the training on the original does not count, and nobody asks its reward function.
 FORGET_TRAINING = (

@@ -47,13 +47,13 @@ POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
 # Adapters of agents are served under the version's own name with a point and theirs: `names` are its beginnings.
 VERSION_NAMED = """
 SELECT version, served_model, adapters FROM policy_versions
-WHERE served_model IN (SELECT value FROM json_each(:names)) ORDER BY version
+WHERE served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names)) ORDER BY version
 """
 VERSIONS_WITH_FILES = "SELECT * FROM policy_versions WHERE path IS NOT NULL ORDER BY version"
 VERSIONS_OF_STATUS = "SELECT * FROM policy_versions WHERE status = :status ORDER BY version"
 VERSIONS_TO_SERVE = """
 SELECT * FROM policy_versions WHERE path IS NOT NULL
-    AND (status = 'live' OR status = 'candidate' OR version IN (SELECT value FROM json_each(:pinned)))
+    AND (status = 'live' OR status = 'candidate' OR version IN (SELECT CAST(value AS BIGINT) FROM json_each(:pinned)))
 """
 VERSION_BEFORE = """
 SELECT * FROM policy_versions WHERE version = (

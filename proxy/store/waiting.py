@@ -10,7 +10,7 @@ from ..aside import aside
 from ..groups import NO_END, Group, Grouping, Member, Pool, formed
 from ..json_text import dumps
 from ..types import Reward, Rollout
-from .database import Database, Row
+from .database import Database, Row, Statement
 from .reports.feed import Feed
 from .rewards import read_reward
 from .rollouts import read_rollout
@@ -43,10 +43,10 @@ WHERE {_UNTAKEN} AND status = 'running' AND task_id IS NOT NULL AND group_id IS 
 """
 # Those of some pools.
 MEMBERS_OPENED_TOGETHER = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_opened_together {_KEYS}
-WHERE opened_with IN (SELECT value FROM json_each(:numbers)) AND {_UNTAKEN} AND group_id IS NULL
+WHERE opened_with IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND {_UNTAKEN} AND group_id IS NULL
 """
 MEMBERS_COMPARED_BEFORE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_by_group {_KEYS}
-WHERE group_id IN (SELECT value FROM json_each(:numbers)) AND {_ENDED} AND {_REWARDED}
+WHERE group_id IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND {_ENDED} AND {_REWARDED}
 """
 MEMBERS_LIVE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_live {_KEYS}
 WHERE task_id = :task_id AND {_ENDED} AND {_LIVE} AND {_REWARDED} AND {IS_OWN} AND {OWNER} IS :owner
@@ -63,13 +63,14 @@ WHERE task_id = :task_id AND rollouts.n <= :last AND {_ENDED} AND {_LIVE} AND {O
 """
 POOLS_OF = f"""
 SELECT task_id, {OWNER} AS owner, opened_with, group_id FROM rollouts {_KEYS}
-WHERE rollouts.n IN (SELECT value FROM json_each(:numbers)) AND task_id IS NOT NULL
+WHERE rollouts.n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND task_id IS NOT NULL
 """
 CHANGED = "SELECT ref FROM feed WHERE n > :cursor AND n <= :newest AND kind = 'group'"
 # The rollouts of a group. `counted`: it ended, with its reward if it was completed.
 _COUNTED = f"rollouts.*, status <> 'running' AND {IS_SCORED} AND {_REWARDED} AS counted FROM rollouts INDEXED BY"
 _OF_GROUP = f"""
-{_UNTAKEN} AND (status <> 'running' OR rollouts.n IN (SELECT value FROM json_each(:awaited))) ORDER BY rollouts.n
+{_UNTAKEN} AND (status <> 'running' OR rollouts.n IN (SELECT CAST(value AS BIGINT) FROM json_each(:awaited)))
+ORDER BY rollouts.n
 """
 OPENED_TOGETHER = f"""SELECT {_COUNTED} rollouts_opened_together {_KEYS}
 WHERE opened_with = :opened_with AND group_id IS NULL AND {OWNER} IS :owner AND {_OF_GROUP}
@@ -103,7 +104,7 @@ SELECT COUNT(*) AS completed, MIN(since) AS oldest FROM (SELECT {_SINCE} AS sinc
 LONE = f"SELECT * {_LONE} ORDER BY ended_at LIMIT :limit"
 OWNERS = f"""
 SELECT rollout_id, {OWNER} AS owner FROM rollouts {_KEYS}
-WHERE rollout_id IN (SELECT value FROM json_each(:rollout_ids))
+WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
 """
 EARLIER = f"""
 SELECT rollouts.* FROM rollouts {_KEYS}
@@ -124,10 +125,18 @@ rollouts.n > (SELECT MAX(n) FROM rollouts) - :newest AND policy_version >= :vers
 AND mode <> 'eval' AND status NOT IN ('running', 'discarded')
 """
 ROLLOUTS_SINCE_VERSION = f"SELECT * FROM rollouts WHERE {_ENDED_SINCE_VERSION} ORDER BY n"
-REWARDS_SINCE_VERSION = f"""
+REWARDS_SINCE_VERSION = Statement(
+    f"""
 SELECT rewards.* FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
 WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
-"""
+""",
+    # With OFFSET the rewards of each rollout are looked up, where the server would read all rewards.
+    postgres=f"""
+SELECT rewards.* FROM rollouts
+CROSS JOIN LATERAL (SELECT * FROM rewards WHERE rollout_id = rollouts.rollout_id OFFSET 0) AS rewards
+WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
+""",
+)
 EQUAL_REWARDS = "all rewards of the group are equal"
 # Since the newest rollout of the last step, or, where that is deleted, since the step began.
 UNLEARNED = """

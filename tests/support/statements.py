@@ -39,6 +39,8 @@ def statements() -> Iterator[tuple[str, str]]:
         tree = ast.parse(Path(module.__file__).read_text())
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         texts = [(name, text) for name, text in vars(module).items() if isinstance(text, str)]
+        several = [(name, texts) for name, texts in vars(module).items() if isinstance(texts, tuple)]
+        texts += [(f"{name} {n}", one) for name, all_ in several for n, one in enumerate(all_) if isinstance(one, str)]
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             for node in ast.walk(function):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:

@@ -13,6 +13,7 @@ import orjson
 
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
+from ..calls import CALL_END, CALL_START
 from ..database import (
     SMALL,
     Changes,
@@ -30,7 +31,6 @@ from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
 from .listening import Listener
 from .migrate import migrate, require_up_to_date
 from .order import HOLD_ROLLOUTS, in_order, rollouts_to_hold
-from .statements import RECORDED
 from .transaction import PostgresTransaction
 
 T = TypeVar("T")
@@ -55,6 +55,12 @@ FOLD_COUNTS = """
 WITH changes AS (DELETE FROM rollout_count_changes RETURNING *)
 INSERT INTO rollout_count_changes SELECT mode, status, SUM(rollouts) FROM changes GROUP BY mode, status
 """
+# Whether what a commit does with a call was done. `pg_xact_status` would not do: after a crash the server gives the
+# number of a lost transaction to another one.
+RECORDED = {
+    CALL_START: "SELECT 1 FROM calls WHERE call_id = :call_id",
+    CALL_END: "SELECT 1 FROM calls WHERE call_id = :call_id AND status = :status AND latency_ms IS :latency_ms",
+}
 
 
 class PostgresDatabase(Database):

@@ -8,8 +8,7 @@ from typing import Any
 import asyncpg
 
 from ..database import Params
-from .statements import TEXTS
-from .translate import Statement, translated
+from .translate import Numbered, translated
 
 NO_PARAMS: Params = {}
 
@@ -21,7 +20,7 @@ class PostgresTransaction:
         self._connection = connection
 
     async def all(self, sql: str, params: Params | None = None) -> list[asyncpg.Record]:
-        statement = _statement(sql)
+        statement = translated(sql)
         return await self._connection.fetch(statement.text, *_values(statement, params or NO_PARAMS))
 
     async def one(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
@@ -29,23 +28,19 @@ class PostgresTransaction:
         return rows[0] if rows else None
 
     async def run(self, sql: str, params: Params | None = None) -> int:
-        statement = _statement(sql)
+        statement = translated(sql)
         done: str = await self._connection.execute(statement.text, *_values(statement, params or NO_PARAMS))
         return int(done.rsplit(" ", 1)[1])  # such as "UPDATE 3"
 
     async def many(self, sql: str, rows: Sequence[Params]) -> None:
-        statement = _statement(sql)
+        statement = translated(sql)
         if len(rows) == 1:
             await self._connection.execute(statement.text, *_values(statement, rows[0]))
         elif rows:
             await self._connection.executemany(statement.text, [_values(statement, row) for row in rows])
 
 
-def _statement(sql: str) -> Statement:
-    return translated(TEXTS.get(sql, sql))
-
-
-def _values(statement: Statement, params: Params) -> list[Any]:
+def _values(statement: Numbered, params: Params) -> list[Any]:
     return [storable(params[name]) for name in statement.names]
 
 

@@ -6,42 +6,42 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...json_text import dumps, loads, loads_or_none
-from ..database import Database, Row
+from ..database import Database, Row, Statement
 
 Kind = Literal["call", "reward", "rollout", "step", "version"]
 
 BOUNDS = "SELECT (SELECT MIN(n) FROM feed) AS oldest, (SELECT MAX(n) FROM feed) AS newest"
-NEWEST = "SELECT MAX(n) AS newest FROM feed"
+NEWEST = Statement("SELECT MAX(n) AS newest FROM feed", postgres="SELECT feed_newest() AS newest")
 AFTER = "SELECT n, kind, ref FROM feed WHERE n > :cursor ORDER BY n LIMIT :limit"
 
 # By kind: its rows, with `ref`. `own`: of the rollouts that a key opened, where that is all its owner sees.
 FEED_CALLS = """
 SELECT calls.call_id AS ref, calls.call_id, calls.rollout_id, calls.seq, calls.agent, calls.status, calls.model,
     calls.policy_version, calls.latency_ms, calls.finish_reason, rollouts.task_id
-FROM json_each(:refs) AS wanted CROSS JOIN calls ON calls.call_id = wanted.value JOIN rollouts USING (rollout_id)
-WHERE NOT :own OR rollouts.key_id IS :key_id
+FROM calls JOIN rollouts USING (rollout_id) WHERE calls.call_id IN (SELECT CAST(value AS TEXT) FROM json_each(:refs))
+    AND (NOT :own OR rollouts.key_id IS :key_id)
 """
 FEED_REWARDS = """
 SELECT reward_id AS ref, reward_id, rewards.rollout_id, call_id, name, rewards.value AS reward, source,
     rewards.created_at AS at
-FROM json_each(:refs) AS wanted CROSS JOIN rewards ON reward_id = wanted.value JOIN rollouts USING (rollout_id)
-WHERE NOT :own OR rollouts.key_id IS :key_id
+FROM rewards JOIN rollouts USING (rollout_id) WHERE reward_id IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
+    AND (NOT :own OR rollouts.key_id IS :key_id)
 """
 FEED_ROLLOUTS = """
 SELECT n AS ref, rollout_id, task_id, mode, status, reward
-FROM json_each(:refs) AS wanted CROSS JOIN rollouts ON n = wanted.value
-WHERE NOT :own OR rollouts.key_id IS :key_id
+FROM rollouts WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
+    AND (NOT :own OR rollouts.key_id IS :key_id)
 """
 FEED_STEPS = """
 SELECT step AS ref, step, status, version, metrics
-FROM json_each(:refs) AS wanted CROSS JOIN steps ON step = wanted.value
+FROM steps WHERE step IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
 """
 FEED_VERSIONS = """
 SELECT policy_versions.version AS ref, policy_versions.version, status, verified,
     policy_versions.version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) AS live,
     (SELECT evidence FROM promotions WHERE promotions.version = policy_versions.version ORDER BY n DESC LIMIT 1)
         AS evidence
-FROM json_each(:refs) AS wanted CROSS JOIN policy_versions ON policy_versions.version = wanted.value
+FROM policy_versions WHERE policy_versions.version IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
 """
 _ROWS: dict[str, str] = {
     "call": FEED_CALLS,
@@ -86,7 +86,7 @@ class Feed:
         What is gone is left out, as is what happened again among them. `own`: only rollouts that `key_id` opened.
         """
         rows = await self._db.all(AFTER, {"cursor": cursor, "limit": limit})
-        last = {(row["kind"], row["ref"]): row["n"] for row in rows}
+        last = {(row["kind"], str(row["ref"])): row["n"] for row in rows}
         found: list[Happened] = []
         for kind, statement in _ROWS.items():
             if not (refs := [ref for one, ref in last if one == kind]):
@@ -94,7 +94,8 @@ class Feed:
             params: dict[str, object] = {"refs": dumps(refs)}
             if ":own" in statement:
                 params |= {"own": own, "key_id": key_id}
-            found += [_happened(last[kind, row["ref"]], kind, row) for row in await self._db.all(statement, params)]
+            happened = await self._db.all(statement, params)
+            found += [_happened(last[kind, str(row["ref"])], kind, row) for row in happened]
         return sorted(found, key=lambda one: one.n), rows[-1]["n"] if rows else cursor
 
 

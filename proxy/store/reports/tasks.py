@@ -19,7 +19,7 @@ SELECT task_id, COUNT(*) AS rollouts, MIN(n) AS oldest, MIN(reward) AS low, MAX(
 """
 TASK_ROLLOUTS = """
 SELECT rollout_id, task_id, mode, policy_version, reward, COALESCE(ended_at, created_at) AS at FROM rollouts
-WHERE task_id IN (SELECT value FROM json_each(:task_ids)) AND n >= :oldest
+WHERE task_id IN (SELECT CAST(value AS TEXT) FROM json_each(:task_ids)) AND n >= :oldest
     AND (:mode IS NULL OR mode = :mode) AND (:key_id IS NULL OR key_id = :key_id)
 ORDER BY n DESC
 """

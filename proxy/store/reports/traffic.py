@@ -7,16 +7,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from ..database import Database
+from ..database import Database, Statement
 
 # By order of insertion, as in `calls.UNTRAINABLE`. Of an answer's tokens only the length is read.
 # A usage of other types counts 0.
-RECENT_CALLS = """
+RECENT_CALLS = Statement(
+    """
 SELECT status, started_at, latency_ms, ttft_ms,
        CAST(COALESCE(usage ->> '$.completion_tokens', usage ->> '$.output_tokens', LENGTH(token_ids) / 4, 0) AS INTEGER)
            AS tokens
 FROM calls ORDER BY rowid DESC LIMIT :newest
-"""
+""",
+    postgres=r"""
+SELECT status, started_at, latency_ms, ttft_ms,
+       CASE WHEN used ~ '^[0-9]{1,15}$' THEN used::BIGINT WHEN used IS NOT NULL THEN 0
+            ELSE COALESCE(LENGTH(token_ids) / 4, 0) END AS tokens
+FROM (
+    SELECT *, CASE WHEN strpos(usage, '\u') = 0
+        THEN COALESCE(usage::json ->> 'completion_tokens', usage::json ->> 'output_tokens') END AS used
+    FROM calls ORDER BY rowid DESC LIMIT :newest
+) AS recent
+""",
+)
 
 
 @dataclass(frozen=True, slots=True)

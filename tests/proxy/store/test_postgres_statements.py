@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.database import Database
+from lightning_proxy.proxy.store.database import Database, Statement
 from lightning_proxy.proxy.store.migrate import migrate
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT, Wanted
@@ -21,7 +21,8 @@ from support.postgres import Server, postgres_server
 from support.statements import statements
 
 asyncpg = pytest.importorskip("asyncpg", reason="asyncpg is not installed (the extra `postgres`)")
-from lightning_proxy.proxy.store.postgres.statements import TEXTS  # noqa: E402
+from lightning_proxy.proxy.store.postgres.database import FOLD_COUNTS, RECORDED  # noqa: E402
+from lightning_proxy.proxy.store.postgres.order import HOLD_ROLLOUTS  # noqa: E402
 from lightning_proxy.proxy.store.postgres.translate import translated  # noqa: E402
 
 
@@ -47,6 +48,11 @@ async def database(server: Server) -> AsyncIterator[Database]:
          "WHERE a IS NOT DISTINCT FROM $1 AND b IS DISTINCT FROM $2 AND c IS NOT NULL", ("a", "b")),
         ("a CROSS JOIN b ON b.n = a.n", "a JOIN b ON b.n = a.n", ()),
         ("FROM rollouts INDEXED BY x_1\nWHERE TRUE", "FROM rollouts\nWHERE TRUE", ()),
+        ("n IN (SELECT CAST(value AS BIGINT) FROM json_each(:a))",
+         "n = ANY(ARRAY(SELECT json_array_elements_text($1::json)::BIGINT))", ("a",)),
+        ("id NOT IN (SELECT CAST(value AS TEXT) FROM json_each(:a))",
+         "id NOT IN (SELECT json_array_elements_text($1::json)::TEXT)", ("a",)),
+        (Statement("SELECT json(:a)", postgres="SELECT :a::json"), "SELECT $1::json", ("a",)),
     ],
 )  # fmt: skip
 def test_parameters_get_numbers_and_few_words_change(sql: str, text: str, names: tuple[str, ...]) -> None:
@@ -61,10 +67,11 @@ async def test_every_statement_of_the_store_is_one_for_postgresql(server: Server
     pages["search by text"] = search_statement({}, Wanted(text="x"))[0]
     wrong = {}
     connection = await asyncpg.connect(database._config.url)  # type: ignore[attr-defined]
-    for name, sql in {**dict(statements()), **pages}.items():
+    own = {"HOLD_ROLLOUTS": HOLD_ROLLOUTS, "FOLD_COUNTS": FOLD_COUNTS} | {sql: sql for sql in RECORDED.values()}
+    for name, sql in {**dict(statements()), **pages, **own}.items():
         if "sqlite_master" in sql:
             continue
-        statement = translated(TEXTS.get(sql, sql))
+        statement = translated(sql)
         try:
             prepared = await connection.prepare(statement.text)
             assert len(prepared.get_parameters()) == len(statement.names)
