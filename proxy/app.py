@@ -17,8 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .access.auth import Keys
-from .access.local import require_local
+from .access.auth import Keys, require_local
 from .config.root import Config
 from .control import health, policy, rewards, rollouts, status, tasks
 from .control.parts import Parts
@@ -26,9 +25,8 @@ from .conversation.exact import ExactTokens, RecentTurns
 from .conversation.through_chat import ChatRoute
 from .conversation.unnamed import UnnamedRollouts
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
-from .gateway.asgi import Reply
+from .gateway.asgi import Bodies, Reply
 from .gateway.call import Gateway, OnCall
-from .gateway.reading import Bodies
 from .gateway.relay import Relay, is_data_path
 from .plugins.hooks import Core, ProxyPlugin, Work
 from .plugins.on_board import open_plugins, plugins_of
@@ -45,7 +43,7 @@ from .recording.metrics import Metrics
 from .recording.recorder import Recorder
 from .recording.redact import Redactor
 from .returns import Rules
-from .store.database import hurry
+from .store.database import HURRIED
 from .store.endings import end_idle_rollouts
 from .store.opening import opened
 from .store.retention import Keeper
@@ -115,8 +113,9 @@ async def open_parts(
         # Who may call, what is kept of a call, and which weights answer it.
         keys, bodies = Keys(config.proxy, store), Bodies(config.proxy)
         await keys.refresh()
-        recorder = Recorder(store, merged=mode.is_merged, redactor=redactor, on_redacted=metrics.redacted.inc)
-        await stack.enter_async_context(recorder)
+        recorder = await stack.enter_async_context(Recorder(
+            store, merged=lambda: mode.mode == "merged", redactor=redactor, on_redacted=metrics.redacted.inc
+        ))  # fmt: skip
         plugged = await stack.enter_async_context(open_plugins(plugins, Core(config, store, redactor, metrics)))
         pins = Pins(store, config.policy.pin_timeout_s)
         watch = _watch(config, store, operator, pins, upstreams.health, mode, plugged.placed)
@@ -226,7 +225,7 @@ class Dispatch:
             return
         is_call = self._forwards and is_data_path(scope["path"])
         if is_call or scope["path"] in _HURRIED:
-            hurry()
+            HURRIED.set(True)
         if is_call:
             await parts.relay(scope, receive, send)
         elif scope["method"] == "HEAD":

@@ -15,7 +15,7 @@ from ...proxy.config.root import Config
 from ...proxy.config.upstreams import UpstreamConfig, below
 from ...proxy.errors import ConfigError
 from ...proxy.policy.mode import publish_mode
-from ...proxy.upstreams.environment import through
+from ...proxy.upstreams.base import through
 from ...proxy.upstreams.litellm.engine import require_for
 from ...trainer.plan.settle import settle
 from ..api_client import ApiClient

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from ...proxy.config.upstreams import UpstreamConfig
 from ...proxy.errors import LightningError, Unsupported
-from ...proxy.gateway.body import parse_object
+from ...proxy.gateway.relay import parse_object
 from ...proxy.policy.operator import operator_headers
 from ...proxy.policy.vllm import operator_session
 from .chat import CHAT, PowerChat

@@ -6,10 +6,13 @@ import hashlib
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from ipaddress import ip_address
 from time import monotonic
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
@@ -60,10 +63,20 @@ class Caller:
     def rollout_id(self) -> str | None:
         return None if self.rollout is None else self.rollout.rollout_id
 
-    @property
-    def counted(self) -> Limiter | None:
-        """Return what counts requests that no model answers; None for an admin, who is to see what goes on."""
-        return None if self.is_admin else self.limiter
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a request that no model answers, for the duration of the block; but not an admin's.
+
+        Raise RateLimited.
+        """
+        if self.limiter is None or self.is_admin:
+            yield
+            return
+        self.limiter.enter(answers=False)
+        try:
+            yield
+        finally:
+            self.limiter.leave()
 
     def admit(self, name: RolloutName) -> RolloutName:
         """Return the rollout that a request names, as one of this caller's.
@@ -206,3 +219,49 @@ def _limits(config: LimitsConfig) -> Limits:
 
 def _limiter(limits: Limits) -> Limiter | None:
     return Limiter(limits) if limits else None
+
+
+def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuse what a web page could send, where no key is needed: a foreign Origin, or a foreign host name.
+
+    Raises Forbidden. https://owasp.org/www-community/attacks/DNS_Rebinding
+    """
+    if (header := foreign(headers)) is not None:
+        raise Forbidden(
+            f"without keys only this machine is served, not {header}: make a key with "
+            "`lightning-proxy keys create NAME`, or configure proxy.api_keys"
+        )
+
+
+def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return the Host or Origin header that names another machine, for people to read; None without one."""
+    for name, value in headers:
+        text = value.decode("latin-1")
+        if name not in (b"host", b"origin") or (name == b"origin" and _is_app(text)):
+            continue
+        if not _is_loopback(text):
+            return f"{name.decode()} {text[:100]!r}"
+    return None
+
+
+def _is_app(origin: str) -> bool:
+    """Whether an Origin is a desktop program's (vscode-file://…), which no web page can have."""
+    return "://" in origin and not origin.lower().startswith(("http://", "https://"))
+
+
+@lru_cache(1024)
+def _is_loopback(authority: str) -> bool:
+    """Whether a Host header, or an Origin's URL, names the loopback interface, and nothing besides a port."""
+    try:
+        parts = urlsplit(authority if "://" in authority else f"//{authority}")
+        host = parts.hostname
+        if parts.username is not None or parts.path or parts.query or parts.fragment or "\\" in authority:
+            return False
+        return host == "localhost" or ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def credentials(headers: Mapping[str, str]) -> str:
+    """Return the proof of identity in a request. Requests with different credentials never share a rollout."""
+    return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))

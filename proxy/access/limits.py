@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from ..errors import RateLimited
 from ..json_text import dumps
@@ -74,19 +73,6 @@ class Limiter:
         """Count the tokens of an ended call: those of its usage, or those that were seen, or a guess."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
-
-
-@contextmanager
-def counted(limiter: Limiter | None) -> Iterator[None]:
-    """Count a request that no model answers, for the duration of the block. Raise RateLimited."""
-    if limiter is None:
-        yield
-        return
-    limiter.enter(answers=False)
-    try:
-        yield
-    finally:
-        limiter.leave()
 
 
 def _refusal(what: str, bucket: Bucket, wait: float, now: float) -> RateLimited:

@@ -6,10 +6,9 @@ from typing import Any
 
 from ..errors import LightningError
 from .assemble import Assembler
-from .errors import error_in, message_of_error
-from .inject import Endpoint, Injection, StreamCleaner, clean, inject, without
+from .inject import Endpoint, Injection, StreamCleaner, UsualChunks, clean, inject, without
 from .tokens import Tokens
-from .usual_chunks import UsualChunks
+from .values import error_in, message_of_error
 
 Json = dict[str, Any]
 

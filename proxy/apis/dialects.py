@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 from ..errors import LightningError
 from .chat import ChatApi
-from .inject import Injection
+from .inject import Injection, UsualChunks
 from .messages import MessagesApi
 from .responses import ResponsesApi
 from .tokens import Tokens
-from .usual_chunks import UsualChunks
 
 Json = dict[str, Any]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import LightningError
-from .errors import error_in, message_of_error
 from .inject import Injection
 from .message_blocks import Blocks
 from .sse import event_name
 from .tokens import Tokens
-from .values import put
+from .values import error_in, message_of_error, put
 
 Json = dict[str, Any]
 

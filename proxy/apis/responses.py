@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import LightningError
-from .errors import error_in, message_of_error
 from .inject import Injection
 from .response_items import Items, filled
 from .sse import event_name
 from .tokens import Tokens
 from .tools import dicts, is_call
+from .values import error_in, message_of_error
 
 Json = dict[str, Any]
 

@@ -7,10 +7,10 @@ from typing import Any
 from ..errors import UpstreamUnreachable
 from ..json_text import as_utf8, encode_as_vllm, loads
 from .dialects import Dialect, Stream
-from .errors import message_of_error, told_error
 from .inject import Injection
 from .sse import Frame, SSEDecoder
 from .tokens import Tokens
+from .values import message_of_error, told_error
 
 Json = dict[str, Any]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -148,3 +148,13 @@ def dicts(value: Any) -> list[Json]:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def has_results(items: Sequence[Any], known: int) -> bool:
+    """Return whether there are results after the first `known` messages or items."""
+    return brings_result(items[known:]) or any(True for _ in written_results(items[max(known - 1, 0) :]))
+
+
+def brings_result(items: Iterable[Any]) -> bool:
+    """Return whether any message or item is, or has, a tool's result."""
+    return any(True for item in items for _ in results_in(item))

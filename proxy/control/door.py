@@ -14,7 +14,6 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.types import Receive, Scope, Send
 
 from ..access.auth import Caller, Keys
-from ..access.limits import counted
 from ..aside import aside
 from ..errors import Forbidden
 from ..gateway.asgi import ClientDisconnected, read_headers
@@ -66,7 +65,7 @@ class AgentRoute(APIRoute):
             caller = request.state.caller = await p.keys.authenticate(headers)
             self.require(p.keys, caller)
             with ExitStack() as counting:
-                counting.enter_context(counted(caller.counted))
+                counting.enter_context(caller.counted())
                 try:
                     body = await p.bodies.read(request.receive, headers) if self.body_field else b""
                 except ClientDisconnected:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..access.auth import Keys
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
-from ..gateway.reading import Bodies
+from ..gateway.asgi import Bodies
 from ..gateway.relay import Relay
 from ..policy.mode import ModeInUse
 from ..policy.model_check import ModelCheck

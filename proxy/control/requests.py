@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from fastapi import Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from ..access.auth import Caller
-from ..conversation.unnamed import credentials
+from ..access.auth import Caller, credentials
 from ..errors import InvalidRequest
 from ..json_text import dumps, encoded_parts
 from ..types import check_id

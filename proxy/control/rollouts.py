@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 
 from ..aside import aside
 from ..errors import TooLarge, Unprocessable
-from ..gateway.naming import DataPath, name_rollout
+from ..gateway.relay import DataPath, name_rollout
 from ..json_text import dumps
 from ..store.keys import hash_key, new_key
 from ..store.rollouts import Wanted

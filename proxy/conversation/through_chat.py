@@ -54,17 +54,17 @@ class ChatRoute:
     """
 
     def __init__(self, config: PolicyConfig, store: Store, upstreams: Upstreams) -> None:
-        self._translators = TRANSLATORS if config.dialects_through_chat else {}
+        self.translators = TRANSLATORS if config.dialects_through_chat else {}  # by endpoint
         self._said = Earlier(store)
         self._templates = Templates(upstreams)
 
     async def way(self, asked: Asked, route: Route) -> Way:
-        """Return how a request goes.
+        """Return how a request goes, whose endpoint is one of `translators`.
 
         Raise NotFound if it continues an unknown response, InvalidRequest if no route can answer it.
         """
         is_policys = route.version is not None and route.upstream.kind == "vllm"
-        if asked.endpoint not in self._translators or not (is_policys or self._goes_on(asked)):
+        if not (is_policys or self._goes_on(asked)):
             return Way()
         earlier = await self._earlier(asked)
         if any(said.redacted for said in earlier):  # the model is shown what was said, or nothing
@@ -95,7 +95,7 @@ class ChatRoute:
         return chat_request(call.endpoint, call.request, self._templates.of(call.upstream), earlier)
 
     async def _translation(self, asked: Asked, earlier: list[Said], route: Route) -> Translation:
-        make, items = self._translators[asked.endpoint], items_of(earlier)
+        make, items = self.translators[asked.endpoint], items_of(earlier)
         size = len(asked.request.body) + sum(said.size for said in earlier)
         template = self._templates.of(route.upstream.name)
         try:

@@ -7,7 +7,7 @@ every worker. Named rollouts cost nothing here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -28,11 +28,6 @@ BEGINNINGS, QUOTATIONS = 500, 500
 # How many marks are read, and how many of them, the newest, are looked for before anything else.
 MARKS, NEWEST_MARKS = 100, 4
 _APART = "\0"  # between texts that are searched as one
-
-
-def credentials(headers: Mapping[str, str]) -> str:
-    """Return the proof of identity in a request. Requests with different credentials never share a rollout."""
-    return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
 
 
 class Conversation:

@@ -6,10 +6,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
+from ..access.auth import credentials
+from ..access.limits import Limiter
+from ..apis.dialects import Dialect
 from ..apis.stream import Transcript, WholeTranscript
 from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, Tokens
 from ..apis.tools import tool_calls
@@ -17,20 +21,69 @@ from ..aside import aside
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
 from ..conversation.through_chat import Asked, ChatRoute, Way
-from ..conversation.unnamed import Conversation, UnnamedRollouts, answered, asked, credentials
+from ..conversation.unnamed import Conversation, UnnamedRollouts, answered, asked
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from ..policy.routing import PolicyRouter
+from ..recording.group_commit import Statement
 from ..recording.metrics import Metrics
 from ..recording.recorder import Recorder
 from ..types import CallEnd, CallStart, CallStatus, Header, RolloutName
-from ..upstreams.attempts import Attempts, Target, Upstreams
+from ..upstreams.attempts import Attempts, Target, Upstreams, begun, chat_target, target_of
 from ..upstreams.base import Answer, OnePiece, Request, Route
-from ..upstreams.begun import begun
 from .asgi import Reply
-from .body import chat_target, model_of, target_of
-from .question import Question, Rewrite, as_asked
 
 log = logging.getLogger(__name__)
+
+
+def _nothing(_: CallStart) -> Sequence[Statement]:
+    return ()
+
+
+def model_of(body: dict[str, Any]) -> str | None:
+    """Return the model that a body asks for; None if it names none or has the wrong type."""
+    model = body.get("model")
+    return model if isinstance(model, str) else None
+
+
+class Question(NamedTuple):
+    """A request for a model's answer: its JSON `body`, and the `name` of its rollout, a new one if unnamed.
+
+    `also` says what is recorded together with the call's start.
+    """
+
+    request: Request
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+    dialect: Dialect
+    name: RolloutName
+    limiter: Limiter | None
+    recorded: bool
+    also: Callable[[CallStart], Sequence[Statement]] = _nothing
+
+    @property
+    def endpoint(self) -> str:
+        """Return the name of the API in records."""
+        return self.request.path.removeprefix("/v1/")
+
+    @property
+    def is_retry(self) -> bool:
+        """Return whether the agent's client resends the request automatically; OpenAI's clients count these retries."""
+        return self.headers.get("x-stainless-retry-count", "0") != "0"
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Return whether only the request's conversation tells which rollout it belongs to."""
+        return self.recorded and not self.name.named
+
+
+# Returns what a model is asked in the place of what an agent asked, in this rollout.
+Rewrite = Callable[[Question, RolloutName], Awaitable[Question]]
+
+
+async def as_asked(question: Question, _: RolloutName) -> Question:
+    """Return the question as it is."""
+    return question
+
 
 # Hears of every recorded call once its end is durable; the headers are the request's, their names in lower case.
 OnCall = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
@@ -122,7 +175,7 @@ class Gateway:
         return question.name if rollout_id is None else question.name._replace(rollout_id=rollout_id)
 
     async def _way(self, question: Question, rollout: RolloutName, route: Route) -> Way:
-        if self.chat_route is None or not question.recorded:
+        if self.chat_route is None or not question.recorded or question.endpoint not in self.chat_route.translators:
             return Way()
         asked = Asked(question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id)
         return await self.chat_route.way(asked, route)

@@ -5,29 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import unquote
+from uuid import uuid4
 
 import orjson
 
-from ..access.auth import Caller, Keys
+from ..access.auth import Caller, Keys, credentials
 from ..apis.dialects import DIALECTS, Dialect
-from ..aside import aside
+from ..aside import LARGE, aside
 from ..config.root import Config
-from ..conversation.unnamed import credentials
 from ..errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
-from ..json_text import as_utf8
-from ..types import RolloutName
-from ..upstreams.attempts import Attempts
+from ..json_text import as_utf8, loads, loads_in_turns
+from ..types import Mode, RolloutName, check_id
+from ..upstreams.attempts import Attempts, _form_model, _is_form, target_of
 from ..upstreams.base import Request, Route
-from .asgi import ClientDisconnected, Receive, Reply, Scope, Send, read_headers
-from .body import model_of, parse_any, parse_object, target_of
-from .call import Gateway
-from .naming import DataPath, name_rollout, parse_path, wants_recording
+from .asgi import Bodies, ClientDisconnected, Receive, Reply, Scope, Send, read_headers
+from .call import Gateway, Question, model_of
 from .packed import unpack
-from .question import Question
-from .reading import Bodies
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +41,92 @@ _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
 def is_data_path(path: str) -> bool:
     """Return whether the data path answers this percent-decoded path; the control API answers all others."""
     return parse_path(path) is not None
+
+
+class DataPath(NamedTuple):
+    """A path of the data API, percent-decoded: `rest` begins with /v1/; the ids are those of the URL, unchecked."""
+
+    rest: str
+    rollout_id: str | None = None
+    task_id: str | None = None
+    agent: str | None = None
+
+
+def parse_path(path: str) -> DataPath | None:
+    """Split /rollouts/{rollout_id}[/tasks/{task_id}][/agents/{agent}]/v1/…, or /v1/…; None for any other path."""
+    if path.startswith("/v1/"):
+        return DataPath(path)
+    if not path.startswith("/rollouts/"):
+        return None
+    rollout_id, _, rest = path.removeprefix("/rollouts/").partition("/")
+    task_id = agent = None
+    if rest.startswith("tasks/"):
+        task_id, _, rest = rest.removeprefix("tasks/").partition("/")
+    if rest.startswith("agents/"):
+        agent, _, rest = rest.removeprefix("agents/").partition("/")
+    return DataPath(f"/{rest}", rollout_id, task_id, agent) if rest.startswith("v1/") else None
+
+
+def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str | None = None) -> RolloutName:
+    """Return the rollout named by header, URL or key, in this order; else a new one, which is not `named`.
+
+    `headers` has lower-case names. Raises InvalidRequest for an id or a mode that is not valid.
+    """
+    if "x-rollout-id" in headers:
+        rollout_id = check_id(headers["x-rollout-id"], "X-Rollout-Id")
+        path = DataPath(path.rest)
+    elif path.rollout_id is not None:
+        rollout_id = check_id(path.rollout_id, "rollout_id")
+    else:
+        rollout_id = key_rollout_id or uuid4().hex
+    named = key_rollout_id is not None or "x-rollout-id" in headers or path.rollout_id is not None
+    task_id = _first_id((path.task_id, "task_id"), (headers.get("x-task-id"), "X-Task-Id"))
+    agent = _first_id((path.agent, "agent"), (headers.get("x-agent-name"), "X-Agent-Name"))
+    return RolloutName(rollout_id, task_id, agent, _mode(headers.get("x-rollout-mode")), named)
+
+
+def _first_id(*candidates: tuple[str | None, str]) -> str | None:
+    for value, what in candidates:
+        if value is not None:
+            return check_id(value, what)
+    return None
+
+
+def _mode(value: str | None) -> Mode:
+    if value not in (None, "train", "eval"):
+        raise InvalidRequest(f"X-Rollout-Mode must be train or eval, got {value[:60]!r}", param="X-Rollout-Mode")
+    return cast(Mode, value or "train")
+
+
+def wants_recording(headers: Mapping[str, str]) -> bool:
+    """Return False if X-Recording is `off`; raise InvalidRequest if it is neither on nor off."""
+    value = headers.get("x-recording", "on").lower()
+    if value not in ("on", "off"):
+        raise InvalidRequest(f"X-Recording must be on or off, got {value[:60]!r}", param="X-Recording")
+    return value == "on"
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Return a JSON object; raise InvalidRequest for anything else."""
+    try:
+        value = loads(body) if len(body) < LARGE else loads_in_turns(body)
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    return value
+
+
+def parse_any(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in an unrecorded body, or a form's `model`; empty if it is neither."""
+    if _is_form(body):
+        match = _form_model(body)
+        return {} if match is None else {"model": match[1].decode(errors="replace")}
+    try:
+        body = as_utf8(body)
+        return parse_object(body) if body.lstrip().startswith(b"{") else {}
+    except InvalidRequest:
+        return {}
 
 
 class Visit(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Any, cast
 from fastapi import APIRouter, Request, Response
 
 from ..access.auth import Caller
-from ..access.limits import counted
 from ..apis.tools import tool_calls
 from ..control.door import require_may_reward
 from ..control.parts import Parts
@@ -77,7 +76,7 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
     headers = read_headers(request.scope)
     caller = request.state.caller = await p.keys.authenticate(headers)
     require_may_reward(caller)
-    with counted(caller.counted):
+    with caller.counted():
         body = await p.bodies.read(request.receive, headers)
         compression = headers.get("content-encoding", "")
         # In threads: a large export takes a while to read, and agents wait for their answers meanwhile.

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from fastapi import APIRouter
 
 from ..config.root import Config
-from ..gateway.call import OnCall
-from ..gateway.question import Rewrite
+from ..gateway.call import OnCall, Rewrite
 from ..policy.routing import Choose
 from ..policy.swap import Placed
 from ..recording.metrics import Metrics

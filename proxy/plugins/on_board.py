@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from ..config.root import Config
 from ..errors import ConfigError
-from ..gateway.call import OnCall
-from ..gateway.question import Question, Rewrite, as_asked
+from ..gateway.call import OnCall, Question, Rewrite, as_asked
 from ..policy.routing import Choose
 from ..policy.swap import Placed, all_live
 from ..types import RolloutName

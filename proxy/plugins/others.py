@@ -17,8 +17,7 @@ from ..config.plugins import load_plugin
 from ..config.root import Config
 from ..control.door import AgentRoute
 from ..errors import ConfigError
-from ..gateway.call import OnCall
-from ..gateway.question import Question, Rewrite
+from ..gateway.call import OnCall, Question, Rewrite
 from ..types import CallEnd, CallStart, RolloutName
 from .hooks import Core, Hooks, ProxyPlugin, Work
 

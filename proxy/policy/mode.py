@@ -94,10 +94,6 @@ class ModeInUse:
             await decide(config, store, "proxy")
         return cls(config, store)
 
-    def is_merged(self) -> bool:
-        """Return whether servers have one version each, merged into their weights."""
-        return self.mode == "merged"
-
     async def look(self) -> PublishMode:
         """Return the mode as it is now, after a look at what the trainer has decided."""
         decided = await self._store.publishing.decided()

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..access.local import foreign
+from ..access.auth import foreign
 from ..errors import ConfigError, Forbidden, InvalidRequest, LightningError, Unauthorized
 
 KEY_HEADER = "x-lightning-operator-key"

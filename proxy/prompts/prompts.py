@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ..errors import StoreUnavailable
-from ..gateway.question import Question
+from ..gateway.call import Question
 from ..json_text import dumps, encode
 from ..recording.group_commit import Statement
 from ..recording.redact import MASK, Redactor

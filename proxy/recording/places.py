@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ..apis.atoms import Atom, answer_atoms, item_atoms, request_atoms, same_arguments
-from ..apis.tools import dicts, item_ids, results_in, written_results
+from ..apis.tools import brings_result, dicts, item_ids, results_in, written_results
 from ..store.resources.tool_calls import NO_SIGN, SIGN, SIGNS
 from ..types import ToolCall, ToolResult
 
@@ -139,11 +139,6 @@ def spots(before: Told, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:
     return [spot._replace(item=_item_sign(item_id)) for spot, item_id in zip(found, ids, strict=True)]
 
 
-def has_results(items: Sequence[Any], known: int) -> bool:
-    """Return whether there are results after the first `known` messages or items."""
-    return _brings(items[known:]) or any(True for _ in written_results(items[max(known - 1, 0) :]))
-
-
 class Brought(NamedTuple):
     """A result in a request, where the call stands that it answers, and whether the model has gone on since."""
 
@@ -155,14 +150,10 @@ class Brought(NamedTuple):
 def results(request: Told, known: int) -> Iterator[Brought]:
     """Yield the results after the first `known` items."""
     items = request.items.all
-    if _brings(items[known:]):
+    if brings_result(items[known:]):
         yield from _Reader(request, known).results()
     for result in written_results(items[max(known - 1, 0) :]):
         yield Brought(result, request.spot, False)
-
-
-def _brings(items: Iterable[Any]) -> bool:
-    return any(True for item in items for _ in results_in(item))
 
 
 @dataclass(slots=True)
@@ -211,7 +202,7 @@ class _Reader:
         i = known
         if i < len(self._items.all) and self._items.is_call(i):
             return i
-        while i and _brings(self._items.all[i - 1 : i]):
+        while i and brings_result(self._items.all[i - 1 : i]):
             i -= 1
         while i and self._items.is_call(i - 1):
             i -= 1

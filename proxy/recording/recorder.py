@@ -8,33 +8,34 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..apis.marks import is_unique
-from ..apis.tools import conversation
+from ..apis.tools import conversation, has_results
 from ..aside import aside
 from ..errors import StoreUnavailable
-from ..json_text import dumps, encode
-from ..store.calls import (
-    CALL_END,
-    CALL_LARGE_REQUEST,
-    CALL_START,
-    CALL_SUPERSEDED,
-    ROLLOUT_CALL_ENDED,
-    call_end_row,
-)
+from ..json_text import dumps, dumps_or_none, encode
+from ..store.calls import CALL_END, CALL_LARGE_REQUEST, CALL_START, CALL_SUPERSEDED, ROLLOUT_CALL_ENDED
 from ..store.database import Refused
-from ..store.requests.delta import common_prefix, shrink_request
+from ..store.requests.delta import (
+    common_prefix,
+    pack_floats,
+    pack_ids,
+    same_prefix,
+    shrink_request,
+)
 from ..store.requests.parents import Parent
 from ..store.resources.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
-from ..types import CallEnd, CallStart, ModelCall
+from ..types import CallEnd, CallStart, Choice, ModelCall
 from .group_commit import GroupCommit, Statement
-from .places import has_results, results, spots, told
-from .recent import RecentCall, RecentCalls, parent_of, sharing
+from .places import Told, results, spots, told
 from .redact import Redactor
 
 LARGE_REQUEST = 4_000  # bytes of a request that is stored apart from its call
@@ -245,3 +246,127 @@ def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None,
             | {"telling": UNIQUE if is_unique(result.tool_call_id or "") else COUNTED}
             | {"least": 0 if spot.what is None else FITS, "known": content if parent is None or is_old else None},
         )
+
+
+@dataclass(slots=True)
+class RecentCall:
+    """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable.
+
+    `told`: what its request tells of its conversation, where there are tool calls. `first`: its first message that it
+    does not share with an earlier call. `size`: about how many bytes it takes from there on.
+    """
+
+    call_id: str
+    request: dict[str, Any]
+    row_ids: array[int] = field(default_factory=lambda: array("i"))
+    told: Told | None = None
+    first: int = 0
+    size: int = 0
+
+
+@dataclass(slots=True)
+class _OfRollout:
+    """A rollout's recent calls, newest last. `size`: about how many bytes they take, what they share counted once."""
+
+    calls: list[RecentCall] = field(default_factory=list)
+    size: int = 0
+
+
+class RecentCalls:
+    """At most `each` calls of every rollout, and about `memory` bytes in all; quiet rollouts are forgotten first."""
+
+    def __init__(self, memory: int, each: int) -> None:
+        self._rollouts: OrderedDict[str, _OfRollout] = OrderedDict()
+        self._memory = memory
+        self._each = each
+        self._kept = 0
+
+    def of(self, rollout_id: str) -> list[RecentCall]:
+        """Return the recent calls of the rollout, newest last."""
+        recent = self._rollouts.get(rollout_id)
+        return list(recent.calls) if recent else []
+
+    def add(self, rollout_id: str, call: RecentCall, size: int) -> None:
+        """Remember a call that has `size` bytes more than its parent."""
+        recent = self._rollouts.setdefault(rollout_id, _OfRollout())
+        self._rollouts.move_to_end(rollout_id)
+        call.size = size
+        recent.calls.append(call)
+        while len(recent.calls) > self._each:
+            forgotten = recent.calls.pop(0)
+            self._count(recent, -_freed(forgotten, recent.calls) - len(forgotten.row_ids) * forgotten.row_ids.itemsize)
+        self._count(recent, size)
+
+    def add_tokens(self, end: CallEnd) -> None:
+        """Remember the tokens of a call that has ended, if it is still remembered."""
+        recent = self._rollouts.get(end.rollout_id)
+        if recent is None or not end.choices:
+            return
+        for call in recent.calls:
+            if call.call_id == end.call_id:
+                call.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
+                self._count(recent, len(call.row_ids) * call.row_ids.itemsize)
+
+    def forget(self, rollout_id: str) -> None:
+        if (recent := self._rollouts.pop(rollout_id, None)) is not None:
+            self._kept -= recent.size
+
+    def _count(self, recent: _OfRollout, size: int) -> None:
+        recent.size += size
+        self._kept += size
+        while self._kept > self._memory and self._rollouts:
+            self._kept -= self._rollouts.popitem(last=False)[1].size
+
+
+def _freed(forgotten: RecentCall, kept: Sequence[RecentCall]) -> int:
+    """Return how many bytes of a call's text go with it. The rest is counted with the call that shares most of it."""
+    messages = conversation(forgotten.request)
+    sharing_it = ((_same(messages, conversation(call.request)), call) for call in kept)
+    shared, heir = max(sharing_it, key=lambda one: one[0], default=(0, forgotten))
+    own, left = len(messages) - forgotten.first, shared - forgotten.first
+    if left <= 0:
+        return forgotten.size
+    inherited = forgotten.size * left // own
+    heir.first, heir.size = min(heir.first, forgotten.first), heir.size + inherited
+    return forgotten.size - inherited
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many messages two lists have in common from the first on, as the same objects."""
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda n: one[n] is not other[n])
+
+
+def parent_of(request: dict[str, Any], recent: Sequence[RecentCall]) -> tuple[RecentCall | None, int]:
+    """Return the recent call that the request has most in common with, and how many messages that is."""
+    messages, parent, known = conversation(request), None, 0
+    for call in reversed(recent):
+        before = conversation(call.request)
+        if len(before) >= known and (shared := same_prefix(messages, before)) >= known:
+            parent, known = call, shared
+    return parent, known
+
+
+def sharing(request: dict[str, Any], parent: RecentCall | None, known: int) -> dict[str, Any]:
+    """Return the request with its first `known` messages taken from its parent: they are kept in memory once."""
+    if parent is None or not known:
+        return request
+    messages = conversation(parent.request)[:known] + conversation(request)[known:]
+    return request | {"messages" if "messages" in request else "input": messages}
+
+
+def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
+    """Parameters of CALL_END. The first `prompt_shared` prompt tokens are those of the parent's row."""
+    first = end.choices[0] if end.choices else Choice(0)
+    more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
+    return end._asdict() | {
+        "response": dumps_or_none(end.response),
+        "usage": dumps_or_none(end.usage),
+        "merged": merged,
+        "prompt_shared": prompt_shared,
+        "prompt_ids": pack_ids(end.prompt_token_ids[prompt_shared:]),
+        "token_ids": pack_ids(first.token_ids),
+        "logprobs": pack_floats(first.logprobs),
+        "finish_reason": first.finish_reason,
+        "more_choices": dumps_or_none(more or None),
+        "tokens": sum(len(c.token_ids) for c in end.choices),
+    }

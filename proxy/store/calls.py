@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..json_text import dumps, dumps_or_none, loads_or_none
-from ..types import CallEnd, CallStatus, Choice, ModelCall, ToolCall
+from ..json_text import dumps, loads_or_none
+from ..types import CallStatus, Choice, ModelCall, ToolCall
 from .database import Database, Row, Statement, Transaction
-from .requests.delta import pack_floats, pack_ids, unpack_floats, unpack_ids
+from .requests.delta import pack_ids, unpack_floats, unpack_ids
 from .requests.parents import Parent, ShortParts, WholeParts
 from .rewards import Rewards
 from .rollouts import Rollouts
@@ -235,24 +235,6 @@ def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> d
 def _as_parent(call: ModelCall) -> Parent:
     first = call.choices[0].token_ids if call.choices else ()
     return Parent(call.request, pack_ids([*call.prompt_token_ids, *first]))
-
-
-def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
-    """Parameters of CALL_END. The first `prompt_shared` prompt tokens are those of the parent's row."""
-    first = end.choices[0] if end.choices else Choice(0)
-    more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
-    return end._asdict() | {
-        "response": dumps_or_none(end.response),
-        "usage": dumps_or_none(end.usage),
-        "merged": merged,
-        "prompt_shared": prompt_shared,
-        "prompt_ids": pack_ids(end.prompt_token_ids[prompt_shared:]),
-        "token_ids": pack_ids(first.token_ids),
-        "logprobs": pack_floats(first.logprobs),
-        "finish_reason": first.finish_reason,
-        "more_choices": dumps_or_none(more or None),
-        "tokens": sum(len(c.token_ids) for c in end.choices),
-    }
 
 
 def read_calls(

@@ -34,17 +34,8 @@ TELL_S = 60.0
 LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended before it told
 
 
-_hurried: ContextVar[bool] = ContextVar("hurried", default=False)
-
-
-def hurry() -> None:
-    """Let no statement of this task take longer than `store.busy_timeout_s`: somebody waits for its answer."""
-    _hurried.set(True)
-
-
-def is_hurried() -> bool:
-    """Return whether `hurry` was called in this task, or in the one that began it."""
-    return _hurried.get()
+# Where it is True, no statement of the task takes longer than `store.busy_timeout_s`: somebody waits for its answer.
+HURRIED: ContextVar[bool] = ContextVar("hurried", default=False)
 
 
 class Changes:

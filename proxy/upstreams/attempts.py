@@ -1,21 +1,26 @@
-"""Tries to get a call answered: opens its upstream on first use, retries, and moves on to fallbacks."""
+"""Tries to get a call answered: writes its request for the upstream, opens that, retries, and moves on to fallbacks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import aiohttp
+import orjson
 
+from ..apis.as_chat.dialect import PATH, ThroughChat
+from ..apis.dialects import Dialect
 from ..apis.inject import Injection
 from ..config.upstreams import UpstreamConfig
 from ..errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
-from .base import Answer, NoConnection, ReadAnswer, Request, Route, Upstream
+from ..json_text import encode, with_model
+from .base import Answer, NoConnection, Piece, ReadAnswer, Request, Route, Upstream
 from .health import Health
 from .http import HttpUpstream
 
@@ -84,6 +89,68 @@ class Target(NamedTuple):
     def model(self) -> str | None:
         model = self.sent.get("model")
         return model if isinstance(model, str) else None
+
+
+_FORM_NAME = b'name="model"\r\n'
+# The form field's other headers, its value, and the boundary that ends it.
+_FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
+
+
+def chat_target(request: Request, chat: ThroughChat, route: Route, plain: bool) -> Target:
+    """Return the request for the chat route that stands for one of another API. `plain`: as in `target_of`."""
+    sent, injection = chat.chat | ({} if route.model is None else {"model": route.model}), Injection()
+    if not plain and route.upstream.kind == "vllm":
+        sent, injection = chat.inject(sent)
+    asked = request._replace(path=PATH, query=b"", body=encode(sent), servers=route.servers)
+    return Target(route, asked, sent, injection, translated=True)
+
+
+def target_of(request: Request, body: dict[str, Any], dialect: Dialect | None, route: Route, plain: bool) -> Target:
+    """Return the request for this upstream. For vLLM it has the dialect's additions, unless `plain`."""
+    sent, injection = body, Injection()
+    if route.servers:
+        request = request._replace(servers=route.servers)
+    if route.model is not None and isinstance(body.get("model"), str | None):  # the upstream refuses other types
+        sent = body | {"model": route.model}
+    if dialect is not None and not plain and route.upstream.kind == "vllm":
+        sent, injection = dialect.inject(sent)
+        if route.adds_usage:
+            injection = injection._replace(usage=False)  # the chunk is not ours to take out
+    return Target(route, _with_body(request, body, sent), sent, injection)
+
+
+def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
+    """The request with `sent` for its body, in the agent's own bytes where possible, with what was added at their end.
+
+    So numbers keep their digits, and nothing is lost that a parser would lose.
+    """
+    changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
+    if not changed:
+        return request
+    if _is_form(request.body):
+        return request.with_body(_with_form_model(request.body, sent["model"]))
+    own: tuple[Piece, ...] | None = (request.body,)
+    if "model" in changed and "model" in body:
+        own = with_model(request.body.rstrip(), changed.pop("model"))
+    if own is None or not body or any(name in body for name in changed):
+        return request.with_body(encode(sent))
+    request = request.with_body(*own)
+    return request.with_members(orjson.dumps(changed)) if changed else request
+
+
+def _is_form(body: bytes) -> bool:
+    """Whether a body begins as multipart/form-data does, in which sound and pictures are sent."""
+    return body.startswith(b"--")
+
+
+def _form_model(body: bytes) -> re.Match[bytes] | None:
+    at = body.find(_FORM_NAME)
+    return None if at < 0 else _FORM_VALUE.match(body, at + len(_FORM_NAME))
+
+
+def _with_form_model(body: bytes, model: str) -> bytes:
+    match = _form_model(body)
+    return body if match is None else body[: match.start(1)] + model.encode() + body[match.end(1) :]
 
 
 class Attempts:
@@ -216,3 +283,54 @@ def _asked_wait(answer: Answer) -> float | None:
         return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
     except ValueError:
         return None
+
+
+# What may stand before the first line of a stream, and before JSON: a byte order mark, blanks.
+_BEFORE = b"\xef\xbb\xbf \t\r\n"
+_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
+
+
+class BegunAnswer:
+    """An answer whose first bytes were read, and which is what they say."""
+
+    def __init__(self, answer: Answer, first: bytes, rest: AsyncIterator[bytes], *, is_stream: bool) -> None:
+        self._first = first
+        self._rest = rest
+        self.is_stream = is_stream
+        self.status = answer.status
+        self.retry_after = answer.retry_after
+        self.headers = answer.headers
+        self.release = answer.release
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield self._first
+        async for piece in self._rest:
+            yield piece
+
+    async def read(self) -> bytes:
+        return b"".join([self._first, *[piece async for piece in self._rest]])
+
+
+async def begun(answer: Answer, *, asked_to_stream: bool) -> Answer:
+    """Return the answer when it is known whether it is a stream. Errors are those of `chunks`."""
+    if answer.status != 200 or not (answer.is_stream or asked_to_stream):
+        return answer
+    rest, read, head = answer.chunks(), [], b""
+    is_stream: bool | None = None
+    async for piece in rest:
+        read.append(piece)
+        head = (head + piece[:64]).lstrip(_BEFORE) if head else piece.lstrip(_BEFORE)[:64]
+        if (is_stream := _is_stream(head, answer.is_stream)) is not None:
+            break
+    return BegunAnswer(answer, b"".join(read), rest, is_stream=answer.is_stream if is_stream is None else is_stream)
+
+
+def _is_stream(head: bytes, said: bool) -> bool | None:
+    """Whether the answer that begins so is a stream, which its Content-Type `said` or not; None: not known yet."""
+    if not head:
+        return None
+    if said:
+        return not head.startswith((b"{", b"["))
+    if head.startswith(_FIELDS):
+        return True
+    return None if any(field.startswith(head) for field in _FIELDS) else False

@@ -1,18 +1,17 @@
-"""Tracks the servers that are up, by health checks and the policy's watch, and picks one for each rollout."""
+"""Tracks the servers that are up, by health checks and the policy's watch."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Mapping
 
 import aiohttp
 
 from ..config.address import shown
 from ..config.root import Config
 from ..config.upstreams import UpstreamConfig, below
-from .environment import through
+from .base import through
 
 log = logging.getLogger(__name__)
 
@@ -41,23 +40,6 @@ class Health:
     def is_down(self, upstream: UpstreamConfig) -> bool:
         """Return whether none of an upstream's servers is up."""
         return bool(upstream.urls) and all(self._problems.get((upstream.name, url)) for url in upstream.urls)
-
-    def order(self, upstream: UpstreamConfig, rollout_id: str, servers: Sequence[str] = ()) -> Sequence[str]:
-        """Return the servers to try for a call of the rollout, at least one; all of them if none is up.
-
-        `servers`: the only ones that may answer it; empty if all may.
-        By rendezvous hashing: a rollout keeps to one server, whose prefix cache knows it, and only the rollouts of a
-        server that goes down move.
-        """
-        if len(upstream.urls) == 1:
-            return upstream.urls
-        allowed = servers or upstream.urls
-        up = [url for url in allowed if not self._problems.get((upstream.name, url))]
-        return sorted(up or allowed, key=lambda url: _weight(url, rollout_id), reverse=True)
-
-
-def _weight(url: str, rollout_id: str) -> bytes:
-    return blake2b(f"{url} {rollout_id}".encode(), digest_size=8).digest()
 
 
 def replica_name(url: str) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from hashlib import blake2b
 from posixpath import relpath
 from urllib.parse import quote
 
@@ -19,8 +20,7 @@ from ..config.address import without_secrets
 from ..config.upstreams import UpstreamConfig, below
 from ..errors import UpstreamTimeout, UpstreamUnreachable
 from ..types import Header
-from .base import KeyMask, NoConnection, NoConnectionInTime, Piece, Request
-from .environment import through
+from .base import KeyMask, NoConnection, NoConnectionInTime, Piece, Request, through
 from .health import Health
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class HttpUpstream:
 
     async def open(self, request: Request) -> HttpAnswer:
         """Send the request; if there is no connection, send it to the rollout's next replica."""
-        *others, last = self._health.order(self._config, request.rollout_id, request.servers)
+        *others, last = in_order(self._config, self._health, request.rollout_id, request.servers)
         for url in others:
             try:
                 return HttpAnswer(self._config, await self._open(url, request))
@@ -135,6 +135,24 @@ class HttpUpstream:
             protocol.read_timeout = upstream.idle_timeout_s
             protocol.start_timeout()
         return response
+
+
+def in_order(upstream: UpstreamConfig, health: Health, rollout_id: str, servers: Sequence[str] = ()) -> Sequence[str]:
+    """Return the servers to try for a call of the rollout, at least one; all of them if none is up.
+
+    `servers`: the only ones that may answer it; empty if all may.
+    By rendezvous hashing: a rollout keeps to one server, whose prefix cache knows it, and only the rollouts of a server
+    that goes down move.
+    """
+    if len(upstream.urls) == 1:
+        return upstream.urls
+    allowed = servers or upstream.urls
+    up = [url for url in allowed if not health.problems.get((upstream.name, url))]
+    return sorted(up or allowed, key=lambda url: _weight(url, rollout_id), reverse=True)
+
+
+def _weight(url: str, rollout_id: str) -> bytes:
+    return blake2b(f"{url} {rollout_id}".encode(), digest_size=8).digest()
 
 
 class HttpAnswer:

@@ -17,7 +17,7 @@ from lightning_proxy.proxy.apis.stream import Transcript
 from lightning_proxy.proxy.apis.tools import conversation, tool_calls, tool_results
 from lightning_proxy.proxy.conversation.unnamed import Conversation, answered, asked
 from lightning_proxy.proxy.errors import InvalidRequest
-from lightning_proxy.proxy.gateway.body import parse_object
+from lightning_proxy.proxy.gateway.relay import parse_object
 from lightning_proxy.proxy.json_text import dumps, with_model
 from lightning_proxy.proxy.store.requests.delta import grow_request, shrink_request
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName

@@ -16,8 +16,8 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import Unauthorized
+from lightning_proxy.proxy.gateway.asgi import Bodies
 from lightning_proxy.proxy.gateway.call import Gateway
-from lightning_proxy.proxy.gateway.reading import Bodies
 from lightning_proxy.proxy.gateway.relay import Relay
 from lightning_proxy.proxy.recording.metrics import Metrics
 from lightning_proxy.proxy.store.rollouts import RolloutKey

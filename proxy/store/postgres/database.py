@@ -15,6 +15,7 @@ from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
 from ..calls import CALL_END, CALL_START
 from ..database import (
+    HURRIED,
     SMALL,
     Changes,
     Database,
@@ -24,7 +25,6 @@ from ..database import (
     Transaction,
     Work,
     Writing,
-    is_hurried,
 )
 from .alone import locked, require_held
 from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
@@ -145,7 +145,7 @@ class PostgresDatabase(Database):
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
         try:
-            seconds = self._patience(is_hurried())
+            seconds = self._patience(HURRIED.get())
             async with _one_of(self._alone, seconds):
                 return await self._to_the_end(work, BEGIN_ALONE, seconds + size / BYTES_A_SECOND)
         except StoreUnavailable as error:
@@ -213,7 +213,7 @@ class PostgresDatabase(Database):
     # Reads ---------------------------------------------------------------------------------------------------------
 
     async def all(self, sql: str, params: Params | None = None) -> Sequence[asyncpg.Record]:
-        seconds = self._patience(is_hurried())
+        seconds = self._patience(HURRIED.get())
         async with _one_of(self._reading, seconds):
             return await self._fetch(sql, params, seconds)
 

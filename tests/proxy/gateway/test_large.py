@@ -14,8 +14,7 @@ import pytest
 
 from lightning_proxy.proxy.aside import LARGE
 from lightning_proxy.proxy.control.requests import large_response
-from lightning_proxy.proxy.gateway.call import Call
-from lightning_proxy.proxy.gateway.question import Question
+from lightning_proxy.proxy.gateway.call import Call, Question
 from lightning_proxy.proxy.json_text import encode_in_turns, loads, loads_in_turns
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -1,8 +1,7 @@
 import pytest
 
 from lightning_proxy.proxy.errors import InvalidRequest
-from lightning_proxy.proxy.gateway.naming import DataPath, name_rollout, parse_path
-from lightning_proxy.proxy.gateway.relay import is_data_path
+from lightning_proxy.proxy.gateway.relay import DataPath, is_data_path, name_rollout, parse_path
 from lightning_proxy.proxy.types import RolloutName
 
 PLAIN = DataPath("/v1/chat/completions")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.access import memory
+from lightning_proxy.proxy.gateway import asgi
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 CONTROL = ("/reward", "/rollouts", "/rollouts/r1/events", "/rollouts/r1/end", "/policy/promote", "/otlp/v1/traces")
@@ -92,7 +92,7 @@ async def test_a_body_that_does_not_come_is_given_up(running: Running, tmp_path:
 async def test_while_large_bodies_come_others_wait_and_small_ones_do_not(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "WAIT_S", 0.3)
+    monkeypatch.setattr(asgi, "WAIT_S", 0.3)
     reward = json.dumps({"rollout_id": "r1", "reward": 1, "comment": "x" * 9_000}).encode()
     async with running(tmp_path, max_body_mb=1, max_bodies_mb=1) as system:
         await system.chat("r1")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.recording.recent import RecentCall, RecentCalls, parent_of, sharing
+from lightning_proxy.proxy.recording.recorder import RecentCall, RecentCalls, parent_of, sharing
 
 EACH, BYTES = 4, 1000
 Messages = list[dict[str, Any]]

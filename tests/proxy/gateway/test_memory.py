@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from lightning_proxy.proxy.access.memory import Memory
 from lightning_proxy.proxy.errors import Overloaded
+from lightning_proxy.proxy.gateway.asgi import Memory
 
 
 async def test_those_that_come_later_wait_in_the_order_in_which_they_came() -> None:
