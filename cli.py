@@ -46,6 +46,7 @@ app.add_typer(policy.app, name="policy")
 app.add_typer(prompts.app, name="prompts")
 app.add_typer(keys.app, name="keys")
 app.add_typer(store.app, name="store")
+policy.app.command("export")(data.export_version)
 app.command()(init.init)
 app.command(context_settings={"allow_interspersed_args": False})(search.optimize)
 # Without this setting a negative reward would be read as an option.

@@ -16,8 +16,8 @@ from ..proxy.config.root import Config
 from ..proxy.errors import LightningError
 from ..proxy.json_text import loads
 from ..proxy.types import Mode
+from .formats import address
 from .signals import run_until_signal
-from .system.processes import address
 
 T = TypeVar("T")
 UNAUTHORIZED = 401

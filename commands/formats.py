@@ -79,3 +79,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     low, high = min(shown), max(shown)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in shown)
+
+
+def address(host: str, port: int) -> str:
+    """Return the host and port of a URL that reaches a server listening here."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -25,8 +25,9 @@ from ..proxy.gateway.connections import calls_at_once, files_allowed, raise_limi
 from ..proxy.gateway.server import ServerProtocol
 from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import publish_mode
+from .formats import address
 from .lines import CallLines, LogFormat, say, set_up
-from .system.processes import address, require_free_port
+from .system.processes import require_free_port
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

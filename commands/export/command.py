@@ -1,4 +1,4 @@
-"""`export` and `import`: what was recorded leaves, and conversations of others come."""
+"""`export`, `import` and `policy export`: what was recorded leaves, and conversations of others come."""
 
 from __future__ import annotations
 
@@ -53,3 +53,21 @@ def import_(
 
     os.umask(0o077)  # what users said is the owner's alone
     import_command(load_config(context.obj), file, model, reward)
+
+
+def export_version(
+    context: typer.Context,
+    version: Annotated[int, typer.Argument(metavar="N")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
+    form: Annotated[
+        str | None,
+        typer.Option("--as", help="adapter (PEFT), or merged: a whole model", show_default="as it was published"),
+    ] = None,
+) -> None:
+    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
+    from ..signals import run_until_signal
+    from .policy import export_policy
+
+    written = run_until_signal(export_policy(load_config(context.obj), version, directory, form))
+    what = "a LoRA adapter" if written == "adapter" else "a whole model"
+    typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")

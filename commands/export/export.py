@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -24,6 +21,7 @@ from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
 from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
 from ..formats import progress_bar
+from ..show.listing import since_of
 from ..signals import run_until_signal
 from .conversations import conversations
 from .files import RowWriter, file_format, open_writer
@@ -97,18 +95,8 @@ def _selection(kind: str, filters: dict[str, Any]) -> Selection:
         statuses=() if status == ALL else statuses,
         task_id=filters["task_id"],
         min_reward=filters["min_reward"],
-        since=filters["since"] and since(filters["since"], time.time()),
+        since=since_of(filters["since"]),
     )
-
-
-def since(text: str, now: float) -> float:
-    """Return the Unix time of a local date, a date with time, or a time ago: 90m, 12h, 7d."""
-    if ago := re.fullmatch(r"(\d+)([mhd])", text):
-        return now - int(ago[1]) * {"m": 60, "h": 3600, "d": 86400}[ago[2]]
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        raise ConfigError(f"--since is a date, a date with time, or 90m, 12h, 7d; got {text!r}") from None
 
 
 async def export(store: StoreConfig, target: Path, format: str, kind: Kind, selection: Selection) -> Written:

@@ -8,12 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import TYPE_CHECKING
 
 from .tasks import Task
-
-if TYPE_CHECKING:
-    from .run import RolloutResult
 
 
 @dataclass(slots=True)
@@ -56,13 +52,13 @@ class Refill:
         """Note that a rollout of a group has another in its place."""
         self._groups[new] = self._groups.pop(old)
 
-    def ended(self, result: RolloutResult) -> None:
+    def ended(self, rollout_id: str, reward: float | None, *, failed: bool) -> None:
         """Note how a program ended."""
-        group = self._groups.pop(result.rollout_id)
+        group = self._groups.pop(rollout_id)
         group.running -= 1
-        if result.reward is not None:
-            group.rewards.append(result.reward)
-        elif not result.failed:
+        if reward is not None:
+            group.rewards.append(reward)
+        elif not failed:
             group.told = False
         if not group.running:
             self.missing += group.taught is False

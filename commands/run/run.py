@@ -148,7 +148,7 @@ class TaskRun:
             del self._opened[result.rollout_id]
             self._journal.ended(result.rollout_id)
             self._gate.ended(result.rollout_id)
-            self._refill.ended(result)
+            self._refill.ended(result.rollout_id, result.reward, failed=result.failed)
             self._results.append(result)
             self._on_result(result)
 

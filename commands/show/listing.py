@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from datetime import datetime
 from typing import Any
 
 from ...proxy.errors import ConfigError
@@ -53,7 +55,15 @@ def checked(mode: str | None, status: str | None) -> None:
 
 
 def since_of(text: str | None) -> float | None:
-    """Return the Unix time of `--since`."""
-    from ..export.export import since
-
+    """Return the Unix time of `--since`; None without one."""
     return None if text is None else since(text, time.time())
+
+
+def since(text: str, now: float) -> float:
+    """Return the Unix time of a local date, a date with time, or a time ago: 90m, 12h, 7d."""
+    if ago := re.fullmatch(r"(\d+)([mhd])", text):
+        return now - int(ago[1]) * {"m": 60, "h": 3600, "d": 86400}[ago[2]]
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise ConfigError(f"--since is a date, a date with time, or 90m, 12h, 7d; got {text!r}") from None

@@ -1,9 +1,8 @@
-"""`policy list|promote|rollback|export`: shows policy versions, chooses the one that is served, takes one out."""
+"""`policy list|promote|rollback`: shows policy versions and chooses the one that is served."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,25 +35,6 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     else:
         console = Console(highlight=False)
         console.print(versions_table(answer["data"]), *tests_view(answer["data"]), sep="\n")
-
-
-@app.command()
-def export(
-    context: typer.Context,
-    version: Annotated[int, typer.Argument(metavar="N")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
-    form: Annotated[
-        str | None,
-        typer.Option("--as", help="adapter (PEFT), or merged: a whole model", show_default="as it was published"),
-    ] = None,
-) -> None:
-    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
-    from ..export.policy import export_policy
-    from ..signals import run_until_signal
-
-    written = run_until_signal(export_policy(load_config(context.obj), version, directory, form))
-    what = "a LoRA adapter" if written == "adapter" else "a whole model"
-    typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")
 
 
 @app.command()

@@ -291,12 +291,6 @@ def make_directory(path: Path, option: str) -> Path:
     return path.absolute()
 
 
-def address(host: str, port: int) -> str:
-    """Return the host and port of a URL that reaches a server listening here."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def require_free_port(host: str, port: int, key: str) -> None:
     """Raise LightningError if something listens there, naming the configuration's key and the process.
 

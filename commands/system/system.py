@@ -16,9 +16,10 @@ from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
 from ...proxy.reward_function.process import require_function
 from ...proxy.store.keys import require_keys
+from ..formats import address
 from ..vllm import vllm_program
 from .download import downloaded
-from .processes import Child, ChildSpec, Supervisor, address, require_free_port
+from .processes import Child, ChildSpec, Supervisor, require_free_port
 
 T = TypeVar("T")
 # How often each part is started again when it dies; it goes on where it was.

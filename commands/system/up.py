@@ -10,10 +10,10 @@ from rich.console import Console
 
 from ...proxy.config.root import Config
 from ...trainer.plan.settle import settle
+from ..formats import address
 from ..lines import LogFormat
 from ..plan import plan_tables
 from ..vllm import without_tools
-from .processes import address
 from .steps import tell_steps
 from .system import Launch, System
 from .view import UpView

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.export.export import since
+from lightning_proxy.commands.show.listing import since
 from lightning_proxy.proxy.errors import ConfigError
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -12,7 +12,7 @@ from traffic.server import config_of
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.refill import Refill
-from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
+from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.tasks import Task
 from support.in_process import proxy_of
 
@@ -83,7 +83,7 @@ async def test_rewards_that_have_not_arrived_ask_for_no_further_group(tmp_path: 
 
 def ended(refill: Refill, **results: Any) -> None:
     for rollout_id, (code, reward) in results.items():
-        refill.ended(RolloutResult(rollout_id, "a", code, None, reward))
+        refill.ended(rollout_id, reward, failed=code != 0)
 
 
 async def test_programs_that_failed_say_nothing_of_their_group() -> None:
