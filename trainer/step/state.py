@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-if TYPE_CHECKING:
-    from .trainer import LightningTrainer
+from ..weights.trained import Trained
+from .entropy import EntropyBonus
 
 State = dict[str, Any]
 SHARDED = ("adapters", "optimizer")
 
 
-def state_of(trainer: LightningTrainer) -> State:
+class Resumable(Protocol):
+    """A trainer of transformers that goes on from a state: `LightningTrainer`."""
+
+    args: Any
+    state: Any
+    optimizer: Any
+    lr_scheduler: Any
+    trained: Trained
+    entropy: EntropyBonus
+
+
+def state_of(trainer: Resumable) -> State:
     """Return what a trainer needs to go on exactly from here."""
     return {
         "step": trainer.state.global_step,
@@ -28,7 +39,7 @@ def state_of(trainer: LightningTrainer) -> State:
     }
 
 
-def restore(trainer: LightningTrainer, state: State) -> None:
+def restore(trainer: Resumable, state: State) -> None:
     """Give a trainer the state; without the optimizer's, its moments and the schedule begin anew."""
     trainer.trained.set(state["adapters"])
     if "optimizer" in state:
@@ -56,7 +67,7 @@ def _set_random_state(state: State) -> None:
         torch.cuda.set_rng_state(rng, device)
 
 
-def _set_learning_rate(trainer: LightningTrainer) -> None:
+def _set_learning_rate(trainer: Resumable) -> None:
     """Take the configured rate, not the one that a checkpoint was written with."""
     optimizer, schedule = trainer.optimizer, trainer.lr_scheduler
     rates = [trainer.args.learning_rate] * len(optimizer.param_groups)
