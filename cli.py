@@ -172,15 +172,13 @@ def train(
     ] = None,
 ) -> None:
     """Run the trainer alone."""
-    from typing import cast, get_args
-
-    from .commands.train import Offline
     from .commands.train import train as run
     from .proxy.errors import ConfigError
-    from .trainer.types import Method
+    from .trainer.plugins.hooks import Offline
+    from .trainer.plugins.on_board import methods
 
-    if method not in get_args(Method):
-        raise ConfigError(f"--method is {', '.join(get_args(Method))}; got {method!r}")
+    if method not in methods():
+        raise ConfigError(f"--method is {', '.join(methods())}; got {method!r}")
     tuning = method != "rl"
     if not offline and (data or directory or (epochs and not tuning)):
         raise ConfigError("--data and --dir need --offline; --epochs needs --offline or another method than rl")
@@ -193,7 +191,7 @@ def train(
         config,
         once=once,
         offline=Offline(data, directory, epochs or 1) if offline else None,
-        method=cast(Method, method),
+        method=method,
     )
 
 

@@ -9,33 +9,22 @@ import os
 import signal
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from ..proxy.config.root import Config
-from ..proxy.errors import ConfigError, LightningError
+from ..proxy.errors import LightningError
 from ..proxy.policy.base_model import check_base_model
 from ..proxy.policy.mode import has_gpu
-from ..proxy.upstreams.litellm.engine import require_litellm
-from ..trainer.backends.refusals import check_backend
 from ..trainer.plan.settle import settle
-from ..trainer.types import Method
+from ..trainer.plugins.hooks import Offline, Run
+from ..trainer.plugins.on_board import check
 from .vllm import require_model, visible_gpus
 
 LAUNCHER_POLL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Offline:
-    """The `data` to train on (None: the configured store), its `directory` (None: beside the policy's), its epochs."""
-
-    data: Path | None = None
-    directory: Path | None = None
-    epochs: int = 1
-
-
-def train(config: Config, *, once: bool = False, offline: Offline | None = None, method: Method = "rl") -> None:
+def train(config: Config, *, once: bool = False, offline: Offline | None = None, method: str = "rl") -> None:
     """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready.
 
     Methods other than rl are one run, which SIGINT and SIGTERM interrupt; the next one goes on from there.
@@ -43,13 +32,10 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
     require_model(config)
     if offline is None:
         check_base_model(config)
-    check_backend(config, method, launched=_has_launcher())
-    if method != "rl" and _has_launcher():
-        raise ConfigError(f"--method {method} runs in one process: start it without a launcher")
+    run = Run(method, once, offline, launched=_has_launcher())
+    check(config, run)
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
-    if config.trainer.judged:
-        require_litellm("trainer.judge")
     # A launcher's processes have GPUs of their own (docs/distributed.md).
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     settled = settle(config, offline=offline is not None or _has_launcher(), sharded=sharded)
@@ -64,12 +50,11 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from transformers.utils.logging import disable_progress_bar
 
-    from ..trainer.distributed.ranks import leads
     from ..trainer.main import follow
 
     disable_progress_bar()  # of every file that is written, between the lines of the steps
-    if leads():
-        asyncio.run(_train(config, once, offline, method))
+    if os.environ.get("RANK", "0") == "0":
+        asyncio.run(_train(config, run))
     else:
         follow(config)
 
@@ -88,7 +73,7 @@ def _has_launcher() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-async def _train(config: Config, once: bool, offline: Offline | None, method: Method) -> None:
+async def _train(config: Config, run: Run) -> None:
     from datasets import disable_progress_bars
     from rich.console import Console
 
@@ -108,15 +93,12 @@ async def _train(config: Config, once: bool, offline: Offline | None, method: Me
         taken.append(step)
         tell(step, metrics)
 
-    if offline is None:
-        await main.train(config, stop, once=once, show=show, method=method)
-        if once and not taken and not stop.is_set():
+    await main.train(config, stop, replace(run, show=show))
+    if run.offline is None:
+        if run.once and not taken and not stop.is_set():
             console.print("no step was taken: `lightning-proxy status` says what waits, and what was dropped and why")
         if (place := await where(config)) is not None:
             console.print(place, markup=False, soft_wrap=True)
-    else:
-        epochs = offline.epochs
-        await main.train_offline(config, stop, offline.data, offline.directory, epochs=epochs, method=method, show=show)
     if watch is not None:
         watch.cancel()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from lightning_proxy.trainer.plugins.on_board import ON_BOARD
 from support.paths import ROOT
 
 TOPS = ("proxy", "trainer", "commands", "client")
@@ -29,7 +31,8 @@ LEVELS = {
     ],
     "trainer": [
         {"main"},
-        {"loop"},
+        {"opening", "loop"},
+        {"plugins"},
         {"publish"},
         {"verify"},
         {"step"},
@@ -37,7 +40,7 @@ LEVELS = {
         {"collect", "files"},
         {"collapse", "report", "plan"},
         {"rows"},
-        {"credit"},
+        {"credit", "alone"},
         {"types", "waiting", "hooks"},
     ],
 }
@@ -46,9 +49,11 @@ SIDE_ROOMS = {
     "proxy": ({"upstreams/litellm", "otel", "reward_function", "page", "prompts", "promotion"}, {"app"}),
     "trainer": (
         {"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed", "backends"},
-        {"main"},
+        set[str](),
     ),
 }
+# What several side rooms share. It plugs nothing in by itself.
+SHARED = {"trainer": {"tuning"}}
 # What each top-level package may import besides itself.
 BELOW = {"proxy": set[str](), "trainer": {"proxy"}, "commands": {"proxy", "trainer", "client"}, "client": set[str]()}
 
@@ -124,25 +129,44 @@ def test_the_core_imports_no_side_room(top: str) -> None:
             wrong += [
                 f"{path.relative_to(ROOT)}:{line}: {'.'.join(names)}"
                 for line, names in imported(path)
-                if names[0] == top and side_room(top, names[1:])
+                if names[0] in SIDE_ROOMS and side_room(names[0], names[1:])
             ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("top", ["proxy"])
-def test_no_modules_import_each_other_in_a_circle(top: str) -> None:
-    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in modules(top)}
-    names = {(names[:-1] if names[-1] == "__init__" else names): path for path, names in parts.items()}
-    imports = {
-        name: {found if found in names else found[:-1] for _, found in imported(path)} & names.keys() - {name}
-        for name, path in names.items()
+def test_no_side_room_of_the_trainer_imports_another() -> None:
+    wrong = []
+    for path in modules("trainer"):
+        mine = side_room("trainer", path.relative_to(ROOT / "trainer").with_suffix("").parts)
+        for line, names in imported(path) if mine else ():
+            theirs = side_room("trainer", names[1:]) if names[0] == "trainer" else None
+            if theirs not in (None, mine, *SHARED["trainer"]):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {'.'.join(names)}")
+    assert wrong == []
+
+
+def test_every_side_room_of_the_trainer_is_on_board() -> None:
+    assert set(ON_BOARD) == SIDE_ROOMS["trainer"][0] - SHARED["trainer"]
+
+
+def test_no_modules_import_in_a_circle() -> None:
+    """Imports for types alone count too."""
+    named = {path.relative_to(ROOT).with_suffix("").parts: path for path in PRODUCT}
+    known = {name[:-1] if name[-1] == "__init__" else name: path for name, path in named.items()}
+    edges = {
+        module: {names if names in known else names[:-1] for _, names in imported(path)} & known.keys()
+        for module, path in known.items()
     }
-    # What imports nothing that is left is in no circle, nor is what nothing left imports.
-    while ends := [name for name, found in imports.items() if not found] or (
-        imports.keys() - set[tuple[str, ...]]().union(*imports.values())
-    ):
-        imports = {name: found.difference(ends) for name, found in imports.items() if name not in ends}
-    assert sorted(map(".".join, imports)) == []
+    TopologicalSorter(edges).prepare()  # raises CycleError, which names the modules
+
+
+def test_no_rooms_of_the_commands_import_in_a_circle() -> None:
+    edges: dict[str, set[str]] = {}
+    for path in modules("commands"):
+        mine = path.relative_to(ROOT / "commands").with_suffix("").parts[0]
+        theirs = {names[1] for _, names in imported(path) if names[0] == "commands"}
+        edges.setdefault(mine, set()).update(theirs - {mine})
+    TopologicalSorter(edges).prepare()
 
 
 def test_the_distribution_has_every_room() -> None:

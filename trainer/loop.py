@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,12 @@ from .files.checkpoint import prune_checkpoints
 from .publish import NoPublisher, Publisher
 from .report.metric_schema import scalars
 from .step.engine import TrainingEngine
-from .types import Batch, Guide, Sample
+from .types import Batch, Guide, Sample, Show, show_nothing
 from .waiting import GuideError, JudgeError, Stopped, before_retry, in_thread, pause, pause_until_changed
 
 log = logging.getLogger(__name__)
 
 UNPUBLISHED = -1  # in place of a policy version: the trainer's weights were not published
-# Is told of every finished step: its number and its metrics (`metric_schema`).
-Show = Callable[[int, Mapping[str, Any]], None]
-
-
-def show_nothing(step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
 def moved_nothing(metrics: Mapping[str, Any]) -> bool:

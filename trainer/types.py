@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..proxy.config.policy import DEFAULT_ADAPTER
 from ..proxy.returns import Rules, earned, return_of
 from ..proxy.types import ModelCall, Reward, Rollout, RolloutStatus
 
-# rl: LightningRL, as `trainer` says. sft: supervised fine-tuning on the best rollouts, as `trainer.sft` says.
-# dpo: direct preference optimization on pairs of siblings, as `trainer.dpo` says.
-# kto: Kahneman-Tversky optimization on single rollouts, as `trainer.kto` says.
-Method = Literal["rl", "sft", "dpo", "kto"]
+# Is told of every finished step: its number and its metrics (`metric_schema`).
+Show = Callable[[int, Mapping[str, Any]], None]
+
+
+def show_nothing(step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from lightning_proxy.proxy.errors import (
     UpstreamUnreachable,
 )
 from lightning_proxy.proxy.policy.vllm import VllmServer
-from lightning_proxy.trainer.main import only_trainer
+from lightning_proxy.trainer.alone import only_trainer
 from lightning_proxy.trainer.types import Batch
 from support.training import (
     DeafServer,

@@ -9,13 +9,12 @@ from ...proxy.config.root import Config
 from ...proxy.config.tinker import TinkerLoss
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
-from ..types import Method
 
 # The service's loss for each of ours that it has a term for. They differ in the weights of tokens, which we send.
 LOSSES: Mapping[str, TinkerLoss] = {"cispo": "cispo", "grpo": "ppo", "dapo": "ppo", "bnpo": "ppo", "dr_grpo": "ppo"}
 
 
-def check_backend(config: Config, method: Method = "rl", *, launched: bool = False) -> None:
+def check_backend(config: Config, method: str = "rl", *, launched: bool = False) -> None:
     """Raise ConfigError if `trainer.backend` cannot do what is configured. `launched`: one of several processes."""
     if config.trainer.backend == "local":
         return
@@ -28,7 +27,7 @@ def check_backend(config: Config, method: Method = "rl", *, launched: bool = Fal
         raise ConfigError("trainer.backend: tinker needs its client: pip install 'lightning-proxy[tinker]'")
 
 
-def _methods(method: Method, launched: bool) -> Iterator[str]:
+def _methods(method: str, launched: bool) -> Iterator[str]:
     if method != "rl":
         yield f"--method {method}"
     if launched:

@@ -189,6 +189,9 @@ class TinkerTrainer:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
         return self._step
 
+    def end(self) -> None:
+        """Do nothing: no other process waits for this one."""
+
     def close(self) -> None:
         """Leave the service, and let the trackers finish their files."""
         self._service.forget()

@@ -39,14 +39,9 @@ class RankLost(LightningError):
     """Another process of this trainer is gone, so no step can be finished. The last finished step is kept."""
 
 
-def leads() -> bool:
-    """Return whether this process is rank 0, or the only one. The launcher says so before a process group exists."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def processes() -> Processes:
-    """Return the processes of the launcher (torchrun, `accelerate launch`), or a single one without a launcher."""
-    return Ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 or shards.asked_for() else Processes()
+def launched() -> bool:
+    """Return whether a launcher (torchrun, `accelerate launch`) asks for several processes, or for a sharded model."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or shards.asked_for()
 
 
 class Ranks(Processes):

@@ -6,20 +6,27 @@ import asyncio
 import hashlib
 import logging
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
+from ...proxy.errors import ConfigError
 from ...proxy.groups import Group
 from ...proxy.policy.mode import publish_mode
+from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
-from ..collect.siblings import AskJudge
+from ..alone import only_trainer
 from ..loop import TrainingLoop
+from ..opening import open_engine
+from ..plugins.hooks import Offline, Run, TrainerCore, TrainerHooks
+from ..plugins.on_board import open_plugins, plugins_of
 from ..publish import NoPublisher
 from ..step.engine import TrainingEngine
-from ..types import Guide
 from ..waiting import JudgeError
+from ..weights.choice import warn_of_rate
+from . import data
 
 log = logging.getLogger(__name__)
 
@@ -33,26 +40,22 @@ class OfflineRun:
     The store knows what each step took and which epochs are done, so a killed run goes on exactly where it was.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        store: Store,
-        trainer: TrainingEngine,
-        epochs: int,
-        judge: AskJudge | None = None,
-        guide: Guide | None = None,
-    ) -> None:
+    def __init__(self, core: TrainerCore, hooks: TrainerHooks, epochs: int) -> None:
+        config, store, engine = core.config, core.store, core.engine
         self._config = config.trainer
         self._store = store
         self._epochs = epochs
         self._done = 0  # epochs
-        self._loop = TrainingLoop(config, store, trainer, NoPublisher(), self._order, judge=judge, guide=guide)
+        judge, guide = hooks.judge, hooks.guide
+        self._loop = TrainingLoop(config, store, engine, NoPublisher(), self._order, judge=judge, guide=guide)
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
+        warn_of_rate(self._config, self._config.learning_rate)
         await self._loop.resume(stop)
-        self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in await self._store.steps.all()), default=0)
-        await self._offer_more()
+        steps = await self._store.steps.all()
+        self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in steps), default=0)
+        await self._offer_more(steps)
         while not stop.is_set() and self._done < self._epochs and not await self._loop.is_done():
             try:
                 trained = await self._loop.train_once(fewer=True)
@@ -91,15 +94,44 @@ class OfflineRun:
         log.info("epoch %d of %d is done after step %d", self._done, self._epochs, last.step)
         return True
 
-    async def _offer_more(self) -> None:
-        """Offer the rollouts again if an earlier run ended with its last epoch and `epochs` is higher now."""
-        last = await self._store.steps.last()
-        if last is not None and last.metrics.get(EPOCHS_DONE) == self._done < self._epochs:
-            await self._store.steps.end_epoch(last.step, last.metrics, True)
+    async def _offer_more(self, steps: Sequence[Step]) -> None:
+        """Offer the rollouts again if an earlier run ended with its last epoch and `epochs` is higher now.
+
+        Fine-tuning since then has not begun another epoch.
+        """
+        own = [step for step in steps if EPOCHS_DONE in step.metrics or "method" not in step.metrics]
+        if own and own[-1].metrics.get(EPOCHS_DONE) == self._done < self._epochs:
+            await self._store.steps.end_epoch(own[-1].step, own[-1].metrics, True)
 
     def _order(self, group: Group) -> bytes:
         """A sort key that looks random, and is the same in every process."""
         return hashlib.sha256(f"{self._config.seed} {self._done} {group.task_id} {group.first}".encode()).digest()
+
+
+async def train_offline(config: Config, run: Run, offline: Offline, stop: asyncio.Event) -> None:
+    """Train on recorded data, which is only read, and write the weights as files."""
+    if offline.data is None and config.store.is_postgres:
+        raise ConfigError(
+            "train --offline works on a file: make one with `lightning-proxy store migrate postgresql://… "
+            "sqlite:///copy.db`, and name it with --data copy.db"
+        )
+    directory = (offline.directory or config.policy.directory / "offline").expanduser().absolute()
+    with only_trainer(directory, directory / data.STORE_FILE):
+        store_config = await data.prepare(offline.data or config.store.path, directory)
+        config = offline_config(config, directory, store_config)
+        plugins = plugins_of(config)
+        async with open_engine(config, plugins) as engine:
+            async with opened(store_config) as database:
+                core = TrainerCore(config, Store(database), engine, run)
+                async with open_plugins(plugins, core) as hooks:
+                    if hooks.tune is not None:
+                        last = await hooks.tune(NoPublisher(), stop)
+                    else:
+                        last = await OfflineRun(core, hooks, offline.epochs).run(stop)
+            if last is not None:
+                if stop.is_set():  # the trainer's own weights may be on their way to the next step
+                    await asyncio.to_thread(engine.load, Path(str(last.checkpoint)))
+                await asyncio.to_thread(save_weights, config, engine, last.step)
 
 
 def offline_config(config: Config, directory: Path, store: StoreConfig) -> Config:

@@ -18,7 +18,6 @@ from trl import DPOConfig, DPOTrainer
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import Watch, arguments, fit, tuning_metrics
 from ..tuning.run import TuningRun
-from ..types import Method
 from .pairs import Pair, PairReader, Pairs
 from .rows import HELD_OUT, GivenRows, answer_logprobs, measured, padded
 
@@ -28,7 +27,7 @@ PASS_TOKENS = 1024  # of the pairs that are computed together
 class DpoRun(TuningRun[Pairs]):
     """One run of direct preference optimization."""
 
-    method: ClassVar[Method] = "dpo"
+    method: ClassVar[str] = "dpo"
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -20,7 +20,7 @@ from trl import KTOConfig, KTOTrainer
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import Watch, arguments, fit, tuning_metrics
 from ..tuning.run import TuningRun
-from ..types import Method, Sample
+from ..types import Sample
 from .rows import HELD_OUT, GivenRows, answer_logprobs, measured, padded
 from .thumbs import Thumb, ThumbReader, Thumbs
 
@@ -28,7 +28,7 @@ from .thumbs import Thumb, ThumbReader, Thumbs
 class KtoRun(TuningRun[Thumbs]):
     """One run of Kahneman-Tversky optimization."""
 
-    method: ClassVar[Method] = "kto"
+    method: ClassVar[str] = "kto"
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

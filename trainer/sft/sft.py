@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import Watch, arguments, fit, tuning_metrics
 from ..tuning.run import TuningRun
-from ..types import Method, Sample
+from ..types import Sample
 from .traces import TraceReader, Traces
 
 IGNORED = -100  # the label of a token that is not in the loss
@@ -26,7 +26,7 @@ BLOCK_TOKENS = 1024
 class SftRun(TuningRun[Traces]):
     """One run of supervised fine-tuning."""
 
-    method: ClassVar[Method] = "sft"
+    method: ClassVar[str] = "sft"
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -61,3 +61,9 @@ class TrainingEngine(Protocol):
 
     def load(self, directory: Path) -> int:
         """Go on exactly from what `save` wrote; returns the step it was written after."""
+
+    def end(self) -> None:
+        """Let other processes end. Not called after an error, which they must take for a failure."""
+
+    def close(self) -> None:
+        """Let the trackers finish their files, and leave what was taken. Called in any case."""

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
+from ...proxy.errors import ConfigError
 from ..rows.microbatches import MicroBatch, TreeCost
 
 P = ParamSpec("P")
@@ -77,6 +78,10 @@ class Processes:
     def alone(self, accelerator: Any) -> Any:
         """Return the accelerator of this process without the others: it gathers and sums nothing."""
         return accelerator
+
+    def follow(self, trainer: object) -> None:
+        """Repeat the work of process 0 until it ends."""
+        raise ConfigError("this process is one of several, which needs the trainer's side room `distributed`")
 
     def end(self) -> None:
         """Let the other processes end."""

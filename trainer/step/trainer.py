@@ -343,3 +343,11 @@ class LightningTrainer(GRPOTrainer):
     def save_weights(self, directory: Path, *, merged: bool) -> None:
         """Write what vLLM loads: adapters, or with `merged` a whole model."""
         self.trained.save(directory, self.processing_class, merged=merged)
+
+    def end(self) -> None:
+        """Let the other processes end."""
+        self.processes.end()
+
+    def close(self) -> None:
+        """Let the trackers finish their files."""
+        self.trackers.close()

@@ -20,11 +20,10 @@ from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError, LightningError, StoreUnavailable
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
-from ..loop import Show, TrainingLoop, show_nothing
-from ..offline.offline import EPOCHS_DONE
+from ..loop import TrainingLoop
 from ..publish import NoPublisher
 from ..step.trainer import LightningTrainer
-from ..types import Batch, Method, Sample
+from ..types import Batch, Sample, Show, show_nothing
 from ..waiting import in_thread, pause
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class TuningRun(ABC, Generic[L]):
     The configuration has a section of the method's name.
     """
 
-    method: ClassVar[Method]
+    method: ClassVar[str]
 
     def __init__(
         self,
@@ -114,8 +113,6 @@ class TuningRun(ABC, Generic[L]):
         metrics: dict[str, Any] = {
             "method": self.method, **lessons.metrics, "collect_s": time.perf_counter() - started
         }  # fmt: skip
-        if last is not None and EPOCHS_DONE in last.metrics:  # of RL offline, which goes on counting
-            metrics[EPOCHS_DONE] = last.metrics[EPOCHS_DONE]
         me = asyncio.current_task()
         assert me is not None
         tuned = await in_thread(self._tune, lessons, directory, lambda: stop.is_set() or me.cancelling() > 0)

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_proxy.commands.doctor.doctor import run_checks
 from lightning_proxy.proxy.types import Reward, RolloutName
-from lightning_proxy.trainer.main import only_trainer
+from lightning_proxy.trainer.alone import only_trainer
 from support.command_line import lightning
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -30,8 +30,9 @@ from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.guides.teacher import Teacher
-from lightning_proxy.trainer.main import train_offline
 from lightning_proxy.trainer.offline.data import STORE_FILE
+from lightning_proxy.trainer.offline.offline import train_offline
+from lightning_proxy.trainer.plugins.hooks import Offline, Run
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample, Sampling
 from lightning_proxy.trainer.waiting import GuideError
@@ -184,9 +185,9 @@ async def test_recorded_rollouts_of_equal_rewards_are_learned_from_offline(
     })  # fmt: skip
     server.wrong = "tokens"
     with pytest.raises(ConfigError, match="other tokens"):
-        await train_offline(config, asyncio.Event(), None, tmp_path / "run")
+        await train_offline(config, Run(), Offline(None, tmp_path / "run"), asyncio.Event())
     server.wrong = None
-    await train_offline(config, asyncio.Event(), None, tmp_path / "run")
+    await train_offline(config, Run(), Offline(None, tmp_path / "run"), asyncio.Event())
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/run/{STORE_FILE}")) as database:
         last = await Store(database).steps.last()
     assert last is not None

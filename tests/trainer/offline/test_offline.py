@@ -36,8 +36,11 @@ from lightning_proxy.proxy.store.training import Steps
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.judge.judge import Judge
-from lightning_proxy.trainer.main import train, train_offline
-from lightning_proxy.trainer.offline.data import check_store, prepare
+from lightning_proxy.trainer.offline.data import prepare
+from lightning_proxy.trainer.offline.offline import train_offline
+from lightning_proxy.trainer.plugins.hooks import Offline
+from lightning_proxy.trainer.plugins.hooks import Run as Asked
+from lightning_proxy.trainer.plugins.on_board import check
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.waiting import JudgeError
 from support.paths import TESTS
@@ -172,7 +175,7 @@ def whole(base: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) 
 async def test_a_store_on_a_server_has_to_be_made_a_file_first() -> None:
     config = Config.model_validate({"store": {"url": "postgresql://me:secret@h/db"}})
     with pytest.raises(ConfigError, match="store migrate postgresql://… sqlite:///copy.db`, and name it with --data"):
-        await train_offline(config, asyncio.Event(), None, None)
+        await train_offline(config, Asked(), Offline(), asyncio.Event())
 
 
 def test_every_group_is_trained_on_once_an_epoch_whatever_was_trained_on_before(whole: Run) -> None:
@@ -324,12 +327,12 @@ async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_end
 
     with monkeypatch.context() as broken:
         broken.setattr(LightningTrainer, "save", full)
-        await train_offline(config, stop, recorded, run.out, epochs=1)
+        await train_offline(config, Asked(), Offline(recorded, run.out, 1), stop)
     assert list(run.steps()) == [1] and "epochs_done" not in run.steps()[1]
     assert saved(1)
-    await train_offline(config, stop, recorded, run.out, method="sft")  # in the middle of it
+    await train_offline(config, Asked("sft"), Offline(recorded, run.out), stop)  # in the middle of it
     assert list(run.steps()) == [1] and saved(1)
-    await train_offline(config, asyncio.Event(), recorded, run.out, epochs=1)
+    await train_offline(config, Asked(), Offline(recorded, run.out, 1), asyncio.Event())
     assert list(run.steps()) == [1, 2, 3] and saved(3)
 
 
@@ -348,10 +351,10 @@ async def test_an_epoch_that_was_stopped_at_its_end_ends_also_after_a_run_of_sft
 
     with pytest.MonkeyPatch.context() as stopping:
         stopping.setattr(Steps, "update_metrics", told)
-        await train_offline(config, stop, recorded, run.out, epochs=1)
+        await train_offline(config, Asked(), Offline(recorded, run.out, 1), stop)
     assert "epochs_done" not in run.steps()[3]
-    await train_offline(config, asyncio.Event(), recorded, run.out, method="sft")
-    await train_offline(config, asyncio.Event(), recorded, run.out, epochs=2)
+    await train_offline(config, Asked("sft"), Offline(recorded, run.out), asyncio.Event())
+    await train_offline(config, Asked(), Offline(recorded, run.out, 2), asyncio.Event())
     assert "nothing in the data can be learned from" not in caplog.text
     assert {step: m["epochs_done"] for step, m in run.steps().items() if "epochs_done" in m} == {4: 1, 7: 2}
 
@@ -366,7 +369,7 @@ async def test_rollouts_without_a_task_that_are_not_trained_on_are_told_of(
                 await _rollout(recorder, Store(database), None, f"r{i}", float(i), random.Random(i))
         await database.checkpoint()
     config = Config.model_validate(Run(tmp_path / "run", base).settings())
-    await train_offline(config, asyncio.Event(), source, out, epochs=1)
+    await train_offline(config, Asked(), Offline(source, out, 1), asyncio.Event())
     assert "nothing in the data can be learned from" in caplog.text
     assert "3 rollouts have no task: see trainer.lone_rollouts" in caplog.text
 
@@ -385,7 +388,7 @@ async def test_a_judge_that_is_away_ends_no_epoch(
     monkeypatch.setattr(Judge, "_ask", ask)
     run = Run(tmp_path / "run", base, credit="judge", judge={"model": "scripted"})
     config = Config.model_validate(run.settings())
-    await train_offline(config, asyncio.Event(), recorded, run.out, epochs=1)
+    await train_offline(config, Asked(), Offline(recorded, run.out, 1), asyncio.Event())
     assert [m["rollouts_trained"] / SIBLINGS for m in run.steps().values()] == [2, 1, 2]
 
 
@@ -448,8 +451,8 @@ async def test_an_offline_runs_directory_is_of_one_store(recorded: Path, base: P
     offline = config.model_copy(update={"policy": config.policy.model_copy(update={"directory": run.out})})
     await prepare(recorded, run.out)
     with pytest.raises(ConfigError, match="holds an offline run: set store.url to sqlite:///"):
-        await train(offline, asyncio.Event())
-    check_store(offline.model_copy(update={"store": StoreConfig(url=f"sqlite:///{run.out}/store.db")}))
+        check(offline, Asked())
+    check(offline.model_copy(update={"store": StoreConfig(url=f"sqlite:///{run.out}/store.db")}), Asked())
     (tmp_path / "live" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds the checkpoints of another trainer"):
         await prepare(recorded, tmp_path / "live")

@@ -24,7 +24,8 @@ from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
-from lightning_proxy.trainer.main import train_offline
+from lightning_proxy.trainer.offline.offline import train_offline
+from lightning_proxy.trainer.plugins.hooks import Offline, Run
 from lightning_proxy.trainer.preferences import dpo
 from lightning_proxy.trainer.preferences.dpo import DpoRun, PairTrainer, collate, dataset, dpo_config, prefer
 from lightning_proxy.trainer.preferences.pairs import Pair, PairReader, Pairs
@@ -284,7 +285,7 @@ async def test_offline_it_needs_no_server_and_keeps_the_weights(base: Path, tmp_
         "store": store, "policy": {"model": str(base), "directory": tmp_path / "policy"},
         "trainer": {"report_to": [], "dtype": "float32", "dpo": {"epochs": 1, "learning_rate": 0.02}},
     })  # fmt: skip
-    await train_offline(config, asyncio.Event(), None, tmp_path / "out", method="dpo")
+    await train_offline(config, Run("dpo"), Offline(None, tmp_path / "out"), asyncio.Event())
     assert (tmp_path / "out" / "adapter" / "COMPLETE").is_file()
 
 

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.trainer.loop import TrainingLoop
-from lightning_proxy.trainer.main import train_offline
+from lightning_proxy.trainer.offline.offline import train_offline
+from lightning_proxy.trainer.plugins.hooks import Offline, Run
 from lightning_proxy.trainer.preferences.dpo import DpoRun
 from lightning_proxy.trainer.preferences.kto import KtoRun
 from lightning_proxy.trainer.sft.sft import SftRun
-from lightning_proxy.trainer.types import Method
 from support.training import bench
 
-RUNS: dict[Method, Any] = {"rl": TrainingLoop, "sft": SftRun, "dpo": DpoRun, "kto": KtoRun}
+RUNS: dict[str, Any] = {"rl": TrainingLoop, "sft": SftRun, "dpo": DpoRun, "kto": KtoRun}
 RATES: dict[str, Any] = {name: {"learning_rate": 0.005, "epochs": 2, "held_out": 0.0} for name in ("sft", "dpo", "kto")}
 
 
@@ -29,7 +29,7 @@ def weights_in(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("method", RUNS)
 async def test_what_a_method_makes_of_all_weights_is_published(
-    method: Method, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    method: str, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with bench(base, tmp_path, weights="full", learning_rate=0.005, hints="comments", **RATES) as b:
         await b.groups("t1", "t2")
@@ -52,7 +52,7 @@ async def test_what_a_method_makes_of_all_weights_is_published(
 
 @pytest.mark.parametrize("method", ["rl", "dpo"])
 async def test_offline_leaves_a_model_and_no_adapter(
-    method: Method, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    method: str, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     async with bench(base, tmp_path) as b:
@@ -65,7 +65,7 @@ async def test_offline_leaves_a_model_and_no_adapter(
         },
     })  # fmt: skip
     out = tmp_path / "out"
-    await train_offline(config, asyncio.Event(), tmp_path / "store.db", out, method=method)
+    await train_offline(config, Run(method), Offline(tmp_path / "store.db", out), asyncio.Event())
     assert not (out / "adapter").exists()
     before = weights_in(base)
     assert not any(torch.equal(weight, before[name]) for name, weight in weights_in(out / "model").items())

@@ -1,0 +1,65 @@
+"""The trainer's side rooms: what they are asked before anything is loaded, and who may have a hook."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.trainer.plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
+from lightning_proxy.trainer.plugins.on_board import check, open_plugins
+
+
+class _Judging(TrainerPlugin):
+    closed = 0
+
+    @asynccontextmanager
+    async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+        async def judge(*_: Any) -> list[Any]:
+            return []
+
+        yield TrainerHooks(judge=judge)
+        self.closed += 1
+
+
+def core() -> Any:
+    nothing: Any = None
+    return TrainerCore(Config(), nothing, nothing, Run())
+
+
+async def test_the_hooks_of_all_rooms_come_together_and_are_closed_at_the_end() -> None:
+    judging = _Judging(Config())
+    async with open_plugins([TrainerPlugin(Config()), judging], core()) as hooks:
+        assert hooks.judge is not None and hooks.guide is hooks.publisher is hooks.tune is None
+        assert not judging.closed
+    assert judging.closed
+
+
+async def test_two_rooms_with_the_same_hook_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 side rooms of the trainer have the hook judge, which only one may have"):
+        async with open_plugins([_Judging(Config()), _Judging(Config())], core()):
+            pass
+
+
+def test_a_method_of_fine_tuning_is_refused_under_a_launcher() -> None:
+    with pytest.raises(ConfigError, match="--method kto runs in one process: start it without a launcher"):
+        check(Config(), Run("kto", launched=True))
+    check(Config(), Run(launched=True))
+
+
+def test_torch_is_not_loaded_to_know_the_methods() -> None:
+    """It reads the environment once, which `train` prepares after it has checked the configuration."""
+    code = (
+        "import sys; from lightning_proxy.proxy.config.root import Config\n"
+        "from lightning_proxy.trainer.plugins.on_board import check, methods\n"
+        "from lightning_proxy.trainer.plugins.hooks import Run\n"
+        "check(Config(), Run('sft')); print(*methods(), 'torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["rl", "sft", "dpo", "kto", "False"]

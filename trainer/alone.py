@@ -1,0 +1,66 @@
+"""Sees to it that one trainer works on a store, and on a directory of policies."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ..proxy.config.root import Config
+from ..proxy.errors import ConfigError, StoreUnavailable
+from ..proxy.store.database import Database
+from .waiting import pause
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
+    """Lock the directory and the store: two trainers would overwrite each other's checkpoints, or share the rollouts.
+
+    The locks go with the process.
+    """
+    locks = [(directory, directory / "trainer.lock")]
+    if store is not None:
+        store = store.expanduser().resolve()
+        locks.append((store, Path(f"{store}-trainer")))
+    with ExitStack() as stack:
+        for held, lock in locks:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(lock.open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another trainer works on {held}; stop it first") from None
+        yield
+
+
+async def require_free(config: Config, database: Database) -> None:
+    """Raise ConfigError while another trainer works on a store that is no file, on whichever machine."""
+    async with database.alone("trainer") as alone:
+        if not alone:
+            raise ConfigError(f"another trainer works on {config.store.where}; stop it first")
+
+
+async def while_alone(
+    config: Config, database: Database, stop: asyncio.Event, work: Callable[[], Awaitable[None]]
+) -> None:
+    """Do `work` while no other trainer works on the store. Where the lock is lost, it ends and waits for the lock."""
+    held = False
+    while not stop.is_set():
+        try:
+            async with database.alone("trainer") as alone:
+                if alone:
+                    held = True
+                    await work()
+                    return
+            if not held:
+                await require_free(config, database)
+        except StoreUnavailable as error:
+            if not held:
+                raise
+            log.error("the trainer waits: %s", error)
+        await pause(stop)

@@ -1,0 +1,27 @@
+"""Plugs the judge in: an LLM scores calls (`trainer.credit: judge`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...proxy.upstreams.litellm.engine import require_litellm
+from ..plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
+
+
+class JudgePlugin(TrainerPlugin):
+    """Has the calls scored whose credit is a judge's."""
+
+    def check(self, run: Run) -> None:
+        if self.config.trainer.judged:
+            require_litellm("trainer.judge")
+
+    @asynccontextmanager
+    async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+        from .judge import Judge
+
+        config = core.config.trainer
+        yield TrainerHooks(judge=Judge(config, core.store).missing if config.judged else None)
+
+
+plugin = JudgePlugin

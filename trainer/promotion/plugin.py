@@ -1,0 +1,32 @@
+"""Plugs the gate in: new weights are published as candidates (`policy.promotion: gated`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...proxy.policy.swap import Swap
+from ...proxy.promotion.splitting import candidates_server
+from ...proxy.store.resources.promotions import NOT_GATED
+from ..plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
+
+
+class PromotionPlugin(TrainerPlugin):
+    """Publishes candidates where the configuration asks for it, and otherwise ends what is tested."""
+
+    @asynccontextmanager
+    async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+        config, store, swap = core.config, core.store, core.swap
+        if swap is None:
+            yield TrainerHooks()
+        elif not config.policy.is_gated:
+            await store.promotions.end(NOT_GATED)
+            yield TrainerHooks()
+        else:
+            from .gated import GatedPublisher
+
+            swap = Swap(store, swap.vllm, swap.mode, config.policy.directory, candidates_server(config, store))
+            yield TrainerHooks(publisher=GatedPublisher(config, store, swap, core.engine))
+
+
+plugin = PromotionPlugin
