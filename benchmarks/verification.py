@@ -34,7 +34,7 @@ from lightning_proxy.proxy.policy.operator import operator_headers
 from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
-from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, VERIFIED_TOKENS, Evidence
+from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, VERIFIED_TOKENS, WeightEvidence
 
 RATES = (2e-4, 5e-5, 2e-5, 5e-6, 1e-6)
 TRAINED = 4  # answers of each publication
@@ -103,9 +103,9 @@ def _root_mean_square(one: Rows, other: Rows) -> float:
     return math.sqrt(mean((a - b) ** 2 for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)))
 
 
-def _evidence(served: Rows, *, new: Rows, old: Rows) -> Evidence:
+def _evidence(served: Rows, *, new: Rows, old: Rows) -> WeightEvidence:
     """What the product would find if it asked for these answers."""
-    evidence, firsts = Evidence(), range(FIRST)
+    evidence, firsts = WeightEvidence(), range(FIRST)
     rounds = [[(row, 0, VERIFIED_TOKENS) for row in firsts]]
     rounds += [
         [(row, 0, MORE_TOKENS) for row in range(first, min(first + MORE_ANSWERS, len(served)))]

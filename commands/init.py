@@ -18,7 +18,7 @@ COLUMN = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InitOptions:
     """The options: None leaves out what has a default."""
 
     model: str | None
@@ -44,11 +44,11 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="write over a file that is there")] = False,
 ) -> None:
     """Write a small commented configuration."""
-    asked = Asked(model, port, store, upstream, kind, group_size, tasks_per_step)
+    asked = InitOptions(model, port, store, upstream, kind, group_size, tasks_per_step)
     typer.echo(write(file, asked, force=force), err=True)
 
 
-def write(path: Path, asked: Asked, *, force: bool) -> str:
+def write(path: Path, asked: InitOptions, *, force: bool) -> str:
     """Write the file and return what to do next. Raise ConfigError for a wrong option, LightningError if it fails."""
     if path.exists() and not force:
         raise LightningError(f"{path} is there already; --force writes it again")
@@ -70,7 +70,7 @@ def write(path: Path, asked: Asked, *, force: bool) -> str:
     return f"wrote {path}; next: lightning-proxy {option}{command}"
 
 
-def configuration(asked: Asked) -> str:
+def configuration(asked: InitOptions) -> str:
     """Return the configuration as YAML."""
     lines = [
         "# Every key that is not here has its default.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -209,3 +210,14 @@ def test_the_first_line_of_a_docstring_can_be_read_in_one_go() -> None:
                 if len(first.split()) > MOST_WORDS:
                     long.append(f"{path.relative_to(ROOT)}: {first}")
     assert long == []
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """So a name says which one is meant. `client/` is what agents import, and names its own."""
+    places = defaultdict[str, list[str]](list)
+    for path in PRODUCT:
+        if path.relative_to(ROOT).parts[0] != "client":
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: of for name, of in places.items() if len(of) > 1} == {}

@@ -162,9 +162,9 @@ class Verifier:
 
     async def _ask(
         self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]], adapter: str, stop: asyncio.Event
-    ) -> Evidence:
+    ) -> WeightEvidence:
         """Let the server answer until it is clear which weights do. PublishError if they are not the adapter's."""
-        evidence = Evidence()
+        evidence = WeightEvidence()
         while evidence.may_become_clear:
             if not evidence.rounds:
                 asked = list(prompts)
@@ -183,7 +183,7 @@ class Verifier:
         return evidence
 
     async def _look_at_names(
-        self, server: VllmServer, version: PolicyVersion, adapter: str, model: str, evidence: Evidence
+        self, server: VllmServer, version: PolicyVersion, adapter: str, model: str, evidence: WeightEvidence
     ) -> None:
         """Where answers do not tell: is the server's name for the weights right, and are the files the trainer's own?
 
@@ -242,7 +242,7 @@ class Verifier:
             )
 
 
-class Evidence:
+class WeightEvidence:
     """Tells whether answers come from new weights or from the old ones.
 
     By token, it is how much nearer the served log-probability is to that of the new weights. The sum is judged by its

@@ -29,7 +29,7 @@ TOP = 5
 SHOWN = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 
 
-class Refused(Exception):
+class ServerRefused(Exception):
     """The server answered with an error, or not at all."""
 
 
@@ -56,7 +56,7 @@ class VllmChecks:
             served = (await self._request("GET", "/v1/models"))["data"]
             base = next(model for model in served if model.get("parent") is None)
             self._model, length = base["id"], base.get("max_model_len")
-        except Refused as error:
+        except ServerRefused as error:
             yield failed("policy server", f"lists no base model: {error}", RESTART)
             return
         except (StopIteration, *OTHER_SHAPE):
@@ -76,7 +76,7 @@ class VllmChecks:
         for name, check in (*checks, *continuity, *publishing):
             try:
                 yield await check(name)
-            except Refused as error:
+            except ServerRefused as error:
                 yield failed(name, f"the policy server does not answer as expected: {error}", RESTART)
             except OTHER_SHAPE:
                 yield failed(name, "the policy server's answers have another shape than vLLM's", RESTART)
@@ -166,7 +166,7 @@ class VllmChecks:
         if status in (403, 404, 405):
             return failed(name, f"{RENDER} answers HTTP {status}", f"{RESTART}, or add --enable-scale-out")
         if status >= 400:
-            raise Refused(f"{RENDER} answers HTTP {status}: {str(rendered)[:200]}")
+            raise ServerRefused(f"{RENDER} answers HTTP {status}: {str(rendered)[:200]}")
         prompt = rendered["token_ids"][:-1]  # other tokens than the messages have
         answer = await self._chat(max_tokens=1, kv_transfer_params={"prompt_token_ids": prompt})
         if answer.get("prompt_token_ids") != prompt:
@@ -194,7 +194,7 @@ class VllmChecks:
         for root in self._roots:
             try:
                 found.append(await check_shared(self._config.policy.directory, root, partial(self._send, root=root)))
-            except Refused:
+            except ServerRefused:
                 if root == self._root:
                     raise
         return next((check for check in found if check.outcome != "ok"), found[0])
@@ -223,7 +223,7 @@ class VllmChecks:
     async def _request(self, method: str, path: str, body: Any = None) -> Any:
         status, answer = await self._send(method, path, body)
         if status >= 400:
-            raise Refused(f"{path} answers HTTP {status}: {str(answer)[:200]}")
+            raise ServerRefused(f"{path} answers HTTP {status}: {str(answer)[:200]}")
         return answer
 
     async def _send(
@@ -236,7 +236,7 @@ class VllmChecks:
                 is_json = "json" in answer.content_type
                 return answer.status, await (answer.json() if is_json else answer.text())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise Refused(f"{path}: {error or 'no answer in time'}") from None
+            raise ServerRefused(f"{path}: {error or 'no answer in time'}") from None
 
 
 def _top(answer: dict[str, Any]) -> dict[str, float]:

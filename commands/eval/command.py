@@ -22,7 +22,7 @@ from ..run.run import RolloutResult, RunOptions
 from ..run.runner import Runner
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
-from .eval import Evaluation, Row, parse_models
+from .eval import EvalRow, Evaluation, parse_models
 from .report import Scoring, check_writable, print_tables, report, save
 
 
@@ -78,7 +78,7 @@ async def _run(
 ) -> None:
     bars: dict[str, Bar] = {}
 
-    def on_result(row: Row, result: RolloutResult) -> None:
+    def on_result(row: EvalRow, result: RolloutResult) -> None:
         name = row.model.name
         if name not in bars:
             bars[name] = view.bar(name, len(tasks) * samples)

@@ -42,7 +42,7 @@ class Model:
 
 
 @dataclass(slots=True)
-class Row:
+class EvalRow:
     """One model and its results so far."""
 
     model: Model
@@ -79,11 +79,11 @@ class Evaluation:
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
         self._promote, self._say = promote, say
-        self.rows = [Row(model) for model in models]
+        self.rows = [EvalRow(model) for model in models]
         self._before = self._live = 0  # the versions that were live when it began, and that are now
         self._alias = ""
 
-    async def run(self, tasks: Sequence[Task], on_result: Callable[[Row, RolloutResult], None]) -> None:
+    async def run(self, tasks: Sequence[Task], on_result: Callable[[EvalRow, RolloutResult], None]) -> None:
         """Run all tasks, one row after another: vLLM on a CPU mixes up base model and adapters that share a batch.
 
         Raises before anything starts if a model cannot answer, and at once if another model answered. However it ends,
@@ -140,10 +140,12 @@ class Evaluation:
             again = f"lightning-proxy policy promote {self._before}"
             raise LightningError(f"version {self._before} is not live again: {error.message}; try `{again}`") from None
 
-    def _options_of(self, row: Row) -> RunOptions:
+    def _options_of(self, row: EvalRow) -> RunOptions:
         return replace(self._options, mode="eval", choice=row.model.choice)
 
-    def _taking(self, row: Row, on_result: Callable[[Row, RolloutResult], None]) -> Callable[[RolloutResult], None]:
+    def _taking(
+        self, row: EvalRow, on_result: Callable[[EvalRow, RolloutResult], None]
+    ) -> Callable[[RolloutResult], None]:
         def take(result: RolloutResult) -> None:
             _check_answered_by(row.model, result, self._alias)
             if asked := result.answers.get(self._alias):  # calls for other models are not evaluated

@@ -20,7 +20,7 @@ from ...proxy.bootstrap import bootstrap_mean
 from ...proxy.errors import ConfigError, LightningError
 from ..run.run import RolloutResult
 from ..run.summary import by_task
-from .eval import LIVE, Row
+from .eval import LIVE, EvalRow
 from .evidence import said, same_version, weigh
 from .stats import compare, ks, pass_at_k
 
@@ -35,7 +35,7 @@ class Scoring:
     seed: int = 0
 
 
-def report(rows: Sequence[Row], scoring: Scoring, about: Json) -> Json:
+def report(rows: Sequence[EvalRow], scoring: Scoring, about: Json) -> Json:
     """Return plain data of all rows that have begun, each compared with the first. `about` describes the run."""
     begun = [row for row in rows if row.results]
     tasks = [by_task(row.results) for row in begun]
@@ -110,7 +110,7 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"--out: cannot write {path}")
 
 
-def _summary(row: Row, tasks: dict[str, list[RolloutResult]], scoring: Scoring) -> Json:
+def _summary(row: EvalRow, tasks: dict[str, list[RolloutResult]], scoring: Scoring) -> Json:
     means = [_mean(results) for results in tasks.values()]
     versions = dict.fromkeys(version for result in row.results for version in result.policy_versions)
     return {

@@ -33,7 +33,7 @@ UPSTREAM = SOURCE = "import"
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ImportedConversation:
     """One line. `answers`: the places of the messages that the model said."""
 
     name: RolloutName
@@ -46,7 +46,7 @@ class Conversation:
 
 
 @dataclass(slots=True)
-class Brought:
+class ImportCounts:
     """How many rollouts were recorded, and how many were there already."""
 
     rollouts: int = 0
@@ -66,9 +66,9 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
     Console(stderr=True).print(f"{brought.rollouts} rollouts from {file}{known}", markup=False, soft_wrap=True)
 
 
-async def bring_in(config: Config, file: Path, model: str, reward: float, lines: int | None = None) -> Brought:
+async def bring_in(config: Config, file: Path, model: str, reward: float, lines: int | None = None) -> ImportCounts:
     """Record the file's conversations. One that is in the store already is left as it is."""
-    brought = Brought()
+    brought = ImportCounts()
     redactor = Redactor(config.recording.redact, config.keys())
     async with opened(config.store) as database:
         store = Store(database)
@@ -84,7 +84,7 @@ async def bring_in(config: Config, file: Path, model: str, reward: float, lines:
     return brought
 
 
-def conversations(file: Path, model: str, reward: float) -> Iterator[Conversation]:
+def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedConversation]:
     """Yield the file's conversations; ConfigError with the line's number for one that is none."""
     try:
         with file.open(encoding="utf-8") as lines:
@@ -100,7 +100,7 @@ def conversations(file: Path, model: str, reward: float) -> Iterator[Conversatio
         raise ConfigError(f"{file} is no text in UTF-8") from None
 
 
-def _read(line: str, model: str, reward: float) -> Conversation:
+def _read(line: str, model: str, reward: float) -> ImportedConversation:
     """Read a line; ValueError or InvalidRequest if it is no conversation."""
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
@@ -116,7 +116,7 @@ def _read(line: str, model: str, reward: float) -> Conversation:
     task = row.get("task_id")
     # The same line is the same rollout, however often it is imported.
     digest = hashlib.sha256(dumps([messages, row.get("tools", row.get("functions")), task]).encode()).hexdigest()[:32]
-    return Conversation(
+    return ImportedConversation(
         name=RolloutName(f"import-{digest}", task and check_id(str(task), "task_id"), mode=cast(Mode, mode)),
         model=str(row.get("model") or model),
         messages=messages,
@@ -181,14 +181,14 @@ def _with_tools(messages: list[Json]) -> list[Json]:
     return found
 
 
-async def _is_known(store: Store, one: Conversation) -> bool:
+async def _is_known(store: Store, one: ImportedConversation) -> bool:
     try:
         return (await store.rollouts.get(one.name.rollout_id)).status != "running"
     except NotFound:
         return False
 
 
-async def _record(store: Store, recorder: Recorder, one: Conversation) -> None:
+async def _record(store: Store, recorder: Recorder, one: ImportedConversation) -> None:
     """Record a call for each answer, as the model would have been asked; not those of an import that broke off."""
     for place in one.answers:
         start, end = _call(one, place)
@@ -202,7 +202,7 @@ async def _record(store: Store, recorder: Recorder, one: Conversation) -> None:
         await recorder.end(end)
 
 
-def _call(one: Conversation, place: int) -> tuple[CallStart, CallEnd]:
+def _call(one: ImportedConversation, place: int) -> tuple[CallStart, CallEnd]:
     message, rollout_id = one.messages[place], one.name.rollout_id
     call_id = f"{rollout_id}-{place}"
     request = {"model": one.model, "messages": one.messages[:place]} | ({"tools": one.tools} if one.tools else {})
@@ -218,7 +218,7 @@ def _call(one: Conversation, place: int) -> tuple[CallStart, CallEnd]:
     return start, end
 
 
-async def _end(store: Store, one: Conversation) -> None:
+async def _end(store: Store, one: ImportedConversation) -> None:
     if one.failed:
         await store.rollouts.end(one.name.rollout_id, "failed", "it had failed when it was imported")
     if one.reward is not None:

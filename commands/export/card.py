@@ -32,7 +32,7 @@ METHODS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CardFacts:
     """What a card tells. `steps`: from the base model to this version, oldest first; `rewards`: by mode and version.
 
     `rank`: of the adapter. `full`: all weights were trained, and there is no adapter.
@@ -48,13 +48,13 @@ class Facts:
     rewards: Mapping[tuple[str, int], MeanReward]
 
 
-def card(facts: Facts) -> str:
+def card(facts: CardFacts) -> str:
     """Return the README.md of the directory, with the header that model hubs read."""
     parts = (_header(facts), _about(facts), _rewards(facts), _data(facts), _use(facts))
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def _header(facts: Facts) -> Iterator[str]:
+def _header(facts: CardFacts) -> Iterator[str]:
     yield "---"
     if (base := _public_name(facts)) is not None:
         yield f"base_model: {dumps(base)}"
@@ -64,12 +64,12 @@ def _header(facts: Facts) -> Iterator[str]:
     yield "---"
 
 
-def _public_name(facts: Facts) -> str | None:
+def _public_name(facts: CardFacts) -> str | None:
     """The base model's name on a hub; None for a directory of this machine."""
     return None if Path(facts.base).exists() else facts.base
 
 
-def _about(facts: Facts) -> Iterator[str]:
+def _about(facts: CardFacts) -> Iterator[str]:
     version, count = facts.version, len(facts.steps)
     name = Path(facts.base).name
     whole = "A whole model: all weights of" if facts.full else "A whole model: a LoRA adapter merged into"
@@ -90,12 +90,12 @@ def _method(step: Step) -> str:
     return str(step.metrics.get("method", "rl"))
 
 
-def _methods(facts: Facts) -> list[str]:
+def _methods(facts: CardFacts) -> list[str]:
     """The methods of its steps, in order, each once."""
     return list(dict.fromkeys(map(_method, facts.steps))) or ["rl"]
 
 
-def _rewards(facts: Facts) -> Iterator[str]:
+def _rewards(facts: CardFacts) -> Iterator[str]:
     n = facts.version.version
     yield "## Reward before and after"
     yield ""
@@ -116,7 +116,7 @@ def _mean(found: MeanReward | None) -> str:
     return "-" if found is None else f"{found.mean:.3f} ({found.rollouts} rollout{'s' * (found.rollouts != 1)})"
 
 
-def _data(facts: Facts) -> Iterator[str]:
+def _data(facts: CardFacts) -> Iterator[str]:
     data = facts.data
     yield "## Data"
     yield ""
@@ -150,7 +150,7 @@ def _learned_from(method: str, metrics: Mapping[str, Any]) -> str:
     return f"{kind}, of {count('groups_trained', 'task')}{held_out}."
 
 
-def _use(facts: Facts) -> Iterator[str]:
+def _use(facts: CardFacts) -> Iterator[str]:
     base = _public_name(facts) or "BASE"
     yield "## Use"
     yield ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...proxy.control.views import call_view
-from ...proxy.conversation.transcript import Turn, read
+from ...proxy.conversation.transcript import ChatTurn, read
 from ...proxy.recording.redact import REASON
 from ...proxy.types import ModelCall, Rollout
 from ..show.conversation import beginnings
@@ -36,7 +36,7 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
         }
 
 
-def ends(turns: Sequence[Turn]) -> list[int]:
+def ends(turns: Sequence[ChatTurn]) -> list[int]:
     """Return the places of the turns that were answered and that no later turn goes on with, or says again."""
     latest: dict[int, int] = {}
     wholes: list[int] = []

@@ -15,7 +15,7 @@ from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ...proxy.types import PolicyVersion
-from .card import Facts, card
+from .card import CardFacts, card
 
 Form = Literal["adapter", "merged"]
 MARKER = "COMPLETE"
@@ -125,14 +125,14 @@ def _made(config: Config, wanted: Form, source: Path, step: Step | None, target:
     weights.adapter_of(config, Path(step.checkpoint), target)
 
 
-async def _facts(store: Store, config: Config, version: PolicyVersion, form: Form, last: Step | None) -> Facts:
+async def _facts(store: Store, config: Config, version: PolicyVersion, form: Form, last: Step | None) -> CardFacts:
     """What the model card tells: the steps from the base model to this version, and rewards before and after."""
     steps: list[Step] = []
     step = last
     while step is not None and step not in steps:
         steps.append(step)
         step = await store.steps.of_version(step.base)
-    return Facts(
+    return CardFacts(
         base=config.policy.model or "the base model",
         version=version,
         form=form,

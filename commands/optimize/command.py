@@ -30,7 +30,7 @@ from ..signals import run_until_signal
 from ..system.processes import make_directory
 from . import apo, gepa
 from .reflection import Reflection
-from .scores import Candidate, Scores
+from .scores import Candidate, PromptScores
 from .search import Search
 
 HELD_OUT = 5  # one task in so many, where no file has them
@@ -144,7 +144,7 @@ class _Optimization:
             run = run_name(asked, self.split, prompt["text"])
             with self.view:
                 bar = self.view.bar("search", asked.budget)
-                scores = Scores(
+                scores = PromptScores(
                     api, self.runner, self.options, prompt=asked.prompt, run=run, budget=asked.budget,
                     failed_reward=self.config.trainer.failed_reward or 0.0,
                     on_result=lambda _: _show(bar, scores, job),
@@ -164,7 +164,7 @@ class _Optimization:
                 finally:
                     await asyncio.shield(self.runner.close())
 
-    def _search(self, scores: Scores, run: str, text: str) -> Search:
+    def _search(self, scores: PromptScores, run: str, text: str) -> Search:
         asked = self.asked
         file = self.directory / f"{run}.jsonl"
         reflection = Reflection(asked.reflect, asked.reflect_url, file, most=asked.budget)
@@ -191,7 +191,7 @@ class _Optimization:
         prompt = await api.request("POST", "/prompts", body)
         return replace(found, tested=self.asked.promote and prompt["live_version"] != best.version)
 
-    async def _held_out(self, scores: Scores, candidate: Candidate) -> list[float]:
+    async def _held_out(self, scores: PromptScores, candidate: Candidate) -> list[float]:
         tried = await scores.of(candidate.version, self.split.held_out, held_out=True)
         return [score.reward for score in tried]
 
@@ -225,7 +225,7 @@ def told(found: Found, *, promoted: bool) -> str:
     return "\n".join(lines)
 
 
-def _show(bar: Bar, scores: Scores, job: Search) -> None:
+def _show(bar: Bar, scores: PromptScores, job: Search) -> None:
     bar.show(scores.taken, job.best.mean if job.tried else None, 0)
 
 

@@ -36,7 +36,7 @@ class Candidate:
     mean: float
 
 
-class Scores:
+class PromptScores:
     """Tries versions of a prompt. Each rollout is kept in the store under the run's name, so that a run goes on.
 
     A version that was tried on a task in this run is not tried on it again, but by another look. What the store has

@@ -12,7 +12,7 @@ from statistics import fmean, pvariance
 
 from ..run.tasks import Task
 from .reflection import Reflection
-from .scores import BudgetSpent, Candidate, Scores, mean
+from .scores import BudgetSpent, Candidate, PromptScores, mean
 
 NEAR = 2.0  # standard errors, within which one mean is not better than another
 AT_MOST = 4  # versions that are looked at again
@@ -27,7 +27,7 @@ class Search:
 
     prompt: str
     text: str
-    scores: Scores
+    scores: PromptScores
     reflection: Reflection
     lessons: Sequence[Task]
     validation: Sequence[Task]

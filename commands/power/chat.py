@@ -23,7 +23,7 @@ from ...proxy.errors import InvalidRequest, NotFound, Unsupported, UpstreamTimeo
 from ...proxy.json_text import encode
 from ...proxy.policy.vllm import LOADING, VllmError, VllmServer
 from ...proxy.types import SAMPLING
-from .sampling import Answer, PowerSampler
+from .sampling import PowerSampler, SampledAnswer
 
 Json = dict[str, Any]
 
@@ -51,7 +51,7 @@ def power_of(model: object) -> float | None:
     return alpha
 
 
-class HttpAnswer(NamedTuple):
+class WholeAnswer(NamedTuple):
     """A whole answer."""
 
     status: int
@@ -67,7 +67,7 @@ class PowerChat:
         self._session = session
         self._base_url = base_url
 
-    async def answer(self, body: Json, headers: Mapping[str, str]) -> HttpAnswer:
+    async def answer(self, body: Json, headers: Mapping[str, str]) -> WholeAnswer:
         """Return the answer to a request's body. vLLM gets `headers`, which carry the key that it may want.
 
         Raises NotFound, InvalidRequest and Unsupported for what cannot be sampled; vLLM's own refusals are answers.
@@ -88,7 +88,7 @@ async def _sample(vllm: _Vllm, body: Json, alpha: float) -> Json:
     plain |= _WHOLE
     prompt, most = await vllm.rendered(plain)
 
-    async def propose(beginning: Sequence[int], n: int, tokens: int) -> list[Answer]:
+    async def propose(beginning: Sequence[int], n: int, tokens: int) -> list[SampledAnswer]:
         return await vllm.endings(plain, [*prompt, *beginning], n, tokens)
 
     sampler = PowerSampler(propose, alpha, random.Random())
@@ -103,7 +103,7 @@ async def _sample(vllm: _Vllm, body: Json, alpha: float) -> Json:
 class _Refused(Exception):
     """vLLM answered one of our requests with an error: the agent gets it."""
 
-    def __init__(self, answer: HttpAnswer) -> None:
+    def __init__(self, answer: WholeAnswer) -> None:
         self.answer = answer
 
 
@@ -136,7 +136,7 @@ class _Vllm:
         prompt = await self._ask(RENDER, body)
         return prompt["token_ids"], prompt["sampling_params"].get("max_tokens", UNSAID)
 
-    async def endings(self, body: Json, prompt: list[int], n: int, tokens: int) -> list[Answer]:
+    async def endings(self, body: Json, prompt: list[int], n: int, tokens: int) -> list[SampledAnswer]:
         """`n` answers to these tokens, sampled at temperature 1."""
         asked = {"kv_transfer_params": {"prompt_token_ids": prompt}, "n": n, "max_completion_tokens": tokens}
         completion = await self._ask(CHAT, body | asked)
@@ -144,7 +144,7 @@ class _Vllm:
             raise UpstreamUnreachable("power sampling: vLLM does not take prompts as tokens; vLLM 0.32 does")
         return [_sampled(choice) for choice in completion["choices"]]
 
-    async def derendered(self, body: Json, prompt: list[int], answer: Answer) -> Json:
+    async def derendered(self, body: Json, prompt: list[int], answer: SampledAnswer) -> Json:
         """vLLM's answer of these tokens, in the shape of a chat completion with token ids and log-probabilities."""
         pairs = zip(answer.token_ids, answer.logprobs, strict=True)
         choice = {
@@ -180,7 +180,7 @@ class _Vllm:
         if answer.status in (403, 404, 405, 501) and path != CHAT:
             raise Unsupported(f"power sampling: vLLM has no {path}: start it with --enable-scale-out")
         if answer.status != 200:
-            raise _Refused(HttpAnswer(answer.status, content_type, raw))
+            raise _Refused(WholeAnswer(answer.status, content_type, raw))
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError:
@@ -200,16 +200,18 @@ def _limit(body: Json) -> Any:
     return body.get("max_completion_tokens") or body.get("max_tokens")
 
 
-def _sampled(choice: Json) -> Answer:
+def _sampled(choice: Json) -> SampledAnswer:
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     if not tokens or len(tokens) != len(logprobs):
         raise UpstreamUnreachable("power sampling: the upstream's token ids and log-probabilities do not match")
     stop = choice.get("stop_reason")
-    return Answer(tuple(tokens), tuple(logprobs), choice["finish_reason"], stop if isinstance(stop, str) else None)
+    return SampledAnswer(
+        tuple(tokens), tuple(logprobs), choice["finish_reason"], stop if isinstance(stop, str) else None
+    )
 
 
-def _finish(choice: Json, answer: Answer) -> None:
+def _finish(choice: Json, answer: SampledAnswer) -> None:
     """What vLLM does to an answer that it sampled itself: how it ended, and without what ended it."""
     message = choice["message"]
     if not answer.said:
@@ -221,10 +223,10 @@ def _finish(choice: Json, answer: Answer) -> None:
     choice["token_ids"] = answer.token_ids
 
 
-def _as_asked(body: Json, completion: Json) -> HttpAnswer:
+def _as_asked(body: Json, completion: Json) -> WholeAnswer:
     """The answer as JSON, or for a request that wants a stream as one chunk."""
     if not body.get("stream"):
-        return HttpAnswer(200, "application/json", orjson.dumps(completion))
+        return WholeAnswer(200, "application/json", orjson.dumps(completion))
     same = {name: completion.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     (choice,) = completion["choices"]
     delta = {name: value for name, value in choice["message"].items() if value}
@@ -236,4 +238,4 @@ def _as_asked(body: Json, completion: Json) -> HttpAnswer:
     if isinstance(options, dict) and options.get("include_usage"):
         events.append(same | {"choices": [], "usage": completion["usage"]})
     raw = b"".join(sse.encode(orjson.dumps(event)) for event in events) + sse.encode(b"[DONE]")
-    return HttpAnswer(200, "text/event-stream", raw)
+    return WholeAnswer(200, "text/event-stream", raw)

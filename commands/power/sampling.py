@@ -22,7 +22,7 @@ NOT_ENDED = "length"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SampledAnswer:
     """Sampled tokens and the log-probability of each at temperature 1; one that has ended cannot be gone on with.
 
     `stop`: the text that ended it, if it was one of the request's stop strings.
@@ -42,17 +42,17 @@ class Answer:
         """Return the answer's tokens without the one that ended it."""
         return self.token_ids[:-1] if self.ended and self.stop is None else self.token_ids
 
-    def upto(self, cut: int) -> Answer:
+    def upto(self, cut: int) -> SampledAnswer:
         """Return the answer's first `cut` tokens."""
-        return Answer(self.token_ids[:cut], self.logprobs[:cut])
+        return SampledAnswer(self.token_ids[:cut], self.logprobs[:cut])
 
-    def followed_by(self, ending: Answer) -> Answer:
+    def followed_by(self, ending: SampledAnswer) -> SampledAnswer:
         tokens, logprobs = self.token_ids + ending.token_ids, self.logprobs + ending.logprobs
-        return Answer(tokens, logprobs, ending.finish_reason, ending.stop)
+        return SampledAnswer(tokens, logprobs, ending.finish_reason, ending.stop)
 
 
 # (tokens so far, how many endings, how many tokens each may have) -> endings sampled from the model, one token at least
-Propose = Callable[[Sequence[int], int, int], Awaitable[Sequence[Answer]]]
+Propose = Callable[[Sequence[int], int, int], Awaitable[Sequence[SampledAnswer]]]
 
 
 @dataclass
@@ -69,9 +69,9 @@ class PowerSampler:
     changes: int = 0
     sampled: int = 0
 
-    async def sample(self, max_tokens: int) -> Answer:
+    async def sample(self, max_tokens: int) -> SampledAnswer:
         """Return an answer of at most `max_tokens` tokens."""
-        answer = Answer()
+        answer = SampledAnswer()
         while not answer.ended and len(answer.token_ids) < max_tokens:
             limit = min(len(answer.token_ids) + self.block, max_tokens)
             endings = await self._endings(answer, limit)
@@ -80,7 +80,7 @@ class PowerSampler:
                 answer = await self.move(answer, limit)
         return answer
 
-    async def move(self, answer: Answer, limit: int) -> Answer:
+    async def move(self, answer: SampledAnswer, limit: int) -> SampledAnswer:
         """Make one step of the chain over answers of at most `limit` tokens; it leaves p^alpha over them unchanged."""
         cut = self.rng.randrange(len(answer.token_ids))
         answers = [answer, *await self._endings(answer.upto(cut), limit)]
@@ -90,16 +90,16 @@ class PowerSampler:
         self.changes += drawn is not answer
         return drawn
 
-    async def _endings(self, beginning: Answer, limit: int) -> list[Answer]:
+    async def _endings(self, beginning: SampledAnswer, limit: int) -> list[SampledAnswer]:
         left = limit - len(beginning.token_ids)
         endings = await self.propose(beginning.token_ids, self.proposals, left)
         self.sampled += sum(len(ending.token_ids) for ending in endings)
         return [beginning.followed_by(ending) for ending in endings]
 
-    def _weight(self, answer: Answer, cut: int) -> float:
+    def _weight(self, answer: SampledAnswer, cut: int) -> float:
         """The logarithm of p^alpha over p, of what follows `cut`: p has sampled it already."""
         return (self.alpha - 1) * math.fsum(answer.logprobs[cut:])
 
-    def _draw(self, answers: Sequence[Answer], weights: Sequence[float]) -> Answer:
+    def _draw(self, answers: Sequence[SampledAnswer], weights: Sequence[float]) -> SampledAnswer:
         most = max(weights)
         return self.rng.choices(answers, [math.exp(weight - most) for weight in weights])[0]

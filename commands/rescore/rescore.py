@@ -23,7 +23,7 @@ from ..api_client import ApiClient, ApiError
 from ..formats import progress_bar
 from ..show.listing import PAGE, checked, since_of
 from ..signals import run_until_signal
-from .results import ResultFile, Scored, failed_in
+from .results import RescoredRollout, ResultFile, failed_in
 from .summary import show
 
 GONE = 404
@@ -46,7 +46,7 @@ class Options:
 class Outcome:
     """What came of it: the rollouts that were asked about, and how many had this version's reward before."""
 
-    scored: list[Scored] = field(default_factory=list)
+    scored: list[RescoredRollout] = field(default_factory=list)
     there_before: int = 0
 
 
@@ -100,7 +100,7 @@ class _Work:
         api: ApiClient,
         processes: list[FunctionProcess],
         outcome: Outcome,
-        on_scored: Callable[[Scored], None],
+        on_scored: Callable[[RescoredRollout], None],
     ) -> None:
         self._config = config.rewards
         self._options = options
@@ -168,7 +168,7 @@ class _Work:
             self._outcome.scored.append(one)
             self._on_scored(one)
 
-    async def _score(self, rollout_id: str) -> Scored | None:
+    async def _score(self, rollout_id: str) -> RescoredRollout | None:
         """What the function says of a rollout; None if it has said it before, or the rollout was deleted."""
         try:
             rollout = await self._api.rollout(quote(rollout_id, safe=""))
@@ -183,7 +183,7 @@ class _Work:
                 self._outcome.there_before += 1
                 return None
             before = {reward["name"]: reward["reward"] for reward in rollout["rewards"] if reward["call_id"] is None}
-            made = partial(Scored, rollout_id, rollout["task_id"], before)
+            made = partial(RescoredRollout, rollout_id, rollout["task_id"], before)
             try:
                 said = await process.ask(orjson.dumps(rollout | {"calls": whole_calls(rollout["calls"])}))
             except NoReward as error:

@@ -12,7 +12,7 @@ from ...proxy.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class RescoredRollout:
     """A rollout: its rewards `before` and the new `values`, by name; or the `error` that the function ended with."""
 
     rollout_id: str
@@ -44,7 +44,7 @@ class ResultFile:
         if self._file is not None:
             self._file.close()
 
-    def add(self, scored: Scored) -> None:
+    def add(self, scored: RescoredRollout) -> None:
         if self._file is not None:
             self._file.write(json.dumps(asdict(scored), ensure_ascii=False) + "\n")
             self._file.flush()

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from ..formats import number, print_json
-from .results import Scored
+from .results import RescoredRollout
 
 SHOWN = 5
 
@@ -32,7 +32,7 @@ class Change:
     mean_after: float
 
 
-def changes(scored: Sequence[Scored]) -> list[Change]:
+def changes(scored: Sequence[RescoredRollout]) -> list[Change]:
     """Return what changed, by the reward's name."""
     names = sorted({name for one in scored for name in one.values})
     return [_change(name, [(one.before.get(name), one.values[name]) for one in scored if name in one.values])
@@ -49,7 +49,7 @@ def _change(name: str, pairs: Sequence[tuple[float | None, float]]) -> Change:
     )  # fmt: skip
 
 
-def show(scored: Sequence[Scored], there_before: int, counted: Mapping[str, float], *, as_json: bool) -> None:
+def show(scored: Sequence[RescoredRollout], there_before: int, counted: Mapping[str, float], *, as_json: bool) -> None:
     """Print the summary. `counted`: the names that count in training."""
     found = changes(scored)
     failed = [one for one in scored if one.error is not None]
@@ -71,7 +71,7 @@ def show(scored: Sequence[Scored], there_before: int, counted: Mapping[str, floa
                    "function so, or add the name to trainer.reward_weights", err=True)  # fmt: skip
 
 
-def _print_table(found: Sequence[Change], scored: Sequence[Scored]) -> None:
+def _print_table(found: Sequence[Change], scored: Sequence[RescoredRollout]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -20,7 +20,7 @@ class PolicyCollapsed(LightningError):
     """Publication is stopped, so no version will ever be trained on the agents' new rollouts."""
 
 
-class Gate:
+class BacklogGate:
     """Says when the next group may be opened, and is told of groups opened and rollouts ended. Always open."""
 
     async def wait(self) -> None:
@@ -33,7 +33,7 @@ class Gate:
         """Note that a rollout's program ended. Its reward has arrived, if there is one."""
 
 
-class Backlog(Gate):
+class Backlog(BacklogGate):
     """Opens no group while `limit` of the opened rollouts are not yet in the live weights.
 
     A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it ended

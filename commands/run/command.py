@@ -17,7 +17,7 @@ from ..api_client import ApiClient, ApiError
 from ..formats import print_json
 from ..signals import run_until_signal
 from ..system.processes import make_directory
-from .backlog import Backlog, Gate
+from .backlog import Backlog, BacklogGate
 from .executors.choose import runner_for
 from .group_size import too_few, too_small
 from .journal import fail_left
@@ -71,7 +71,7 @@ def run_command(config: Config, asked: RunRequest) -> None:
     if asked.mode == "train" and wrong is not None:
         console.print(wrong, markup=False, style="yellow")
     api = ApiClient.of(config, patience_s=60)
-    gate: Gate | None = None
+    gate: BacklogGate | None = None
     if asked.ahead is not None:
         limit = int((1 + asked.ahead) * trainer.group_size * trainer.tasks_per_step)
         gate = Backlog(api, limit, group_size, view.say)
@@ -106,7 +106,7 @@ class _Run:
     runner: Runner
     options: RunOptions
     view: ProgressView
-    gate: Gate | None
+    gate: BacklogGate | None
     refill: int
     told: list[str] = field(default_factory=list)
 

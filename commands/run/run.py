@@ -14,7 +14,7 @@ from typing import Any
 from ...proxy.errors import LightningError
 from ...proxy.types import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
-from .backlog import Gate
+from .backlog import BacklogGate
 from .journal import Journal
 from .refill import Refill
 from .runner import RunLost, Runner, RunTimedOut
@@ -91,11 +91,11 @@ class TaskRun:
         runner: Runner,
         options: RunOptions,
         on_result: Callable[[RolloutResult], None] = lambda _: None,
-        gate: Gate | None = None,
+        gate: BacklogGate | None = None,
         refill: Refill | None = None,
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
-        self._on_result, self._gate = on_result, gate or Gate()
+        self._on_result, self._gate = on_result, gate or BacklogGate()
         self._refill = refill or Refill((), 0)
         self._opened: dict[str, OpenRollout] = {}
         self._results: list[RolloutResult] = []
@@ -244,7 +244,7 @@ async def run_tasks(
     runner: Runner,
     options: RunOptions,
     on_result: Callable[[RolloutResult], None] = lambda _: None,
-    gate: Gate | None = None,
+    gate: BacklogGate | None = None,
     refill: Refill | None = None,
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `tasks` may never end."""

@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ...proxy.conversation.transcript import Turn
+from ...proxy.conversation.transcript import ChatTurn
 
 Message = dict[str, Any]
 Core = tuple[Any, ...]
 
 
-def additions(turns: Iterable[Turn]) -> Iterator[tuple[Turn, list[Message]]]:
+def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[Message]]]:
     """Yield each turn with its new messages: all after the longest beginning that it shares with an earlier one."""
     earlier: set[int] = set()
     for turn in turns:

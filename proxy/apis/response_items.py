@@ -33,7 +33,7 @@ _TEXTS = {
 }
 
 
-class Items:
+class ResponseItems:
     """The items of one response. Some servers give several of them one index, or each event an id of its own."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import LightningError
 from .inject import Injection
-from .response_items import Items, filled
+from .response_items import ResponseItems, filled
 from .sse import event_name
 from .tokens import Tokens
 from .tools import dicts, is_call
@@ -57,7 +57,7 @@ class ResponsesStream:
         self.finished = False
         self._api = api
         self._response: Json | None = None
-        self._items = Items()
+        self._items = ResponseItems()
 
     @property
     def tokens(self) -> Tokens:

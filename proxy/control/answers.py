@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from ..store.reports.traffic import RecentCalls
+from ..store.reports.traffic import RecentTraffic
 from ..store.resources.promotions import Promotion
 from ..store.resources.prompts import Placed
 from ..store.rollouts import MeanReward
@@ -284,7 +284,7 @@ class Status(BaseModel):
     standstill: Standstill | None
     collapse: Collapse | None
     plugins: list[str]
-    recent: RecentCalls
+    recent: RecentTraffic
 
 
 class Ready(BaseModel):

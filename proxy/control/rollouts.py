@@ -13,7 +13,7 @@ from ..errors import TooLarge, Unprocessable
 from ..gateway.relay import DataPath, name_rollout
 from ..json_text import dumps
 from ..store.keys import hash_key, new_key
-from ..store.rollouts import Wanted
+from ..store.rollouts import RolloutSearch
 from ..types import Event, Rollout, RolloutName, check_id
 from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
 from .bodies import Cursor, EndBody, EventBody, EventList, Finite, Id, PathId, RolloutsBody
@@ -107,8 +107,8 @@ async def list_rollouts(
     wanted = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
     wanted |= {"key_id": sight.key_id}
     filters = {name: value for name, value in wanted.items() if value is not None}
-    sought = Wanted(min_reward, max_reward, since, text, prefix)
-    if sought == Wanted():
+    sought = RolloutSearch(min_reward, max_reward, since, text, prefix)
+    if sought == RolloutSearch():
         page, following = await p.store.rollouts.page(filters, limit, position)
     else:
         page, following = await p.store.rollouts.search(filters, sought, limit, position)

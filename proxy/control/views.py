@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..store.reports.credit import CreditedCall
+from ..store.reports.credit import CallWithCredit
 from ..types import Event, ModelCall, PolicyVersion, Reward, Rollout
 from .answers import Call
 
@@ -47,7 +47,7 @@ def reward_view(reward: Reward) -> dict[str, Any]:
     return view
 
 
-def credit_view(call: CreditedCall) -> dict[str, Any]:
+def credit_view(call: CallWithCredit) -> dict[str, Any]:
     """Return how a call was trained as JSON; its return has the name `return`."""
     view = record_view(call)
     view["return"] = view.pop("returned")

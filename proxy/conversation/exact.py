@@ -32,7 +32,7 @@ from .renderer import Renderer
 from .turns import (
     AsText,
     Outcome,
-    Turn,
+    TokenTurn,
     earlier_turn,
     exact_prompt,
     has_answers,
@@ -159,7 +159,7 @@ class _Recent:
     """
 
     seen: set[str]
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TokenTurn] = field(default_factory=list)
     parents: dict[str, Parent] = field(default_factory=dict)
     said: dict[str, Said] = field(default_factory=dict)
 
@@ -180,7 +180,7 @@ class RecentTurns:
         self._tokens = 0
         self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
 
-    async def earlier(self, rollout_id: str, chat: Json) -> Turn:
+    async def earlier(self, rollout_id: str, chat: Json) -> TokenTurn:
         """Return the turn that a supported call continues, and mark it as the newest. Raise AsText if there is none."""
         known = await self.known(rollout_id, chat)
         if not is_last(known, chat):  # an edited history continues none, and is none of another worker's
@@ -189,7 +189,7 @@ class RecentTurns:
         known[:] = [*(other for other in known if other is not turn), turn]
         return turn
 
-    async def known(self, rollout_id: str, chat: Json) -> list[Turn]:
+    async def known(self, rollout_id: str, chat: Json) -> list[TokenTurn]:
         """Return the rollout's recent turns, newest last. Read the store only at the second turn: most have one."""
         if rollout_id not in self._rollouts and has_answers(chat):
             seen = await self._store.calls.answered(rollout_id, LATELY)
@@ -200,7 +200,7 @@ class RecentTurns:
                 self._remember(rollout_id, stored)
         return self._rollouts[rollout_id].turns if rollout_id in self._rollouts else []
 
-    def add(self, rollout_id: str, answered: Iterable[Turn], call_id: str = "") -> None:
+    def add(self, rollout_id: str, answered: Iterable[TokenTurn], call_id: str = "") -> None:
         """Note that a call was answered, if its rollout is in memory."""
         if rollout_id in self._rollouts:
             self._rollouts[rollout_id].seen.add(call_id)
@@ -231,17 +231,17 @@ class RecentTurns:
         except NotFound:
             return []
 
-    def _newest(self, calls: Sequence[ModelCall], recent: _Recent) -> list[Turn]:
+    def _newest(self, calls: Sequence[ModelCall], recent: _Recent) -> list[TokenTurn]:
         """The newest turns of recorded calls, as many as are kept. A call of another API is made a chat first."""
         recent.said |= by_response(call for call in calls if call.endpoint == "responses")
-        found = deque[Turn]()
+        found = deque[TokenTurn]()
         for call in reversed(calls):
             if len(found) < self._recent and call.status == "ok" and call.policy_version is not None:
                 found.extendleft(reversed([*_turns(call, self._chat_of(call, recent.said))]))
         recent.parents = newest_parents(recent.parents, calls)
         return [*found]
 
-    def _remember(self, rollout_id: str, more: Iterable[Turn]) -> None:
+    def _remember(self, rollout_id: str, more: Iterable[TokenTurn]) -> None:
         known = self._rollouts[rollout_id].turns
         self._rollouts.move_to_end(rollout_id)
         for turn in more:
@@ -253,16 +253,16 @@ class RecentTurns:
             self.forget(next(iter(self._rollouts)))
 
 
-def _turns(call: ModelCall, chat: Json | None) -> Iterator[Turn]:
+def _turns(call: ModelCall, chat: Json | None) -> Iterator[TokenTurn]:
     if chat is not None:
         yield from turns(chat, chat_answer(call.endpoint, call.response), call.prompt_token_ids, call.choices)
 
 
-def _size(turn: Turn) -> int:
+def _size(turn: TokenTurn) -> int:
     return len(turn.ids) + len(turn.rendered)
 
 
-def _sharing(turn: Turn, known: Sequence[Turn]) -> Turn:
+def _sharing(turn: TokenTurn, known: Sequence[TokenTurn]) -> TokenTurn:
     """The turn with the messages that it repeats taken from an earlier one: kept in memory once."""
     before = max((t.messages for t in known), key=lambda m: common_prefix(turn.messages, m), default=[])
     same = common_prefix(turn.messages, before)

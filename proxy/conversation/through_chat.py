@@ -30,7 +30,7 @@ UNKNOWN_THERE = "its own route does not know the response that it goes on with: 
 AS_IT_IS = "the chat route, which gives token ids, cannot stand for it"
 
 
-class Asked(NamedTuple):
+class ApiRequest(NamedTuple):
     """A request: the name of its API in records, how that is spoken, and its JSON."""
 
     endpoint: str
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     rollout_id: str
 
 
-class Way(NamedTuple):
+class ChatDecision(NamedTuple):
     """How a request goes upstream: through the chat route, or as it is; then `reason` may say why."""
 
     chat: ThroughChat | None = None
@@ -58,28 +58,28 @@ class ChatRoute:
         self._said = Earlier(store)
         self._templates = Templates(upstreams)
 
-    async def way(self, asked: Asked, route: Route) -> Way:
+    async def way(self, asked: ApiRequest, route: Route) -> ChatDecision:
         """Return how a request goes, whose endpoint is one of `translators`.
 
         Raise NotFound if it continues an unknown response, InvalidRequest if no route can answer it.
         """
         is_policys = route.version is not None and route.upstream.kind == "vllm"
         if not (is_policys or self._goes_on(asked)):
-            return Way()
+            return ChatDecision()
         earlier = await self._earlier(asked)
         if any(said.redacted for said in earlier):  # the model is shown what was said, or nothing
-            return Way(reason=f"{AS_IT_IS}: the record of what it goes on with is redacted")
+            return ChatDecision(reason=f"{AS_IT_IS}: the record of what it goes on with is redacted")
         try:
             translation = await self._translation(asked, earlier, route)
-            return Way(ThroughChat(asked.dialect, translation, goes_on=bool(earlier)))
+            return ChatDecision(ThroughChat(asked.dialect, translation, goes_on=bool(earlier)))
         except Untranslatable as untranslatable:
             reason = f"{AS_IT_IS}: {untranslatable.reason}"
             if earlier and earlier[-1].by_chat:
                 raise InvalidRequest(f"{reason}; {UNKNOWN_THERE}", param="previous_response_id") from None
-            return Way(reason=reason)
+            return ChatDecision(reason=reason)
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # vLLM says what is wrong with it
             log.info("a request for %s goes as it is: %r", asked.endpoint, error)
-            return Way()
+            return ChatDecision()
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
         """Note that a call which went through the chat route has ended, and that its record is durable."""
@@ -94,7 +94,7 @@ class ChatRoute:
             return None
         return chat_request(call.endpoint, call.request, self._templates.of(call.upstream), earlier)
 
-    async def _translation(self, asked: Asked, earlier: list[Said], route: Route) -> Translation:
+    async def _translation(self, asked: ApiRequest, earlier: list[Said], route: Route) -> Translation:
         make, items = self.translators[asked.endpoint], items_of(earlier)
         size = len(asked.request.body) + sum(said.size for said in earlier)
         template = self._templates.of(route.upstream.name)
@@ -104,11 +104,11 @@ class ChatRoute:
             template = await self._templates.learned(route, asked.request)
             return await aside(size, partial(make(template).request, asked.body, items))
 
-    def _goes_on(self, asked: Asked) -> bool:
+    def _goes_on(self, asked: ApiRequest) -> bool:
         """Whether a request goes on with what went through the chat route lately, so that no server knows of it."""
         previous = asked.body.get("previous_response_id")
         return asked.endpoint == "responses" and self._said.has_lately(asked.rollout_id, previous)
 
-    async def _earlier(self, asked: Asked) -> list[Said]:
+    async def _earlier(self, asked: ApiRequest) -> list[Said]:
         previous = asked.body.get("previous_response_id") if asked.endpoint == "responses" else None
         return await self._said.up_to(asked.rollout_id, previous) if isinstance(previous, str) else []

@@ -25,7 +25,7 @@ _OF_TOOL = ("name", "description", "parameters")
 _ELSEWHERE = ("conversation", "prompt", "background")
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     """One call as chat: the messages that the model was `shown`, what it `said` (nothing if it did not answer).
 
     `unreadable`: why it is no chat; then the messages are as the request has them.
@@ -41,12 +41,12 @@ class Turn(NamedTuple):
         return [*self.shown, *self.said]
 
 
-def read(calls: Sequence[Json]) -> list[Turn]:
+def read(calls: Sequence[Json]) -> list[ChatTurn]:
     """Return the calls of one rollout, as the control API has them, as chat."""
     return [*read_each(calls)]
 
 
-def read_each(calls: Sequence[Json]) -> Iterator[Turn]:
+def read_each(calls: Sequence[Json]) -> Iterator[ChatTurn]:
     """Yield what `read` returns: all turns of a long rollout together take much memory."""
     calls = whole_calls(calls, prompts=False)
     responses = [call for call in calls if _endpoint(call) == "responses" and isinstance(call["response"], dict)]
@@ -62,21 +62,21 @@ class _Reader:
         self._known = known
         self._texts: list[tuple[str, list[Json]]] = []  # of completions: all text so far, and the messages of it
 
-    def read(self, call: Json) -> Turn:
+    def read(self, call: Json) -> ChatTurn:
         make = {"messages": _messages, "responses": self._responses, "completions": self._completions}
         request, response = call["request"], call["response"] if isinstance(call["response"], dict) else {}
         try:
             turn = make.get(_endpoint(call), _chat)(request, {} if response.get("error") else response)
-            return Turn([*map(_tidy, turn.shown)], [*map(_tidy, turn.said)], [*map(_tidy_tool, turn.tools)])
+            return ChatTurn([*map(_tidy, turn.shown)], [*map(_tidy, turn.said)], [*map(_tidy_tool, turn.tools)])
         except Untranslatable as untranslatable:
             reason = untranslatable.reason
         except NotFound as error:
             reason = error.message
         except (LookupError, TypeError, ValueError, AttributeError):
             reason = "its request or answer is not as its API says"
-        return Turn(_raw(request), _raw_answer(response), [], reason)
+        return ChatTurn(_raw(request), _raw_answer(response), [], reason)
 
-    def _responses(self, request: Json, response: Json) -> Turn:
+    def _responses(self, request: Json, response: Json) -> ChatTurn:
         given = {name: value for name, value in request.items() if value is not None}
         if name := next((name for name in _ELSEWHERE if given.get(name)), None):
             raise Untranslatable(f"`{name}` refers to what only the provider has")
@@ -84,9 +84,9 @@ class _Reader:
         if not isinstance(given["input"], str):
             given["input"] = [*_visible(given["input"])]
         said = messages_of(_visible(dicts(response.get("output"))))
-        return Turn(messages_shown(given, [*_visible(earlier)]), said, Tools(given.get("tools", [])).chat)
+        return ChatTurn(messages_shown(given, [*_visible(earlier)]), said, Tools(given.get("tools", [])).chat)
 
-    def _completions(self, request: Json, response: Json) -> Turn:
+    def _completions(self, request: Json, response: Json) -> ChatTurn:
         """A prompt that goes on from an earlier one and its answer is the next turn of the same conversation."""
         prompt = _prompt(request["prompt"])
         begun = [known for known in self._texts if prompt.startswith(known[0])]
@@ -97,20 +97,20 @@ class _Reader:
         texts = [text.removeprefix(prompt) if request.get("echo") else text for text in texts]
         said = [{"role": "assistant", "content": text} for text in texts]
         self._texts += [(prompt + text, [*shown, {"role": "assistant", "content": text}]) for text in texts if text]
-        return Turn(shown, said, [])
+        return ChatTurn(shown, said, [])
 
 
-def _chat(request: Json, response: Json) -> Turn:
+def _chat(request: Json, response: Json) -> ChatTurn:
     messages = request["messages"]
     if any(message.get("function_call") for message in messages):
         raise Untranslatable("`function_call`, which came before `tool_calls`")
-    return Turn(messages, [c["message"] for c in dicts(response.get("choices"))[:1]], request.get("tools") or [])
+    return ChatTurn(messages, [c["message"] for c in dicts(response.get("choices"))[:1]], request.get("tools") or [])
 
 
-def _messages(request: Json, response: Json) -> Turn:
+def _messages(request: Json, response: Json) -> ChatTurn:
     shown = chat_messages(request, False)
     tools = chat_tools({**request, "tool_choice": None}, True).get("tools", [])
-    return Turn(shown, [chat_message(response["content"])] if "content" in response else [], tools)
+    return ChatTurn(shown, [chat_message(response["content"])] if "content" in response else [], tools)
 
 
 def _prompt(prompt: Any) -> str:

@@ -56,7 +56,7 @@ class AsText(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TokenTurn:
     """An answered call, as messages and as tokens.
 
     `ids`: its prompt, then its answer, which is the last `sampled` of them, with the end of turn if that was sampled.
@@ -84,7 +84,7 @@ class Turn:
 
 def turns(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
-) -> Iterator[Turn]:
+) -> Iterator[TokenTurn]:
     """Return one turn per answer of a call with known tokens. `rendered` is as in Turn, empty if it is the prompt."""
     messages = request.get("messages")
     by_index = {choice.index: choice for choice in choices}
@@ -93,7 +93,7 @@ def turns(
         if prompt and choice and choice.token_ids and isinstance(message, dict) and isinstance(messages, list):
             ids = array("i", [*prompt, *choice.token_ids])
             whole = array("i", rendered or prompt)
-            yield Turn(messages, shape(request), message, ids, len(choice.token_ids), choice.finish_reason, whole)
+            yield TokenTurn(messages, shape(request), message, ids, len(choice.token_ids), choice.finish_reason, whole)
 
 
 def shape(request: Json) -> Json:
@@ -118,7 +118,7 @@ def has_answers(request: Json) -> bool:
     return any(message.get("role") == "assistant" for message in dicts(request.get("messages")))
 
 
-def earlier_turn(known: Sequence[Turn], request: Json) -> Turn:
+def earlier_turn(known: Sequence[TokenTurn], request: Json) -> TokenTurn:
     """Return the longest of the known turns (newest last) that a supported request continues, or raise AsText."""
     continued = [turn for turn in known if _goes_on(request["messages"], turn)]
     if not continued:
@@ -129,7 +129,7 @@ def earlier_turn(known: Sequence[Turn], request: Json) -> Turn:
     return turn
 
 
-def is_last(known: Sequence[Turn], request: Json) -> bool:
+def is_last(known: Sequence[TokenTurn], request: Json) -> bool:
     """Return whether one of the turns is the last thing that a model said in the request, or nothing was."""
     messages = request["messages"]
     said = [i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "assistant"]
@@ -141,7 +141,7 @@ def closing(one: Sequence[int], other: Sequence[int]) -> list[int]:
     return [*one][len(one) - common_prefix(one[::-1], other[::-1]) :]
 
 
-def undrifted_prompt(turn: Turn, whole: Sequence[int], closing: Sequence[int]) -> list[int] | None:
+def undrifted_prompt(turn: TokenTurn, whole: Sequence[int], closing: Sequence[int]) -> list[int] | None:
     """Return the tokens to send when the answer is rendered as the same tokens that were sampled.
 
     `whole`: the request's messages with the generation prompt, rendered. None where they differ.
@@ -154,7 +154,7 @@ def undrifted_prompt(turn: Turn, whole: Sequence[int], closing: Sequence[int]) -
     return [*turn.ids, *whole[len(told) :]]
 
 
-def exact_prompt(turn: Turn, history: Sequence[int], whole: Sequence[int], closing: Sequence[int]) -> list[int]:
+def exact_prompt(turn: TokenTurn, history: Sequence[int], whole: Sequence[int], closing: Sequence[int]) -> list[int]:
     """Return the tokens to send. Raise AsText if the template mixes the new part with the old one.
 
     `history`: the turn's messages and its answer, rendered; `whole`: the request's with the generation prompt.
@@ -174,7 +174,7 @@ def _overlap(answer: Sequence[int], follows: Sequence[int]) -> int:
     return next((n for n in range(longest, 0, -1) if [*answer[-n:]] == [*follows[:n]]), 0)
 
 
-def _goes_on(messages: list[Any], turn: Turn) -> bool:
+def _goes_on(messages: list[Any], turn: TokenTurn) -> bool:
     asked = len(turn.messages)
     if len(messages) <= asked + 1:  # with nothing after the answer the model is to write on itself
         return False

@@ -20,7 +20,7 @@ from ..apis.tools import tool_calls
 from ..aside import aside
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
-from ..conversation.through_chat import Asked, ChatRoute, Way
+from ..conversation.through_chat import ApiRequest, ChatDecision, ChatRoute
 from ..conversation.unnamed import Conversation, UnnamedRollouts, answered, asked
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from ..policy.routing import PolicyRouter
@@ -90,7 +90,7 @@ OnCall = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 
 
 class Gateway:
-    """Answers model calls. State shared by all calls is here; state of a single call is in `Call`."""
+    """Answers model calls. State shared by all calls is here; state of a single call is in `CallUnderWay`."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Gateway:
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
         question = await self.rewrite(question, rollout)  # what the model is asked
         way = await self._way(question, rollout, route)  # the API's own, or the chat route for it
-        call = Call(self, question, rollout, route, way, reply, said)  # what is known before the answer
+        call = CallUnderWay(self, question, rollout, route, way, reply, said)  # what is known before the answer
         async with call.under_way():
             await call.record_start()
             # The answer comes after retries and fallbacks, and to a prompt of exact tokens where that is possible.
@@ -174,14 +174,14 @@ class Gateway:
         rollout_id = await self.unnamed.find(caller, question.body, said, question.name, is_retry=question.is_retry)
         return question.name if rollout_id is None else question.name._replace(rollout_id=rollout_id)
 
-    async def _way(self, question: Question, rollout: RolloutName, route: Route) -> Way:
+    async def _way(self, question: Question, rollout: RolloutName, route: Route) -> ChatDecision:
         if self.chat_route is None or not question.recorded or question.endpoint not in self.chat_route.translators:
-            return Way()
-        asked = Asked(question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id)
+            return ChatDecision()
+        asked = ApiRequest(question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id)
         return await self.chat_route.way(asked, route)
 
 
-class Call:
+class CallUnderWay:
     """One call under way. A call whose start is durable always gets an end: ok, error or cancelled."""
 
     def __init__(
@@ -190,7 +190,7 @@ class Call:
         question: Question,
         rollout: RolloutName,
         route: Route,
-        way: Way,
+        way: ChatDecision,
         reply: Reply,
         said: Conversation | None,
     ) -> None:
@@ -387,7 +387,7 @@ class Call:
         return (time.perf_counter() - self._began) * 1000
 
 
-def _target(request: Request, question: Question, way: Way, first: Route, route: Route, plain: bool) -> Target:
+def _target(request: Request, question: Question, way: ChatDecision, first: Route, route: Route, plain: bool) -> Target:
     if (chat := way.chat) and (chat.goes_on or (route is first and not plain)):
         return chat_target(request, chat, route, plain)
     return target_of(request, question.body, question.dialect, route, plain)

@@ -15,7 +15,7 @@ TRAINED = "reward"  # what the trainer counts: named rewards, times their weight
 Value = Callable[[Observed], float | None]
 
 
-class Metric(NamedTuple):
+class GuardedMetric(NamedTuple):
     """One thing that must not become worse. `value`: that of a rollout, None if it says nothing of this.
 
     `range`: its lowest and highest value; None where it has no bounds, so that only the order of two values counts.
@@ -61,16 +61,16 @@ OWN: Mapping[str, tuple[Value, tuple[float, float] | None]] = {
 
 def metrics(
     margins: Mapping[str, float], reward_range: tuple[float, float], weights: Mapping[str, float]
-) -> list[Metric]:
+) -> list[GuardedMetric]:
     """Return the metrics of a gate by their margins. `weights`: of rewards, as the trainer counts them."""
     found = []
     for name, margin in margins.items():
         if name in OWN:
             value, bounds = OWN[name]
-            found.append(Metric(name, margin, value, bounds))
+            found.append(GuardedMetric(name, margin, value, bounds))
         else:
             counted = dict(weights) if name == TRAINED else {name: 1.0}
-            found.append(Metric(name, margin, _rewarded(counted), reward_range, is_reward=True))
+            found.append(GuardedMetric(name, margin, _rewarded(counted), reward_range, is_reward=True))
     return found
 
 

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 from ..store.resources.promotions import Observed, Outcome, Promotion
 from .evidence import Evidence, interval
-from .metrics import Metric
+from .metrics import GuardedMetric
 from .sides import LONE, group_of
 
 Key = tuple[str, str | None, int]  # who opened it, a task, and the number of a group
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class TestRules:
     """What a test goes by. `group_size`: siblings of a group; `group_timeout_s`: after which no more are waited for.
 
     `max_rollouts`, `reward_timeout_s`, `level`: as in the section `policy.gate`.
     """
 
-    metrics: Sequence[Metric]
+    metrics: Sequence[GuardedMetric]
     level: float
     max_rollouts: int
     reward_timeout_s: float
@@ -31,7 +31,7 @@ class Rules:
     group_timeout_s: float
 
 
-class Group(NamedTuple):
+class SiblingGroup(NamedTuple):
     """Siblings of whom nothing more is to come."""
 
     candidate: list[Observed]
@@ -46,7 +46,7 @@ class Weighed(NamedTuple):
     reason: str
 
 
-def weigh(test: Promotion, rollouts: Sequence[Observed], rules: Rules, now: float) -> Weighed:
+def weigh(test: Promotion, rollouts: Sequence[Observed], rules: TestRules, now: float) -> Weighed:
     """Return the evidence of a test's compared rollouts at this time."""
     is_full = len(rollouts) >= rules.max_rollouts
     groups, open_groups = _groups(test, rollouts, rules, now, is_full)
@@ -66,8 +66,8 @@ def weigh(test: Promotion, rollouts: Sequence[Observed], rules: Rules, now: floa
 
 
 def _groups(
-    test: Promotion, rollouts: Sequence[Observed], rules: Rules, now: float, is_full: bool
-) -> tuple[list[Group], int]:
+    test: Promotion, rollouts: Sequence[Observed], rules: TestRules, now: float, is_full: bool
+) -> tuple[list[SiblingGroup], int]:
     """Groups of whom nothing more is to come, and how many others there are.
 
     They count in the order in which they began, each after those before it: else a version whose failures take longer
@@ -77,7 +77,7 @@ def _groups(
     for rollout in rollouts:
         number = group_of(rollout.place, rollout.task_id, rules.group_size)
         members[rollout.opened_by, rollout.task_id, number].append(rollout)
-    groups = list[Group]()
+    groups = list[SiblingGroup]()
     for (_, task_id, _), found in members.items():
         siblings = _in_time(found, rules.group_timeout_s)
         at = max(_settled_at(rollout, rules) for rollout in siblings)
@@ -88,7 +88,7 @@ def _groups(
             break
         counted = [rollout for rollout in siblings if _counts_at_all(rollout)]
         candidate = [rollout for rollout in counted if rollout.version == test.version]
-        groups.append(Group(candidate, [rollout for rollout in counted if rollout.version != test.version]))
+        groups.append(SiblingGroup(candidate, [rollout for rollout in counted if rollout.version != test.version]))
     return groups, len(members) - len(groups)
 
 
@@ -99,7 +99,7 @@ def _in_time(siblings: Sequence[Observed], timeout_s: float) -> Sequence[Observe
     return siblings[:end]
 
 
-def _settled_at(rollout: Observed, rules: Rules) -> float:
+def _settled_at(rollout: Observed, rules: TestRules) -> float:
     """The time from which on a rollout's values count: it has ended and has its rewards, or is waited for no more."""
     if rollout.ended_at is None:
         return rollout.created_at + rules.reward_timeout_s
@@ -114,7 +114,9 @@ def _counts_at_all(rollout: Observed) -> bool:
     return rollout.status != "discarded" and rollout.shown > 0 and not rollout.foreign_calls and not rollout.mixed
 
 
-def _compared(metric: Metric, groups: Sequence[Group], rules: Rules) -> tuple[dict[str, Any], Evidence]:
+def _compared(
+    metric: GuardedMetric, groups: Sequence[SiblingGroup], rules: TestRules
+) -> tuple[dict[str, Any], Evidence]:
     """One metric's numbers, as they are kept, and its evidence."""
     pairs, sums, clipped = list[float](), {"candidate": list[float](), "live": list[float]()}, 0
     for group in groups:
@@ -143,7 +145,7 @@ def _compared(metric: Metric, groups: Sequence[Group], rules: Rules) -> tuple[di
     }, evidence
 
 
-def _counts(members: Sequence[Observed], groups: Sequence[Group], rules: Rules) -> dict[str, int]:
+def _counts(members: Sequence[Observed], groups: Sequence[SiblingGroup], rules: TestRules) -> dict[str, int]:
     """How many rollouts one version has: in all, counted so far, failed, and left out for want of a reward."""
     ids = {rollout.rollout_id for group in groups for rollout in (*group.candidate, *group.live)}
     counted = [rollout for rollout in members if rollout.rollout_id in ids]

@@ -10,7 +10,7 @@ from ..promotion.gate import Gate, rules
 from ..promotion.splitting import PromptSplit
 from ..store.resources.prompt_tests import NOT_GATED
 from . import routes
-from .prompts import Prompts
+from .prompts import PromptRewriter
 
 
 class PromptsPlugin(ProxyPlugin):
@@ -29,7 +29,7 @@ class PromptsPlugin(ProxyPlugin):
             work = (Gate("prompt-gate", store.prompt_tests, store.database, weighed).run,)
         else:
             await store.prompt_tests.end(NOT_GATED)
-        async with Prompts(store.prompts, core.redactor, core.metrics.prompted, split) as prompts:
+        async with PromptRewriter(store.prompts, core.redactor, core.metrics.prompted, split) as prompts:
             yield Hooks(rewrite=prompts.put, work=work)
 
 

@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     sent: str
 
 
-class Prompts:
+class PromptRewriter:
     """All prompts. Use it with `async with`. As long as there is none, a call costs nothing more."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Prompts:
         self._prompts: list[Prompt] = []
         self._watch: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Prompts:
+    async def __aenter__(self) -> PromptRewriter:
         await self._refresh()
         self._watch = asyncio.create_task(self._look_for_the_first())
         return self

@@ -55,7 +55,7 @@ class PromptVersionBody(Body):
     version: Version
 
 
-class VersionSeen(BaseModel):
+class PromptVersionSeen(BaseModel):
     """One text. `rewards`: by mode, the mean reward of the rollouts that kept it. `promotion`: its last test."""
 
     version: int
@@ -80,7 +80,7 @@ class PromptSeen(BaseModel):
     live_version: int
     version: int
     text: str
-    versions: list[VersionSeen]
+    versions: list[PromptVersionSeen]
     test: PromptTest | None
     waiting: int | None
 

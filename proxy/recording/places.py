@@ -48,7 +48,7 @@ class Spot(NamedTuple):
         return b"".join(getattr(self, name) or NO_SIGN for name in SIGNS)
 
 
-class Items:
+class RequestItems:
     """The messages or items of a request, each of them read at most once."""
 
     def __init__(self, request: Json) -> None:
@@ -92,7 +92,7 @@ class Told(NamedTuple):
     `spot`: what is the same for all that stands in it. `first`: how many items it is read from.
     """
 
-    items: Items
+    items: RequestItems
     states: list[bytes]
     spot: Spot
     first: int
@@ -100,7 +100,7 @@ class Told(NamedTuple):
 
 def told(request: Json, parent: Told | None = None, known: int = 0) -> Told:
     """Return what a request tells. Its first `known` items are those of its parent, which need not be read again."""
-    items = Items(request)
+    items = RequestItems(request)
     previous = request.get("previous_response_id")
     begun = sign("response", previous) if isinstance(previous, str) else b""
     states = [begun] if parent is None or parent.states[0] != begun else parent.states[: known + 1]
@@ -139,7 +139,7 @@ def spots(before: Told, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:
     return [spot._replace(item=_item_sign(item_id)) for spot, item_id in zip(found, ids, strict=True)]
 
 
-class Brought(NamedTuple):
+class PlacedResult(NamedTuple):
     """A result in a request, where the call stands that it answers, and whether the model has gone on since."""
 
     result: ToolResult
@@ -147,13 +147,13 @@ class Brought(NamedTuple):
     is_old: bool
 
 
-def results(request: Told, known: int) -> Iterator[Brought]:
+def results(request: Told, known: int) -> Iterator[PlacedResult]:
     """Yield the results after the first `known` items."""
     items = request.items.all
     if brings_result(items[known:]):
         yield from _Reader(request, known).results()
     for result in written_results(items[max(known - 1, 0) :]):
-        yield Brought(result, request.spot, False)
+        yield PlacedResult(result, request.spot, False)
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class _Reader:
         self._waiting: dict[str, list[_Called]] = {}  # by id, in their order
         self._begin = self._beginning(known)
 
-    def results(self) -> Iterator[Brought]:
+    def results(self) -> Iterator[PlacedResult]:
         turn, is_calling, answered = 0, False, self._items.last_answer
         tail = self._items.tail(self._begin)
         for i in range(self._begin, len(self._items.all)):
@@ -195,7 +195,7 @@ class _Reader:
             for result in results_in(item):
                 spot = self._answered(result)
                 if i >= self._known:
-                    yield Brought(result, spot, i < answered)
+                    yield PlacedResult(result, spot, i < answered)
 
     def _beginning(self, known: int) -> int:
         """Where the newest turn with calls begins that a result after the first `known` items may answer."""
@@ -268,7 +268,7 @@ def _sign_of(atom: Atom) -> bytes:
     return sign(atom.kind, "" if atom.kind == "result" else atom.who, atom.what)
 
 
-def _system(request: Json, items: Items) -> bytes:
+def _system(request: Json, items: RequestItems) -> bytes:
     named = request_atoms({name: request.get(name) for name in ("system", "instructions")})
     texts = [atom.what for atom in named]
     for i in range(len(items.all)):

@@ -21,7 +21,7 @@ from ..aside import aside
 from ..errors import StoreUnavailable
 from ..json_text import dumps, dumps_or_none, encode
 from ..store.calls import CALL_END, CALL_LARGE_REQUEST, CALL_START, CALL_SUPERSEDED, ROLLOUT_CALL_ENDED
-from ..store.database import Refused
+from ..store.database import ConstraintRefused
 from ..store.requests.delta import (
     common_prefix,
     pack_floats,
@@ -143,7 +143,7 @@ class Recorder:
             async with self._starts:
                 await self._writer.put(statements, made.size)
         except StoreUnavailable as error:
-            if parent is None or not isinstance(error.__cause__, Refused):
+            if parent is None or not isinstance(error.__cause__, ConstraintRefused):
                 raise
             self.forget(rollout_id)  # another process deleted the parent
             await self._start(start, also, size)

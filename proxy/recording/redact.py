@@ -14,7 +14,7 @@ from ..apis.tools import tool_calls
 from ..config.server import RedactConfig
 from ..json_text import dumps
 from ..types import CallEnd, CallStart, Choice, Event
-from .secret_shapes import SHAPES, Shape
+from .secret_shapes import SHAPES, SecretShape
 
 MASK = "[redacted]"
 REASON = "redacted"
@@ -34,8 +34,8 @@ class Redactor:
 
     def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
         """`keys`: those of the configuration, which are secret whatever they look like."""
-        own = [Shape((key,), re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
-        self._shapes: Sequence[Shape] = (*own, *SHAPES) if config.secrets else ()
+        own = [SecretShape((key,), re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
+        self._shapes: Sequence[SecretShape] = (*own, *SHAPES) if config.secrets else ()
         self._patterns = [re.compile(pattern) for pattern in config.patterns]
         self._fields = [tuple(path.split(".")) for path in config.fields]
         shown = any(root != "metadata" and name not in _NOT_SHOWN for root, name, *_ in self._fields)

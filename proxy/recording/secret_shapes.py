@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 
-class Shape(NamedTuple):
+class SecretShape(NamedTuple):
     """A kind of secret. Every text with such a secret contains one of the `hints`, which are cheap to find."""
 
     hints: tuple[str, ...]
@@ -27,8 +27,8 @@ _WEB_TOKEN = rf"(?:(?<![A-Za-z0-9_-])|{_ESCAPED})eyJ[A-Za-z0-9_-]{{8,}}(?:\.[A-Z
 _BEARER = r"(?i:bearer)\s+(?:(?=[A-Za-z._~+/-]{0,100}\d)[\w.~+/-]{16,}|[\w.~+/-]{32,})=*"
 
 
-def _token(*hints: str, then: str) -> Shape:
-    return Shape(hints, re.compile(_START + f"(?:{'|'.join(map(re.escape, hints))})" + then))
+def _token(*hints: str, then: str) -> SecretShape:
+    return SecretShape(hints, re.compile(_START + f"(?:{'|'.join(map(re.escape, hints))})" + then))
 
 
 SHAPES = (
@@ -44,8 +44,8 @@ SHAPES = (
     _token("hf_", then=r"[A-Za-z0-9]{30,}"),
     _token("xoxa-", "xoxb-", "xoxe-", "xoxo-", "xoxp-", "xoxr-", "xoxs-", "xapp-", then=r"[A-Za-z0-9-]{10,}"),
     _token("hooks.slack.com/services/", then=r"[A-Za-z0-9/_-]{20,}"),
-    Shape(("eyJ",), re.compile(_WEB_TOKEN)),
-    Shape(("PRIVATE KEY",), re.compile(_KEY_BLOCK)),
-    Shape(("ecret", "ECRET"), re.compile(_AWS_SECRET)),
-    Shape(("bearer", "Bearer", "BEARER"), re.compile(_BEARER)),
+    SecretShape(("eyJ",), re.compile(_WEB_TOKEN)),
+    SecretShape(("PRIVATE KEY",), re.compile(_KEY_BLOCK)),
+    SecretShape(("ecret", "ECRET"), re.compile(_AWS_SECRET)),
+    SecretShape(("bearer", "Bearer", "BEARER"), re.compile(_BEARER)),
 )

@@ -77,7 +77,7 @@ class Writing:
             raise StoreUnavailable(f"the newest record could not be written: {self.why}")
 
 
-class Refused(Exception):
+class ConstraintRefused(Exception):
     """A constraint of the schema refuses a row. Nothing of its transaction was written."""
 
 

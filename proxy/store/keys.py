@@ -12,7 +12,7 @@ from uuid import uuid4
 from ..config.root import Config
 from ..errors import ConfigError, Conflict, NotFound
 from ..types import Limits, check_id
-from .database import Database, Refused, Row
+from .database import ConstraintRefused, Database, Row
 from .opening import opened
 from .rows import read
 
@@ -99,7 +99,7 @@ class Keyring:
         )
         try:
             await self._db.commit([(KEY_NEW, [_row(stored)])])
-        except Refused:
+        except ConstraintRefused:
             raise Conflict(f"there is a key named {name!r}: revoke it first, or choose another name") from None
         return key, stored
 

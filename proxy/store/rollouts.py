@@ -161,7 +161,7 @@ GROUP BY mode, status
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RolloutSearch:
     """What is looked for. `since`: Unix time. `text`: anywhere in requests and answers, whatever the case of ASCII."""
 
     min_reward: float | None = None
@@ -270,7 +270,7 @@ class Rollouts:
         return await aside(size, lambda: [*map(read_rollout, page)]), page[-1]["n"] if len(rows) > limit else None
 
     async def search(
-        self, filters: dict[str, Any], wanted: Wanted, limit: int, cursor: int | None = None
+        self, filters: dict[str, Any], wanted: RolloutSearch, limit: int, cursor: int | None = None
     ) -> tuple[list[Rollout], int | None]:
         """Return what fits, newest first, and where to go on. The page may be short, or empty, and not be the last.
 
@@ -349,7 +349,7 @@ def read_rollout(row: Row) -> Rollout:
     return read(Rollout, row, metadata=loads(row["metadata"]))
 
 
-def _search_statement(filters: dict[str, Any], wanted: Wanted) -> tuple[str, dict[str, Any]]:
+def _search_statement(filters: dict[str, Any], wanted: RolloutSearch) -> tuple[str, dict[str, Any]]:
     page, values = ROLLOUTS_PAGE, dict(filters)
     if wanted.prefix is not None:
         page = ROLLOUTS_PAGE_OF_PREFIX

@@ -20,8 +20,8 @@ from .resources.prompts import Prompts
 from .resources.returns import Returns
 from .rewards import Rewards
 from .rollouts import Rollouts
-from .training import Steps
-from .versions import Versions
+from .training import TrainingSteps
+from .versions import PolicyVersions
 from .waiting import Waiting
 
 
@@ -35,10 +35,10 @@ class Store:
         self.rewards = Rewards(database, self.returns)
         self.calls = Calls(database, self.rollouts, self.rewards)
         self.events = Events(database)
-        self.versions = Versions(database)
+        self.versions = PolicyVersions(database)
         self.probes = Probes(database)
         self.publishing = Publishing(database)
-        self.steps = Steps(database, self.versions)
+        self.steps = TrainingSteps(database, self.versions)
         self.credit = Credit(database)
         self.tasks = Tasks(database)
         self.traffic = Traffic(database)

@@ -17,7 +17,7 @@ from ..types import CollapseSign, PolicyVersion, Rollout
 from .database import Database, Row, Statement, Transaction
 from .rollouts import ALL, read_rollout
 from .rows import read
-from .versions import Versions
+from .versions import PolicyVersions
 
 STEP_NEW = """
 INSERT INTO steps (step, status, base, created_at)
@@ -185,10 +185,10 @@ class Collapse:
         )
 
 
-class Steps:
+class TrainingSteps:
     """The table of training steps."""
 
-    def __init__(self, database: Database, versions: Versions) -> None:
+    def __init__(self, database: Database, versions: PolicyVersions) -> None:
         self._db = database
         self._versions = versions
 

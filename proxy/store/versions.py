@@ -68,7 +68,7 @@ WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
 """
 
 
-class Versions:
+class PolicyVersions:
     """The table of policy versions. `set_live` is the commit that moves the alias."""
 
     def __init__(self, database: Database) -> None:

@@ -160,7 +160,7 @@ BATCHES = 3  # batches in a row that taught nothing, until somebody is told
 
 
 @dataclass(frozen=True, slots=True)
-class Standstill:
+class NothingLearned:
     """Says that nothing was learned from the newest `rollouts`, whose mean reward is `reward`."""
 
     rollouts: int
@@ -285,14 +285,14 @@ class Waiting:
         rows = await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})
         return {row["rollout_id"]: row["owner"] for row in rows}
 
-    async def standstill(self, batch: int) -> Standstill | None:
+    async def standstill(self, batch: int) -> NothingLearned | None:
         """Return what was dropped in a row because all rewards were equal, once it is BATCHES batches; else None.
 
         `batch`: the rollouts of a training step.
         """
         row = await self._db.one(UNLEARNED, {"reason": EQUAL_REWARDS, "enough": BATCHES * batch})
         assert row is not None  # it counts
-        return Standstill(row["rollouts"], row["reward"]) if row["rollouts"] >= BATCHES * batch else None
+        return NothingLearned(row["rollouts"], row["reward"]) if row["rollouts"] >= BATCHES * batch else None
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
         """Return rewarded rollouts that were opened before this one, newest first: of one task, or (None) of all.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_proxy.cli import app
-from lightning_proxy.proxy.store.training import Steps
+from lightning_proxy.proxy.store.training import TrainingSteps
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 
 moment, _, at = os.environ["KILL_AT"].partition(":")
@@ -37,8 +37,8 @@ def before(kind: Any, name: str) -> None:
 target = {
     "save": (torch, "save"),
     "step": (LightningTrainer, "step"),
-    "commit": (Steps, "trained"),
-    "epoch": (Steps, "end_epoch"),
+    "commit": (TrainingSteps, "trained"),
+    "epoch": (TrainingSteps, "end_epoch"),
 }
 before(*target[moment])
 app()

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.errors import PublishError
-from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, VERIFIED_TOKENS, Evidence
+from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, VERIFIED_TOKENS, WeightEvidence
 from support.training import HonestServer, bench
 
 NOISE = 0.05  # what bfloat16 does to a log-probability
 PROMPTS = 4
 
 
-def found(moved: float, stale: bool, dice: random.Random) -> Evidence:
+def found(moved: float, stale: bool, dice: random.Random) -> WeightEvidence:
     """What is found where two steps' weights are `moved` apart, and rounding is in all that is computed."""
-    evidence = Evidence()
+    evidence = WeightEvidence()
     while evidence.may_become_clear:
         rows, length = (MORE_ANSWERS, MORE_TOKENS) if evidence.rounds else (PROMPTS, VERIFIED_TOKENS)
         old = [[dice.gauss(-2, 1) for _ in range(length)] for _ in range(rows)]
@@ -44,7 +44,7 @@ def test_a_difference_above_the_noise_is_told_and_below_it_there_are_no_false_al
 
 
 def test_weights_that_are_the_same_are_not_asked_for_again_and_again() -> None:
-    evidence = Evidence()
+    evidence = WeightEvidence()
     evidence.add([[-1.0] * 8], [[-1.0] * 8], [([0] * 8, [-1.1] * 8)])
     assert (evidence.deviations, evidence.may_become_clear, evidence.is_new) == (0.0, False, False)
 
@@ -134,6 +134,6 @@ async def test_a_wrong_name_or_file_is_noticed_where_answers_do_not_tell(
 
 
 def test_what_is_not_a_number_is_no_evidence_for_either() -> None:
-    evidence = Evidence()
+    evidence = WeightEvidence()
     evidence.add([[math.nan]], [[-1.0]], [([0], [-1.0])])
     assert not evidence.is_new and not evidence.is_old and not evidence.may_become_clear

@@ -18,7 +18,7 @@ _MAX_LOG_RATIO = 20.0  # exp() of anything larger is useless in a metric and may
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Datum:
     """One datum. Lists are as long as `tokens`; `targets[i]` is the token after `tokens[i]`.
 
     `mask[i]` is 1 where the policy sampled `targets[i]`. `advantages` carry the token's weight in the step's loss.
@@ -35,7 +35,7 @@ class Row:
         return all(map(math.isfinite, (*self.logprobs, *self.advantages)))
 
 
-def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: str) -> list[Row]:
+def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: str) -> list[Datum]:
     """Return the rows of a step. `weights` are those of a token, by rollout.
 
     Every loss of the service is linear in the advantage, so the weights go into it. Where the service takes the `mean`
@@ -46,7 +46,7 @@ def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: 
         ids, weight = sample.token_ids, weights[sample.rollout_id]
         weight *= _divisor(len(ids) - 1, len(samples), reduction)
         advantages = tuple(weight * value for value in sample.advantages[1:])
-        rows.append(Row(ids[:-1], ids[1:], sample.logprobs[1:], advantages, sample.mask[1:]))
+        rows.append(Datum(ids[:-1], ids[1:], sample.logprobs[1:], advantages, sample.mask[1:]))
     return rows
 
 
@@ -82,7 +82,7 @@ def loss_config(config: TrainerConfig) -> dict[str, float] | None:
     return None if math.isinf(high) else {"clip_low_threshold": low, "clip_high_threshold": high}
 
 
-def numbers_of(rows: Sequence[Row], logprobs: Sequence[Sequence[float]], config: TrainerConfig) -> dict[str, float]:
+def numbers_of(rows: Sequence[Datum], logprobs: Sequence[Sequence[float]], config: TrainerConfig) -> dict[str, float]:
     """Return a step's loss, ratios and KL by the names of `metric_schema`. `logprobs` are the policy's, by target."""
     mask = np.concatenate([np.asarray(row.mask, bool) for row in rows])
     ours = np.concatenate([np.asarray(values, np.float64) for values in logprobs])[mask]

@@ -15,7 +15,7 @@ from ...proxy.config.address import shown
 from ...proxy.config.tinker import TinkerConfig
 from ...proxy.errors import ConfigError, TrainingUnavailable
 from .adapter_files import files_of_archive
-from .rows import Row
+from .rows import Datum
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +68,15 @@ class TinkerService:
             with suppress(Exception):  # what it had is given up, whatever the service says
                 session.close("interrupted").result(timeout=CLOSE_S)
 
-    def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
+    def logprobs(self, rows: Sequence[Datum]) -> list[list[float]]:
         """Return the log-probability of each target."""
         with self._calls("cannot score rows"):
             data = [self._datum(row, weights=[1.0] * len(row.tokens)) for row in rows]
             return self._scores(self._model.forward(data, "cross_entropy"), rows)
 
-    def forward_backward(self, rows: Sequence[Row], loss: str, config: Mapping[str, float] | None) -> list[list[float]]:
+    def forward_backward(
+        self, rows: Sequence[Datum], loss: str, config: Mapping[str, float] | None
+    ) -> list[list[float]]:
         """Add the rows' gradients. Return the log-probability of each target, before the step."""
         with self._calls(f"cannot take a step with the loss {loss}"):
             data = [self._datum(row, logprobs=row.logprobs, advantages=row.advantages) for row in rows]
@@ -121,14 +123,14 @@ class TinkerService:
     def _result(self, future: Any) -> Any:
         return future.result(timeout=self._config.timeout_s)
 
-    def _datum(self, row: Row, **inputs: Sequence[float]) -> Any:
+    def _datum(self, row: Datum, **inputs: Sequence[float]) -> Any:
         of = self._tinker.TensorData
         floats = {name: of(data=list(values), dtype="float32", shape=[len(values)]) for name, values in inputs.items()}
         targets = of(data=list(row.targets), dtype="int64", shape=[len(row.targets)])
         tokens = self._tinker.ModelInput.from_ints(list(row.tokens))
         return self._tinker.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": targets, **floats})
 
-    def _scores(self, future: Any, rows: Sequence[Row]) -> list[list[float]]:
+    def _scores(self, future: Any, rows: Sequence[Datum]) -> list[list[float]]:
         found = [list(output["logprobs"].data) for output in self._result(future).loss_fn_outputs]
         if [len(values) for values in found] != [len(row.tokens) for row in rows]:
             raise ValueError("it returned log-probabilities of other lengths than the rows")

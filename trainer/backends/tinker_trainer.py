@@ -26,7 +26,7 @@ from ..step.skipped import some_rollouts
 from ..types import Batch, Sample
 from .adapter_files import Weights, read_adapter, write_adapter
 from .reporting import Reporter, rate_after
-from .rows import Row, is_plain, loss_config, loss_of, numbers_of, rows_of
+from .rows import Datum, is_plain, loss_config, loss_of, numbers_of, rows_of
 from .service import TinkerService
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class TinkerTrainer:
 
         The service has the present weights only, also for `kept`.
         """
-        rows = {i: Row(tuple(ids[:-1]), tuple(ids[1:])) for i, ids in enumerate(token_ids) if len(ids) > 1}
+        rows = {i: Datum(tuple(ids[:-1]), tuple(ids[1:])) for i, ids in enumerate(token_ids) if len(ids) > 1}
         self._ready()
         found = dict(zip(rows, self._service.logprobs([*rows.values()]) if rows else [], strict=True))
         return [[0.0] * min(len(ids), 1) + found.get(i, []) for i, ids in enumerate(token_ids)]
@@ -209,5 +209,5 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _tokens(rows: Sequence[Row]) -> float:
+def _tokens(rows: Sequence[Datum]) -> float:
     return float(sum(len(row.tokens) for row in rows))

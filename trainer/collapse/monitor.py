@@ -14,7 +14,7 @@ from ...proxy.returns import Rules, earned
 from ...proxy.store.store import Store
 from ...proxy.store.training import Collapse, Step
 from ...proxy.types import PolicyVersion, Reward, Rollout
-from .signs import Measured, Scored, Sign, kept, reward_sign, step_signs
+from .signs import Measured, ScoredRollout, Sign, kept, reward_sign, step_signs
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Monitor:
         """The steps that led to a version, newest first, back to a collapse or to a version made live by hand."""
         return list(_led_to(version, await self._store.steps.newest(LINE)))
 
-    async def _scored(self, since: int) -> list[Scored]:
+    async def _scored(self, since: int) -> list[ScoredRollout]:
         """The newest rollouts of versions from `since` on, with their weighted posted rewards.
 
         Judge scores do not count: only what is trained on has them, which would set versions apart. Rollouts count once
@@ -133,7 +133,7 @@ class Monitor:
             if rollout.created_at > settled:
                 unsettled = rollout.created_at + wait
             elif rollout.policy_version is not None and (reward := self._reward(rollout, rewards)) is not None:
-                scored.append(Scored(rollout.policy_version, rollout.task_id, reward))
+                scored.append(ScoredRollout(rollout.policy_version, rollout.task_id, reward))
         self._look_again = unsettled
         return scored
 

@@ -40,7 +40,7 @@ class Sign:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredRollout:
     """A rollout's reward, its task (None: it has none), and the policy version that it began with."""
 
     version: int
@@ -97,7 +97,7 @@ def kept(line: Sequence[int]) -> set[int]:
 # Rewards --------------------------------------------------------------------------------------------------------------
 
 
-def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
+def reward_sign(scored: Sequence[ScoredRollout], line: Sequence[int], config: CollapseConfig) -> Sign | None:
     """Return the greatest drop of the reward along a line of versions, newest first. `scored` is as opened."""
     drops: list[tuple[Drop, int]] = []
     for newest in (n for n in SPLITS if n < len(line)):
@@ -119,7 +119,7 @@ def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseC
     return Sign("reward", what, since, collapsed)
 
 
-def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
+def drop(before: Sequence[ScoredRollout], after: Sequence[ScoredRollout]) -> Drop:
     """Compare rewards before and after: within each task that has both, and by the means of all other tasks.
 
     This is a stratified permutation test (Mantel 1963, J. Am. Stat. Assoc. 58:690): if the policy were the same, the
@@ -176,7 +176,7 @@ def of_several(sigmas: float, tests: int) -> float:
     return -NormalDist().inv_cdf(min(tests * tail, 0.5))
 
 
-def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> Iterator[Stratum]:
+def _strata(before: Sequence[ScoredRollout], after: Sequence[ScoredRollout]) -> Iterator[Stratum]:
     """A stratum for each task on both sides (rollouts without a task are one), and one of the other tasks' means."""
     old, new = _by_task(before), _by_task(after)
     shared = old.keys() & new.keys()
@@ -194,7 +194,7 @@ def _mean(of_task: Sequence[_Unit]) -> _Unit:
     return _Unit(fmean(one.reward for one in of_task), None)
 
 
-def _by_task(scored: Sequence[Scored]) -> dict[str | None, list[_Unit]]:
+def _by_task(scored: Sequence[ScoredRollout]) -> dict[str | None, list[_Unit]]:
     """The rewards by task. Rollouts without a task are in no group."""
     found: dict[str | None, list[_Unit]] = {}
     for one in scored:

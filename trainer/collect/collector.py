@@ -26,7 +26,7 @@ from ..types import Batch, Guide, Sample, Sibling
 from .groups import Order, WaitingGroups
 from .sampled import Sampled
 from .siblings import AskJudge, Siblings
-from .take import Comparison, Member, Take, together
+from .take import ComparedRollouts, Take, TrainingMember, together
 
 log = logging.getLogger(__name__)
 
@@ -135,13 +135,13 @@ class Collector:
         """What each group gives to a step. A baseline across tasks makes one group of all."""
         found = [await self._look_at(Take(live), group) for group in groups]
         if self._config.baseline in ACROSS_TASKS:
-            parts: dict[str | None, list[Comparison]] = {}
-            alone: list[Comparison] = []
+            parts: dict[str | None, list[ComparedRollouts]] = {}
+            alone: list[ComparedRollouts] = []
             for group, (_, comparisons) in zip(groups, found, strict=True):
                 compared = group.task_id is not None or self._config.lone_rollouts == "running"
                 (parts.setdefault(group.owner, []) if compared else alone).extend(comparisons)
             whole = [
-                Comparison([m for part in of for m in part.members], [s for part in of for s in part.known])
+                ComparedRollouts([m for part in of for m in part.members], [s for part in of for s in part.known])
                 for of in parts.values()
             ]
             found = [(together((take for take, _ in found), live), [*whole, *alone])]
@@ -150,18 +150,18 @@ class Collector:
                 await self._take_group(take, comparison)
         return [take for take, _ in found]
 
-    async def _look_at(self, take: Take, group: Group) -> tuple[Take, list[Comparison]]:
+    async def _look_at(self, take: Take, group: Group) -> tuple[Take, list[ComparedRollouts]]:
         """Read a group: siblings are compared with each other, rollouts without a task each with earlier ones."""
         if group.task_id is None:
             limit = self._config.rollouts_per_step
             lone = await self._members(take, await self._store.waiting.lone_rollouts(limit, self._failed))
-            return take, [Comparison([member]) for member in lone]
+            return take, [ComparedRollouts([member]) for member in lone]
         siblings, awaited = await self._store.waiting.siblings(group)
         take.counts["groups"] += 1
         take.counts["groups_incomplete"] += not group.whole
         ids = [*(rollout.rollout_id for rollout in siblings), *awaited]
         take.groups += [ComparedGroup(group.task_id, ids)] if siblings else []
-        return take, [Comparison(await self._members(take, siblings), await self._known(group, take.live))]
+        return take, [ComparedRollouts(await self._members(take, siblings), await self._known(group, take.live))]
 
     async def _known(self, group: Group, live: int) -> list[Sibling]:
         """The siblings that were compared before these ended."""
@@ -177,10 +177,10 @@ class Collector:
         """Whether a rollout ended in a way that has a reward."""
         return rollout.status == "completed" or (self._failed and rollout.status == "failed")
 
-    async def _members(self, take: Take, siblings: Sequence[Rollout]) -> list[Member]:
+    async def _members(self, take: Take, siblings: Sequence[Rollout]) -> list[TrainingMember]:
         """Those of `siblings` that can be trained on. The others are dropped, with the reason."""
         take.drop("failed or discarded", (r for r in siblings if r.status != "running" and not self._counts(r)))
-        members = [Member(r, s) for r in siblings if self._counts(r) and (s := await self._siblings.read(r))]
+        members = [TrainingMember(r, s) for r in siblings if self._counts(r) and (s := await self._siblings.read(r))]
         self._roll_call.look(m.sibling.calls for m in members)
         await self._sampled.look(call for m in members for call in self._trained(m.sibling.calls))
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
@@ -190,7 +190,7 @@ class Collector:
                 take.counts["rollouts_stale"] += reason == STALE
                 take.drop(reason, [rollout])
             elif judged := await self._siblings.judged(rollout, sibling):
-                found.append(Member(rollout, judged))
+                found.append(TrainingMember(rollout, judged))
                 take.counts["rollouts_failed"] += rollout.status == "failed"
                 take.seen.reward(rollout.task_id, rollout.reward)
                 took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
@@ -210,7 +210,7 @@ class Collector:
         """The calls of trained agents. What the others said is context in the prompts of these calls."""
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
-    async def _take_group(self, take: Take, comparison: Comparison) -> None:
+    async def _take_group(self, take: Take, comparison: ComparedRollouts) -> None:
         """Compare the members with each other, or a lone one with earlier rollouts, and take what teaches something."""
         members, known = comparison.members, list(comparison.known)
         if len(members) == 1 and not known and self._config.lone_rollouts == "running":
@@ -232,7 +232,7 @@ class Collector:
             self._take_rollout(take, members[i], returns[i], advantages[i])
 
     def _take_rollout(
-        self, take: Take, member: Member, returns: Sequence[float | None], advantages: Sequence[float | None]
+        self, take: Take, member: TrainingMember, returns: Sequence[float | None], advantages: Sequence[float | None]
     ) -> None:
         rollout, calls = member.rollout, member.sibling.calls
         triples = zip(calls, returns, advantages, strict=True)

@@ -14,7 +14,7 @@ from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
 from ..types import Sample, Sibling
 
 
-class Member(NamedTuple):
+class TrainingMember(NamedTuple):
     """A rollout that a step may train on."""
 
     rollout: Rollout
@@ -22,10 +22,10 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparedRollouts:
     """Rollouts that are compared with each other. `known` were looked at before: they only count in the baseline."""
 
-    members: Sequence[Member]
+    members: Sequence[TrainingMember]
     known: Sequence[Sibling] = ()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .shape import Shape
+from .shape import DecoderShape
 
 GIB = 2**30
 BF16, FLOAT32 = 2, 4
@@ -33,36 +33,36 @@ class Adapter:
     served: int = 4
 
 
-def weights(shape: Shape) -> float:
+def weights(shape: DecoderShape) -> float:
     """Return the bytes of the base model in bfloat16."""
     return BF16 * shape.parameters
 
 
-def master_weights(shape: Shape, *, reference: bool = False) -> float:
+def master_weights(shape: DecoderShape, *, reference: bool = False) -> float:
     """Return the bytes of weights that are all trained (float32); a frozen `reference` beside them is in bfloat16."""
     return (FLOAT32 + BF16 * reference) * shape.parameters
 
 
-def whole_gradients(shape: Shape) -> float:
+def whole_gradients(shape: DecoderShape) -> float:
     """Return the bytes of their gradients and of AdamW's two moments."""
     return 3 * FLOAT32 * shape.parameters
 
 
-def kv_cache(shape: Shape, tokens: int) -> float:
+def kv_cache(shape: DecoderShape, tokens: int) -> float:
     """Return the bytes of the keys and values of so many tokens."""
     return 2 * BF16 * shape.layers * shape.keys * tokens
 
 
-def served_adapters(shape: Shape, adapter: Adapter) -> float:
+def served_adapters(shape: DecoderShape, adapter: Adapter) -> float:
     return BF16 * adapter.served * shape.lora_parameters(adapter.rank)
 
 
-def trained_adapters(shape: Shape, adapter: Adapter) -> float:
+def trained_adapters(shape: DecoderShape, adapter: Adapter) -> float:
     """Return the bytes of weights, gradients (twice: a pass adds its own when it is done) and AdamW's two moments."""
     return 5 * FLOAT32 * adapter.trained * shape.lora_parameters(adapter.rank)
 
 
-def training_pass(shape: Shape, tokens: int, *, checkpointing: bool = True, width: int = BF16) -> float:
+def training_pass(shape: DecoderShape, tokens: int, *, checkpointing: bool = True, width: int = BF16) -> float:
     """Return the bytes that a forward and backward pass over so many tokens takes at its peak, besides the weights.
 
     With checkpointing, each layer's input is kept, and one layer at a time is computed again. `width`: bytes of an
@@ -76,7 +76,7 @@ def training_pass(shape: Shape, tokens: int, *, checkpointing: bool = True, widt
     return max(a_token * tokens, (shape.layers * width * shape.hidden + ends) * tokens + LOGITS)
 
 
-def whole_pass(shape: Shape, tokens: int, *, checkpointing: bool = True) -> float:
+def whole_pass(shape: DecoderShape, tokens: int, *, checkpointing: bool = True) -> float:
     """Return what a pass takes if all weights are trained, besides these and their gradients.
 
     Without checkpointing it keeps all weights in bfloat16. In the end there is the gradient of the head, twice.
@@ -86,7 +86,7 @@ def whole_pass(shape: Shape, tokens: int, *, checkpointing: bool = True) -> floa
     return max(training_pass(shape, tokens, checkpointing=checkpointing) + kept, head)
 
 
-def _layer(shape: Shape, width: int) -> float:
+def _layer(shape: DecoderShape, width: int) -> float:
     """The bytes that a layer keeps for its backward pass, of one token.
 
     Norms keep their input in float32, a copy where activations are narrower; each adapted module keeps its input; the
@@ -99,6 +99,6 @@ def _layer(shape: Shape, width: int) -> float:
     return norms + inputs + attention + heads + 4 * width * shape.intermediate * shape.active
 
 
-def _mlp_gradients(shape: Shape) -> float:
+def _mlp_gradients(shape: DecoderShape) -> float:
     """The bytes of the gradients in the middle of the MLP's backward pass, of one token: twice in float32."""
     return 2 * FLOAT32 * shape.intermediate * shape.active

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...proxy.errors import ConfigError
 from . import memory
 from .memory import GIB, Adapter
-from .shape import Shape
+from .shape import DecoderShape
 
 # Of a card's memory so much is shared out; of a card of vLLM's own, vLLM gets so much.
 USABLE, ALONE = 0.97, 0.9
@@ -24,7 +24,7 @@ USABLE_OF_MACHINE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlanRequest:
     """What the configuration says; None: the plan chooses. Devices are places in the list of cards."""
 
     max_model_len: int | None = None
@@ -62,7 +62,7 @@ class Plan:
         return bool(self.vllm) and bool(set(self.vllm_devices) & set(self.trainer_devices))
 
 
-def plan(shape: Shape, cards: Sequence[float], wanted: Wanted) -> Plan:
+def plan(shape: DecoderShape, cards: Sequence[float], wanted: PlanRequest) -> Plan:
     """Return the plan with the longest context that fits cards of so many GiB; ConfigError if nothing fits."""
     vllm, trainer = _devices(shape, len(cards), wanted)
     longest = wanted.max_model_len or shape.context
@@ -74,7 +74,9 @@ def plan(shape: Shape, cards: Sequence[float], wanted: Wanted) -> Plan:
     raise ConfigError(_refusal(shape, cards, found, wanted))
 
 
-def pass_on_cpu(shape: Shape, gib: float, wanted: Wanted, kv_cache_gib: float, most: int) -> tuple[int, bool]:
+def pass_on_cpu(
+    shape: DecoderShape, gib: float, wanted: PlanRequest, kv_cache_gib: float, most: int
+) -> tuple[int, bool]:
     """Return how many tokens a pass takes on a machine of so many GiB, and whether it needs gradient checkpointing.
 
     At least 1; at most `most`, unless the longest sample has more. Without `wanted.checkpointing`, it is needed where
@@ -105,7 +107,7 @@ def _lengths(longest: int) -> list[int]:
     return [longest, *range((longest - 1) // LENGTH_STEP * LENGTH_STEP, LEAST_LENGTH - 1, -LENGTH_STEP)]
 
 
-def _devices(shape: Shape, cards: int, wanted: Wanted) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _devices(shape: DecoderShape, cards: int, wanted: PlanRequest) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The trainer gets the last card; vLLM gets as many of the others as its tensor parallelism can use."""
     trainer = (wanted.trainer_devices or (cards - 1,)) if wanted.trained else ()
     if wanted.vllm_devices:
@@ -122,7 +124,12 @@ def _devices(shape: Shape, cards: int, wanted: Wanted) -> tuple[tuple[int, ...],
 
 
 def _with_length(
-    shape: Shape, cards: Sequence[float], wanted: Wanted, vllm: tuple[int, ...], trainer: tuple[int, ...], length: int
+    shape: DecoderShape,
+    cards: Sequence[float],
+    wanted: PlanRequest,
+    vllm: tuple[int, ...],
+    trainer: tuple[int, ...],
+    length: int,
 ) -> Plan:
     sample = wanted.max_sample_tokens or length
     fixed = _server(shape, wanted, len(vllm))
@@ -154,7 +161,7 @@ def _with_length(
     )  # fmt: skip
 
 
-def _server(shape: Shape, wanted: Wanted, cards: int) -> dict[str, float]:
+def _server(shape: DecoderShape, wanted: PlanRequest, cards: int) -> dict[str, float]:
     """What vLLM needs on each of its cards besides the cache of keys and values."""
     if not wanted.served:
         return {}
@@ -165,7 +172,7 @@ def _server(shape: Shape, wanted: Wanted, cards: int) -> dict[str, float]:
     }
 
 
-def _trainer(shape: Shape, wanted: Wanted, tokens: int) -> dict[str, float]:
+def _trainer(shape: DecoderShape, wanted: PlanRequest, tokens: int) -> dict[str, float]:
     if not wanted.trained:
         return {}
     if wanted.whole:
@@ -184,7 +191,7 @@ def _trainer(shape: Shape, wanted: Wanted, tokens: int) -> dict[str, float]:
     return {**needs, "lost in pieces": memory.LOSS * sum(needs.values())}
 
 
-def _refusal(shape: Shape, cards: Sequence[float], last: Plan, wanted: Wanted) -> str:
+def _refusal(shape: DecoderShape, cards: Sequence[float], last: Plan, wanted: PlanRequest) -> str:
     """Say what does not fit, with the shortest context that was tried."""
     needs = []
     if last.trainer:

@@ -9,8 +9,8 @@ from ...proxy.config.root import Config
 from ...proxy.policy.mode import publish_mode
 from .machine import Cards, cards, machine_memory, model_config
 from .memory import Adapter
-from .plan import Plan, Wanted, pass_on_cpu, plan
-from .shape import Shape, check_model, shape_of
+from .plan import Plan, PlanRequest, pass_on_cpu, plan
+from .shape import DecoderShape, check_model, shape_of
 
 # Where there is no plan, since the model's sizes are not known; the most in any case on a CPU.
 TOKENS_PER_PASS = 8192
@@ -63,11 +63,11 @@ def settle(
     )
 
 
-def _wanted(config: Config, numbers: list[int], offline: bool) -> Wanted:
+def _wanted(config: Config, numbers: list[int], offline: bool) -> PlanRequest:
     vllm, trainer, adapters = config.vllm, config.trainer, 1 + len(config.policy.adapters)
     lora = publish_mode(config) == "lora"
     places = {number: place for place, number in enumerate(numbers)}
-    return Wanted(
+    return PlanRequest(
         max_model_len=vllm.max_model_len,
         utilization=vllm.gpu_memory_utilization,
         tokens_per_pass=trainer.max_tokens_per_batch,
@@ -95,7 +95,7 @@ def _filled(config: Config, found: Plan) -> Config:
     )
 
 
-def _without_plan(config: Config, on_cpu: Shape | None, *, served: bool) -> Config:
+def _without_plan(config: Config, on_cpu: DecoderShape | None, *, served: bool) -> Config:
     vllm, trainer = config.vllm, config.trainer
     sample, checkpointing, tokens = (
         trainer.max_sample_tokens or vllm.max_model_len,
@@ -103,7 +103,7 @@ def _without_plan(config: Config, on_cpu: Shape | None, *, served: bool) -> Conf
         None,
     )
     if on_cpu is not None:
-        wanted = Wanted(
+        wanted = PlanRequest(
             max_sample_tokens=sample, checkpointing=checkpointing is True, served=served,
             adapter=Adapter(trainer.lora_rank, 1 + len(config.policy.adapters)),
             whole=trainer.weights == "full", reference=bool(trainer.kl_coef) or trainer.kl_metric,

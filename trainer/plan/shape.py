@@ -14,7 +14,7 @@ _SINKS = ("gpt_oss",)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecoderShape:
     """The sizes of a decoder. `experts` is how many MLPs a layer has; a token goes through `active` of them."""
 
     layers: int
@@ -75,13 +75,13 @@ def check_model(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"policy.model: {kind} has attention sinks, which are not supported")
 
 
-def shape_of(config: Mapping[str, Any]) -> Shape | None:
+def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
     """Return the sizes in a config.json; None if it lacks some, as those of unusual models do."""
     text = _text(config)
     try:
         heads = int(text["num_attention_heads"])
         experts = int(text.get("num_experts") or text.get("num_local_experts") or 1)
-        return Shape(
+        return DecoderShape(
             layers=int(text["num_hidden_layers"]),
             hidden=int(text["hidden_size"]),
             heads=heads,

@@ -16,7 +16,7 @@ from torch import Tensor
 from trl import DPOConfig, DPOTrainer
 
 from ..step.trainer import LightningTrainer
-from ..tuning.fit import Watch, arguments, fit, tuning_metrics
+from ..tuning.fit import FitCallback, arguments, fit, tuning_metrics
 from ..tuning.run import TuningRun
 from .pairs import Pair, PairReader, Pairs
 from .rows import HELD_OUT, GivenRows, answer_logprobs, measured, padded
@@ -66,7 +66,7 @@ def prefer(
         data_collator=collate,
         train_dataset=referred,
         processing_class=trainer.processing_class,
-        callbacks=[Watch(stopped, held_out)],
+        callbacks=[FitCallback(stopped, held_out)],
     )
     last = fit(trainer, dpo, directory, "trainer.dpo.learning_rate")
     if last is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from trl import KTOConfig, KTOTrainer
 
 from ..step.trainer import LightningTrainer
-from ..tuning.fit import Watch, arguments, fit, tuning_metrics
+from ..tuning.fit import FitCallback, arguments, fit, tuning_metrics
 from ..tuning.run import TuningRun
 from ..types import Sample
 from .rows import HELD_OUT, GivenRows, answer_logprobs, measured, padded
@@ -67,7 +67,7 @@ def heed(
         data_collator=collate,
         train_dataset=rows,
         processing_class=trainer.processing_class,
-        callbacks=[Watch(stopped, held_out)],
+        callbacks=[FitCallback(stopped, held_out)],
     )
     last = fit(trainer, kto, directory, "trainer.kto.learning_rate")
     if last is None:

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
-from ..tuning.rollouts import NothingToLearn, Rewarded, RolloutReader, as_sampled, digest, split, what_was_left_out
+from ..tuning.rollouts import (
+    NothingToLearn,
+    RewardedRollout,
+    RolloutReader,
+    as_sampled,
+    digest,
+    split,
+    what_was_left_out,
+)
 from ..types import Sample
 
 
@@ -63,7 +71,7 @@ class PairReader:
         in the fewest pairs yet, and among these those that differ most.
         """
         seen = Seen()
-        tasks: dict[str, list[Rewarded]] = {}
+        tasks: dict[str, list[RewardedRollout]] = {}
         for one in await self._rollouts.rewarded(among, seen):
             if one.rollout.task_id is not None:
                 tasks.setdefault(one.siblings, []).append(one)
@@ -84,11 +92,11 @@ class PairReader:
             )
         return self._pairs(found, seen)
 
-    def _differ(self, rollouts: Sequence[Rewarded]) -> bool:
+    def _differ(self, rollouts: Sequence[RewardedRollout]) -> bool:
         rewards = [one.reward for one in rollouts]
         return max(rewards) - min(rewards) >= self._config.margin
 
-    async def _of_task(self, rollouts: Sequence[Rewarded], seen: Seen) -> list[Pair]:
+    async def _of_task(self, rollouts: Sequence[RewardedRollout], seen: Seen) -> list[Pair]:
         rows = [(one.reward, made[0]) for one in rollouts if (made := await self._rollouts.rows(one.rollout, seen))]
         ranked = sorted(rows, key=lambda row: -row[0])
         apart = [(a[0] - b[0], Pair(a[1], b[1])) for a, b in combinations(ranked, 2)]

@@ -11,7 +11,7 @@ from ...proxy.store.resources.promotions import NOT_GATED
 from ..plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
 
 
-class PromotionPlugin(TrainerPlugin):
+class GatedPublishingPlugin(TrainerPlugin):
     """Publishes candidates where the configuration asks for it, and otherwise ends what is tested."""
 
     @asynccontextmanager
@@ -29,4 +29,4 @@ class PromotionPlugin(TrainerPlugin):
             yield TrainerHooks(publisher=GatedPublisher(config, store, swap, core.engine))
 
 
-plugin = PromotionPlugin
+plugin = GatedPublishingPlugin

@@ -13,7 +13,7 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from ..step.trainer import LightningTrainer
-from ..tuning.fit import Watch, arguments, fit, tuning_metrics
+from ..tuning.fit import FitCallback, arguments, fit, tuning_metrics
 from ..tuning.run import TuningRun
 from ..types import Sample
 from .traces import TraceReader, Traces
@@ -62,7 +62,7 @@ def fine_tune(
         args=_sft_config(trainer, directory, packing),
         train_dataset=dataset(traces.train),
         processing_class=trainer.processing_class,
-        callbacks=[Watch(stopped, held_out)],
+        callbacks=[FitCallback(stopped, held_out)],
     )
     last = fit(trainer, sft, directory, "trainer.sft.learning_rate")
     if last is None:

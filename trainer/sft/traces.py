@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
-from ..tuning.rollouts import NothingToLearn, Rewarded, RolloutReader, digest, split, what_was_left_out
+from ..tuning.rollouts import NothingToLearn, RewardedRollout, RolloutReader, digest, split, what_was_left_out
 from ..types import Sample
 from .trace_tokens import as_trace
 
@@ -67,7 +67,7 @@ class TraceReader:
         """
         seen = Seen()
         rewarded = await self._rollouts.rewarded(among, seen)
-        tasks: dict[str, list[Rewarded]] = {}
+        tasks: dict[str, list[RewardedRollout]] = {}
         for good in sorted((r for r in rewarded if self._is_good(r.reward)), key=lambda r: -r.reward):
             tasks.setdefault(good.siblings, []).append(good)
         if not tasks:
@@ -85,7 +85,7 @@ class TraceReader:
         least = self._config.min_reward
         return reward > 0 if least is None else reward >= least
 
-    async def _best(self, rollouts: Sequence[Rewarded], seen: Seen) -> list[tuple[Sample, ...]]:
+    async def _best(self, rollouts: Sequence[RewardedRollout], seen: Seen) -> list[tuple[Sample, ...]]:
         """The rows of a task's best rollouts that differ and can be learned from; `rollouts` come best first."""
         found: dict[Any, tuple[Sample, ...]] = {}
         for rollout, *_ in rollouts:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Sample
-from .scoring import Scores
+from .scoring import ScoredTokens
 
 
 def fully_scored(token_ids: tuple[int, ...], adapter: str) -> Sample:
@@ -17,7 +17,9 @@ def fully_scored(token_ids: tuple[int, ...], adapter: str) -> Sample:
     return Sample("", "", token_ids, mask, zeros, zeros, ones, adapter=adapter)
 
 
-def logprobs_of(samples: Sequence[Sample], cost: TreeCost, score: Callable[[MicroBatch], Scores]) -> list[list[float]]:
+def logprobs_of(
+    samples: Sequence[Sample], cost: TreeCost, score: Callable[[MicroBatch], ScoredTokens]
+) -> list[list[float]]:
     """Return a log-probability for each token of each sample, as it was sampled; 0.0 for context.
 
     It is -inf where the way of sampling leaves a token out.

@@ -17,14 +17,14 @@ from ..rows.prefix_tree import Ints, PrefixTree, padded_tree
 from ..types import Sample, Sampling
 from .flex import FLEX_BLOCK
 from .shaping import Shaper
-from .token_scores import Shape, token_scores
+from .token_scores import SamplingShape, token_scores
 from .tree_attention import TreeMask, use_tree_attention
 
 # Tokens, if the model does not say how many it can take.
 DEFAULT_SAMPLE = 4096
 
 
-class Scores(NamedTuple):
+class ScoredTokens(NamedTuple):
     """Scores of tokens, (B, T), with zeros where a token is not scored. `entropies` have a gradient if asked for.
 
     A log-probability is -inf where the way of sampling leaves the token out under these weights.
@@ -74,7 +74,7 @@ def score(
     shaper: Shaper | None = None,
     *,
     entropy_gradient: bool = False,
-) -> Scores:
+) -> ScoredTokens:
     """Score the trained tokens of `samples` with one forward pass over `tree`, which has all but their last tokens.
 
     `model` is the bare causal LM, perhaps with LoRA layers. Without `shaper` there is nothing but temperatures.
@@ -94,10 +94,10 @@ def score(
     )  # fmt: skip
     shaped = None
     if shaper is not None and targets.ways.any():
-        shaped = Shape(shaper, shaper.places(samples, targets.rows[first], targets.columns[first]))
+        shaped = SamplingShape(shaper, shaper.places(samples, targets.rows[first], targets.columns[first]))
     logprobs, entropies = token_scores(hidden[chosen], model, tokens, temperatures, shaped, entropy_gradient)
     shape = (len(samples), max(len(s.token_ids) for s in samples))
-    return Scores(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
+    return ScoredTokens(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
 
 
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:

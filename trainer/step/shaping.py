@@ -22,7 +22,7 @@ from .grammars import Grammars, Masks
 _LIKELIEST = 1024
 
 
-class Place(NamedTuple):
+class SampledPlace(NamedTuple):
     """Where a token was sampled: how, after which prompt and answer so far, and what a grammar allowed there.
 
     `allowed` is (V/32,) bits. `is_lost`: the grammar's replay came to its end before, so nothing is known.
@@ -43,10 +43,12 @@ class _Answer(NamedTuple):
     start: int
     masks: Masks | None
 
-    def place(self, column: int) -> Place:
+    def place(self, column: int) -> SampledPlace:
         allowed = None if self.masks is None else self.masks.at(column - self.start)
         is_lost = self.masks is not None and allowed is None
-        return Place(self.sampling, self.tokens[: self.start], self.tokens[self.start : column], allowed, is_lost)
+        return SampledPlace(
+            self.sampling, self.tokens[: self.start], self.tokens[self.start : column], allowed, is_lost
+        )
 
 
 class Shaper:
@@ -58,10 +60,10 @@ class Shaper:
         self._ends = _ends(tokenizer, model)
         self.grammars = Grammars(tokenizer, model.config.get_text_config().vocab_size, self._ends)
 
-    def places(self, samples: Sequence[Sample], rows: Ints, columns: Ints) -> list[Place | None]:
+    def places(self, samples: Sequence[Sample], rows: Ints, columns: Ints) -> list[SampledPlace | None]:
         """Return where the tokens at `rows` and `columns` were sampled; None for those that only have a temperature."""
         answers: dict[tuple[int, int], _Answer] = {}
-        found: list[Place | None] = []
+        found: list[SampledPlace | None] = []
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
             span = next((s for s in samples[row].shaped if s[0] <= column < s[1]), None)
             if span is None:
@@ -78,13 +80,13 @@ class Shaper:
             masks = self.grammars.masks(sampling.grammar, sampling.stop_tokens, tokens[start:].tolist())
         return _Answer(sampling, tokens, start, masks)
 
-    def before_temperature(self, logits: Tensor, places: Sequence[Place | None]) -> Tensor:
+    def before_temperature(self, logits: Tensor, places: Sequence[SampledPlace | None]) -> Tensor:
         """Return (K, V) logits with masks, biases and penalties. What a gradient flows through stays in the graph."""
         if not any(place is not None and _changes_logits(place) for place in places):
             return logits
         return torch.stack([row if p is None else self._shaped(row, p) for row, p in zip(logits, places, strict=True)])
 
-    def _shaped(self, logits: Tensor, place: Place) -> Tensor:
+    def _shaped(self, logits: Tensor, place: SampledPlace) -> Tensor:
         sampling = place.sampling
         forbidden = self._forbidden(logits, place)
         if forbidden is not None:
@@ -94,7 +96,7 @@ class Shaper:
             logits = logits.index_add(0, _ids(ids, logits), logits.new_tensor(values))
         return _penalised(logits, place)
 
-    def _forbidden(self, logits: Tensor, place: Place) -> Tensor | None:
+    def _forbidden(self, logits: Tensor, place: SampledPlace) -> Tensor | None:
         """The tokens that cannot come here, as a mask; None if all can."""
         sampling, size = place.sampling, len(logits)
         forbidden = torch.zeros(size, dtype=torch.bool, device=logits.device)
@@ -109,7 +111,7 @@ class Shaper:
             forbidden = forbidden if bool(without_ends.all()) else without_ends
         return forbidden if forbidden.any() else None
 
-    def _bad_ends(self, place: Place) -> list[int]:
+    def _bad_ends(self, place: SampledPlace) -> list[int]:
         """The tokens that would complete a bad word."""
         answer = place.answer.tolist()
         words = self._bad_words(place.sampling.bad_words)
@@ -130,7 +132,7 @@ class Shaper:
         return self._words[words]
 
 
-def truncate(logprobs: Tensor, places: Sequence[Place | None]) -> Tensor:
+def truncate(logprobs: Tensor, places: Sequence[SampledPlace | None]) -> Tensor:
     """Return (K, V) log-probabilities after temperature, renormalised over what min_p, top_k and top_p leave."""
     rows = [i for i, place in enumerate(places) if place is not None and _truncates(place.sampling)]
     if not rows:
@@ -169,7 +171,7 @@ def _top_p(logprobs: Tensor, top_p: Tensor) -> Tensor:
     return logprobs.masked_fill((logprobs < least) & (top_p < 1), -torch.inf)
 
 
-def _penalised(logits: Tensor, place: Place) -> Tensor:
+def _penalised(logits: Tensor, place: SampledPlace) -> Tensor:
     sampling = place.sampling
     if sampling.repetition_penalty != 1:
         seen = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
@@ -182,7 +184,7 @@ def _penalised(logits: Tensor, place: Place) -> Tensor:
     return logits
 
 
-def _changes_logits(place: Place) -> bool:
+def _changes_logits(place: SampledPlace) -> bool:
     s = place.sampling
     penalised = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
     masked = place.allowed is not None or s.allowed is not None or s.bad_words or s.min_tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...proxy.config.trainer import TrainerConfig
 from ..rows.microbatches import MicroBatch
 from .losses import importance_ratios, weight_limits
-from .scoring import Scores
+from .scoring import ScoredTokens
 
 # exp() of anything larger is useless in a metric and may overflow.
 _MAX_LOG_RATIO = 20.0
@@ -85,7 +85,7 @@ class StepMetrics:
         micro_batch: MicroBatch,
         loss: Tensor,
         inputs: dict[str, Tensor],
-        scores: Scores,
+        scores: ScoredTokens,
         reference: Tensor | None = None,
     ) -> None:
         """Add a micro-batch. `inputs`, `scores`, `reference` (under the base model) are (A, L), one row an answer."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .shaping import Place, Shaper, truncate
+from .shaping import SampledPlace, Shaper, truncate
 
 # So many logits are computed at a time (64 MiB in float32). Larger pieces miss a CPU's caches and are slower.
 _LOGITS_PER_CHUNK = 2**24
@@ -17,11 +17,11 @@ _LOGITS_PER_CHUNK = 2**24
 _LEAST = -1e4
 
 
-class Shape(NamedTuple):
+class SamplingShape(NamedTuple):
     """How each of K tokens was sampled, and what computes it."""
 
     shaper: Shaper
-    places: Sequence[Place | None]
+    places: Sequence[SampledPlace | None]
 
 
 class _Tokens(NamedTuple):
@@ -29,7 +29,7 @@ class _Tokens(NamedTuple):
 
     labels: Tensor
     temperatures: Tensor
-    shape: Shape | None
+    shape: SamplingShape | None
 
 
 def token_scores(
@@ -37,7 +37,7 @@ def token_scores(
     model: PreTrainedModel,
     labels: Tensor,
     temperatures: Tensor,
-    shape: Shape | None,
+    shape: SamplingShape | None,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Turn (K, H) hidden states, (K,) next tokens and temperatures into (K,) log-probabilities and entropies.
@@ -127,7 +127,7 @@ def _chunks(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens) -> Iterator
     size = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
-        shape = tokens.shape and Shape(tokens.shape.shaper, tokens.shape.places[part])
+        shape = tokens.shape and SamplingShape(tokens.shape.shaper, tokens.shape.places[part])
         yield hidden[part], _Tokens(tokens.labels[part], tokens.temperatures[part], shape)
 
 

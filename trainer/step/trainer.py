@@ -34,7 +34,7 @@ from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, token_we
 from .own_loss import own_loss
 from .processes import Pass, Processes, on_every_process, on_every_shard
 from .rescoring import fully_scored, logprobs_of
-from .scoring import Scores, attention_cost, check_tree_support, longest_sample, score
+from .scoring import ScoredTokens, attention_cost, check_tree_support, longest_sample, score
 from .shaping import Shaper
 from .shortage import give_back, make_what_fits, too_large
 from .skipped import fault_of_loss, some_rollouts
@@ -97,7 +97,7 @@ class LightningTrainer(GRPOTrainer):
         self.importance_sampling_level = config.importance_level
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
-        self._scores: Scores | None = None
+        self._scores: ScoredTokens | None = None
         self._read: State | None = None  # the checkpoint that this process alone has read
         self.entropy = EntropyBonus(config.entropy)
         self._shaper = Shaper(self.processing_class, self.policy_model)
@@ -212,7 +212,7 @@ class LightningTrainer(GRPOTrainer):
         inputs = loss_inputs(samples, answers, weights, config)
         # Before the policy's own pass: gradient checkpointing computes layers again, and the adapter must be on then.
         reference = answers.take(self._reference(micro_batch)) if config.kl_coef or config.kl_metric else None
-        scores = Scores(*map(answers.take, self._score(micro_batch)))
+        scores = ScoredTokens(*map(answers.take, self._score(micro_batch)))
         self._scores = scores._replace(logprobs=leave_out_tokens(inputs, scores.logprobs, config))
         add_guidance(inputs, samples, answers, self._scores.logprobs, config.guide_limit)
         if reference is not None:
@@ -282,7 +282,7 @@ class LightningTrainer(GRPOTrainer):
         """Remember an adapter's present weights, for `logprobs` to score with later."""
         self._kept[adapter] = self.trained.copy(adapter)
 
-    def _score(self, micro_batch: MicroBatch, model: PreTrainedModel | None = None) -> Scores:
+    def _score(self, micro_batch: MicroBatch, model: PreTrainedModel | None = None) -> ScoredTokens:
         self.trained.activate(micro_batch.adapter)
         with self.accelerator.autocast():
             bonus, tree, samples = self.entropy.weight > 0, micro_batch.tree, micro_batch.samples

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 SAVES = 10  # checkpoints in a run
 
 
-class Watch(TrainerCallback):
+class FitCallback(TrainerCallback):
     """Ends the run when it is told to, marks whole checkpoints, and logs every epoch.
 
     Each checkpoint holds the numbers up to its own step, so that a run that is killed ends with the same ones.

@@ -38,7 +38,7 @@ class NothingToLearn(LightningError):
     """No rollout in the store can be learned from."""
 
 
-class Rewarded(NamedTuple):
+class RewardedRollout(NamedTuple):
     """A completed rollout and its reward. `owner`: the key that sees only its own rollouts, if it is such a key's."""
 
     rollout: Rollout
@@ -71,13 +71,13 @@ class RolloutReader:
         self._agents = TrainedAgents(config.agents)
         self._roll_call = RollCall(self._agents)
 
-    async def rewarded(self, among: Collection[str] | None, seen: Seen) -> list[Rewarded]:
+    async def rewarded(self, among: Collection[str] | None, seen: Seen) -> list[RewardedRollout]:
         """Return rollouts with a reward that counts (`reward_weights`), newest first; all, or those `among` these.
 
         Those that a reward function is still to be asked about have not got all of theirs.
         """
         await self._store.returns.use(Rules.of(self._config))
-        found: list[Rewarded] = []
+        found: list[RewardedRollout] = []
         awaiting = set(await self._store.endings.awaiting())
         cursor: int | None = None
         while True:
@@ -87,7 +87,7 @@ class RolloutReader:
                 reward = rollout.reward
                 if reward is not None and (among is None or rollout.rollout_id in among):
                     seen.reward(rollout.task_id, reward)
-                    found.append(Rewarded(rollout, reward, owners.get(rollout.rollout_id)))
+                    found.append(RewardedRollout(rollout, reward, owners.get(rollout.rollout_id)))
             if cursor is None:
                 return found
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..tools import dicts
-from .responses_answer import LOGPROBS, Reply
+from .responses_answer import LOGPROBS, ResponsesReply
 from .responses_items import messages_of
 from .responses_stream import ResponsesStreamTranslation
 from .responses_tools import Tools
@@ -57,10 +57,10 @@ class ResponsesTranslation:
         self.chat |= _conversation(given, earlier) | _tools(given, tools) | _limits(given) | _shape(given)
 
     def answer(self, chat: Json) -> Json:
-        return Reply(self._body, self._tools).answer(chat)
+        return ResponsesReply(self._body, self._tools).answer(chat)
 
     def stream(self) -> StreamTranslation:
-        return ResponsesStreamTranslation(Reply(self._body, self._tools))
+        return ResponsesStreamTranslation(ResponsesReply(self._body, self._tools))
 
     def refused(self, error: Json) -> Json:
         """Return the chat route's error with the field called as the agent called it."""

@@ -18,7 +18,7 @@ _SCHEMA = ("name", "schema", "type", "description", "strict")
 _LEAST_TEMPERATURE = 1e-2
 
 
-class Reply:
+class ResponsesReply:
     """The response to one request: what it repeats of the request, and what the model said."""
 
     def __init__(self, body: Json, tools: Tools) -> None:

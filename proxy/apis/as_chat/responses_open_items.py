@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from .responses_answer import Reply, custom_input, message_item, new_id, reasoning_item, text_part
+from .responses_answer import ResponsesReply, custom_input, message_item, new_id, reasoning_item, text_part
 from .responses_items import CUSTOM_INPUT
 
 Json = dict[str, Any]
@@ -88,7 +88,7 @@ class OpenReasoning(OpenItem):
 class OpenCall(OpenItem):
     """A call of a function or of a custom tool. The input of a custom tool is read out of its arguments."""
 
-    def __init__(self, place: int, reply: Reply, index: Any, call: Json) -> None:
+    def __init__(self, place: int, reply: ResponsesReply, index: Any, call: Json) -> None:
         """`index`: its place among the calls of the chat answer; `call`: its first part."""
         self.call_index = index
         self._reply = reply

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from .responses_answer import Reply, logprobs
+from .responses_answer import ResponsesReply, logprobs
 from .responses_open_items import OpenCall, OpenItem, OpenMessage, OpenReasoning
 
 Json = dict[str, Any]
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 class ResponsesStreamTranslation:
     """One stream. Its chunks may come with more than the agent asked for, and without text or calls."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ResponsesReply) -> None:
         self._reply = reply
         self._chat: Json = {}
         self._finish = "stop"

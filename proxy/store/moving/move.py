@@ -13,7 +13,7 @@ from ...config.server import StoreConfig
 from ...errors import ConfigError, LightningError, StoreUnavailable
 from ..migrate import migrate
 from .file import file_to_read, new_file
-from .tables import Record, Source, Table, Target, read_tables
+from .tables import NewStore, Record, Source, Table, read_tables
 
 
 class Watcher(Protocol):
@@ -58,7 +58,7 @@ def _tables() -> list[Table]:
         return read_tables(schema)
 
 
-async def _move_table(table: Table, source: Source, target: Target, watcher: Watcher) -> int:
+async def _move_table(table: Table, source: Source, target: NewStore, watcher: Watcher) -> int:
     watcher.begins(table.name, await source.count(table))
     await target.fill(table, _counted(source.read(table), watcher.copied))
     rows = await _compare(table, source, target, watcher)
@@ -66,7 +66,7 @@ async def _move_table(table: Table, source: Source, target: Target, watcher: Wat
     return rows
 
 
-async def _compare(table: Table, source: Source, target: Target, watcher: Watcher) -> int:
+async def _compare(table: Table, source: Source, target: NewStore, watcher: Watcher) -> int:
     """Compare the rows of both, in their order; return how many they are."""
     there = target.read(table)
     rows = 0
@@ -100,7 +100,7 @@ def _to_read(config: StoreConfig) -> AbstractAsyncContextManager[Source]:
     return server_to_read(config)
 
 
-def _new(config: StoreConfig) -> AbstractAsyncContextManager[Target]:
+def _new(config: StoreConfig) -> AbstractAsyncContextManager[NewStore]:
     if not config.is_postgres:
         return new_file(config)
     _require_asyncpg()

@@ -70,7 +70,7 @@ class Source(Protocol):
         """Raise LightningError if what was read may not be of one moment."""
 
 
-class Target(Source, Protocol):
+class NewStore(Source, Protocol):
     """A new store, which is there only when the block that makes it ends without an error."""
 
     async def fill(self, table: Table, records: AsyncIterable[Record]) -> None: ...

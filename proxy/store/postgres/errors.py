@@ -7,7 +7,7 @@ from typing import NoReturn
 import asyncpg
 
 from ...errors import StoreUnavailable
-from ..database import Refused
+from ..database import ConstraintRefused
 
 # The way to the server is to blame, or it starts, ends or has no place for another connection: soon it may be back.
 AWAY = (
@@ -46,7 +46,7 @@ def is_away(error: BaseException) -> bool:
 def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoReturn:
     """Raise StoreUnavailable or Refused for an error; others as they are. `unknown`: it came while committing."""
     if isinstance(error, asyncpg.IntegrityConstraintViolationError):
-        raise Refused(str(error)) from error
+        raise ConstraintRefused(str(error)) from error
     if not is_away(error) and not isinstance(error, (*UNUSABLE, *AGAIN)):
         raise error
     nothing = "; nothing was recorded, try again" if what == "written" else ""

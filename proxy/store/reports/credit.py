@@ -42,7 +42,7 @@ WHERE rollouts.rollout_id = :rollout_id ORDER BY calls.seq
 
 
 @dataclass(frozen=True, slots=True)
-class CreditedCall:
+class CallWithCredit:
     """A call, and how it was trained (`CallCredit`). Without credit these fields are None: nothing was trained on."""
 
     call_id: str
@@ -78,14 +78,14 @@ class CallTokens:
 
 
 class Credit:
-    """Reads how calls were trained. `Steps.claim` writes it."""
+    """Reads how calls were trained. `TrainingSteps.claim` writes it."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    async def of(self, rollout_id: str) -> list[CreditedCall]:
+    async def of(self, rollout_id: str) -> list[CallWithCredit]:
         """Return the rollout's calls, in order."""
-        return [read(CreditedCall, row) for row in await self._db.all(CREDIT_OF, {"rollout_id": rollout_id})]
+        return [read(CallWithCredit, row) for row in await self._db.all(CREDIT_OF, {"rollout_id": rollout_id})]
 
     async def group_of(
         self, rollout_id: str, key_id: str | None = None, *, siblings: bool = True

@@ -32,7 +32,7 @@ FROM (
 
 
 @dataclass(frozen=True, slots=True)
-class RecentCalls:
+class RecentTraffic:
     """The newest calls. `since`: when the oldest of them began (Unix time).
 
     `latency_ms` and `ttft_ms` are medians; `response_tokens` is what was sampled in all of them.
@@ -52,10 +52,10 @@ class Traffic:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    async def recent(self, newest: int) -> RecentCalls:
+    async def recent(self, newest: int) -> RecentTraffic:
         """Sum up the newest calls, at most so many."""
         rows = await self._db.all(RECENT_CALLS, {"newest": newest})
-        return RecentCalls(
+        return RecentTraffic(
             calls=len(rows),
             since=min((row["started_at"] for row in rows), default=None),
             by_status=dict(Counter(row["status"] for row in rows).most_common()),

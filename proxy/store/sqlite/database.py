@@ -17,7 +17,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
 from ..copies import connect_to_read, make_private
-from ..database import SMALL, Database, Params, Refused, Runs, Work, Writing
+from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
 from ..migrate import migrate, require_ours
 from .locks import keeping
 from .place import Place
@@ -334,7 +334,7 @@ def _empty_log(connection: sqlite3.Connection) -> None:
 def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
     """StoreUnavailable for what the file, its disk or another process is to blame for, Refused for what was written."""
     if isinstance(error, sqlite3.IntegrityError):
-        raise Refused(str(error)) from error
+        raise ConstraintRefused(str(error)) from error
     if type(error) not in FAULTS:
         raise error
     nothing = "; nothing was recorded, try again" if what == "written" else ""

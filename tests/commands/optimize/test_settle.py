@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 
 from lightning_proxy.commands.optimize.reflection import Reflection
-from lightning_proxy.commands.optimize.scores import BudgetSpent, Score, Scores
+from lightning_proxy.commands.optimize.scores import BudgetSpent, PromptScores, Score
 from lightning_proxy.commands.optimize.search import Search
 from lightning_proxy.commands.run.tasks import Task
 
 TASKS = [Task(f"t{i}", "{}") for i in range(6)]
 
 
-class Drawn(Scores):
+class Drawn(PromptScores):
     """Scores of versions that are right with these rates; the first look is given."""
 
     def __init__(self, rates: dict[int, float], first: dict[int, list[float]], budget: int, seed: int = 0) -> None:
@@ -41,7 +41,7 @@ class Drawn(Scores):
         return [self._known[version, task.task_id][look] for task in tasks]
 
 
-async def searched(scores: Scores, versions: list[int]) -> Search:
+async def searched(scores: PromptScores, versions: list[int]) -> Search:
     job = Search("p", "", scores, cast(Any, None), [], TASKS, 0, lambda _: None)
     for version in versions:
         await job.validate(version, str(version))

@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from lightning_proxy.commands.power.sampling import Answer, PowerSampler
+from lightning_proxy.commands.power.sampling import PowerSampler, SampledAnswer
 from lightning_proxy.commands.power.server import power_server
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import LightningError
@@ -40,10 +40,10 @@ class ToyModel:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    async def propose(self, beginning: Sequence[int], n: int, tokens: int) -> list[Answer]:
+    async def propose(self, beginning: Sequence[int], n: int, tokens: int) -> list[SampledAnswer]:
         return [self._ending(list(beginning), tokens) for _ in range(n)]
 
-    def _ending(self, prefix: list[int], tokens: int) -> Answer:
+    def _ending(self, prefix: list[int], tokens: int) -> SampledAnswer:
         start, logprobs = len(prefix), list[float]()
         while len(logprobs) < tokens:
             chances = next_token(prefix)
@@ -51,8 +51,8 @@ class ToyModel:
             prefix.append(token)
             logprobs.append(math.log(chances[token]))
             if token == END:
-                return Answer(tuple(prefix[start:]), tuple(logprobs), "stop")
-        return Answer(tuple(prefix[start:]), tuple(logprobs))
+                return SampledAnswer(tuple(prefix[start:]), tuple(logprobs), "stop")
+        return SampledAnswer(tuple(prefix[start:]), tuple(logprobs))
 
 
 def chances_of_answers() -> dict[tuple[int, ...], float]:
@@ -121,7 +121,7 @@ async def test_one_move_leaves_the_distribution_as_it_is() -> None:
     sampler = PowerSampler(model.propose, ALPHA, rng, proposals=1)
     for answer in rng.choices(list(target), list(target.values()), k=8000):
         logprobs = tuple(math.log(next_token(answer[:i])[token]) for i, token in enumerate(answer))
-        start = Answer(answer, logprobs, "stop" if answer[-1] == END else "length")
+        start = SampledAnswer(answer, logprobs, "stop" if answer[-1] == END else "length")
         seen[(await sampler.move(start, LONGEST)).token_ids] += 1
     assert is_plausible(seen, target)
     assert 0 < sampler.changes < sampler.moves == 8000

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.commands.api_client import ApiClient, ApiError
-from lightning_proxy.commands.run.backlog import Gate
+from lightning_proxy.commands.run.backlog import BacklogGate
 from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner, make_runner
 from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
 from lightning_proxy.commands.run.summary import summarize, totals
@@ -137,7 +137,7 @@ async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, t
     open_at_gate: list[int] = []
     told: list[str] = []
 
-    class Watched(Gate):
+    class Watched(BacklogGate):
         async def wait(self) -> None:
             open_at_gate.append(sum(r["status"] == "running" for r in proxy.rollouts.values()))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.store.database import Refused
+from lightning_proxy.proxy.store.database import ConstraintRefused
 from lightning_proxy.proxy.store.keys import Keyring, Scope, hash_key, new_key
 from lightning_proxy.proxy.store.migrate import FIRST
 from lightning_proxy.proxy.store.opening import opened
@@ -220,7 +220,7 @@ async def test_a_record_of_another_keys_rollout_is_refused_by_the_store_itself(
         async with opened(system.config.store) as database:
             _, key = await Keyring(database).create("theirs", "agent", Limits(), recording=True, scope="own")
             row = {"rollout_id": "named", "task_id": None, "agent": None, "mode": "eval", "pin": None, "at": 1.0}
-            with pytest.raises(Refused):
+            with pytest.raises(ConstraintRefused):
                 await database.commit([(ROLLOUT_SEEN, [row | {"key_id": key.key_id, "evidence": False}])])
         assert (await system.call("GET", "/rollouts/named", **mine))[1]["mode"] == "train"
 

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.apis.as_chat.responses_answer import Reply
+from lightning_proxy.proxy.apis.as_chat.responses_answer import ResponsesReply
 from lightning_proxy.proxy.apis.as_chat.responses_open_items import OpenCall
 from lightning_proxy.proxy.apis.as_chat.responses_tools import Tools
 from support.fuzzing import examples
@@ -46,7 +46,9 @@ def deltas(events: list[Any]) -> str:
 def test_what_is_told_of_it_after_each_piece(opening: str, inner: str, closing: str, cuts: list[int]) -> None:
     arguments = opening + inner + closing
     places = [0, *sorted(min(cut, len(arguments)) for cut in cuts), len(arguments)]
-    call = OpenCall(0, Reply({}, Tools([{"type": "custom", "name": "patch"}])), 0, {"function": {"name": "patch"}})
+    call = OpenCall(
+        0, ResponsesReply({}, Tools([{"type": "custom", "name": "patch"}])), 0, {"function": {"name": "patch"}}
+    )
     before = ""
     for start, end in pairwise(places):
         now = begun_input(arguments[:end])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_proxy.proxy.conversation.turns import (
     AsText,
-    Turn,
+    TokenTurn,
     closing,
     earlier_turn,
     exact_prompt,
@@ -72,7 +72,7 @@ def sampled(text: str, cuts: Sequence[bool]) -> list[int]:
     return ids
 
 
-def next_prompt(render: Render, turn: Turn, messages: Sequence[Json]) -> list[int]:
+def next_prompt(render: Render, turn: TokenTurn, messages: Sequence[Json]) -> list[int]:
     end = closing(*(tokenize(render([user("0"), assistant(text)], False)) for text in ("0", "1")))
     history, whole = tokenize(render(messages[: len(turn.messages) + 1], False)), tokenize(render(messages, True))
     found = exact_prompt(turn, history, whole, end)
@@ -90,15 +90,15 @@ def assistant(text: str, **more: Any) -> Json:
 
 def turn_of(
     messages: list[Any], answer: Json, prompt: Sequence[int], ids: Sequence[int], why: str = "stop", rendered: Any = ()
-) -> Turn:
-    return Turn(messages, {}, answer, array("i", [*prompt, *ids]), len(ids), why, array("i", rendered or prompt))
+) -> TokenTurn:
+    return TokenTurn(messages, {}, answer, array("i", [*prompt, *ids]), len(ids), why, array("i", rendered or prompt))
 
 
 @given(st.data(), st.lists(st.tuples(TEXTS, TEXTS), min_size=2, max_size=4), st.sampled_from([chatml, late_end]))
 def test_a_conversation_stays_one_row_whatever_was_sampled(data: Any, said: list[tuple[str, str]], render: Any) -> None:
     messages: list[Json] = []
     row: list[int] = []
-    turn: Turn | None = None
+    turn: TokenTurn | None = None
     for asked, answered in said:
         messages = [*messages, user(asked)]
         prompt = tokenize(render(messages, True)) if turn is None else next_prompt(render, turn, messages)

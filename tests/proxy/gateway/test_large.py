@@ -14,7 +14,7 @@ import pytest
 
 from lightning_proxy.proxy.aside import LARGE
 from lightning_proxy.proxy.control.requests import large_response
-from lightning_proxy.proxy.gateway.call import Call, Question
+from lightning_proxy.proxy.gateway.call import CallUnderWay, Question
 from lightning_proxy.proxy.json_text import encode_in_turns, loads, loads_in_turns
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -131,7 +131,7 @@ async def test_nothing_of_a_call_waits_until_python_looks_for_cycles(
             for path in ("/v1/chat/completions", "/rollouts/r/v1/chat/completions"):
                 assert (await system.call("POST", path, body))[0] == 200
             async with asyncio.timeout(10):  # the server's side may end a moment later
-                while any(type(found) in (Question, Call) for found in gc.get_objects()):
+                while any(type(found) in (Question, CallUnderWay) for found in gc.get_objects()):
                     await asyncio.sleep(0.05)
         finally:
             gc.enable()

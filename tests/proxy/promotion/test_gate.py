@@ -14,7 +14,7 @@ import pytest
 
 from lightning_proxy.proxy.policy import watch
 from lightning_proxy.proxy.promotion import gate
-from lightning_proxy.proxy.store.versions import Versions
+from lightning_proxy.proxy.store.versions import PolicyVersions
 from support.serving import serving
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
@@ -277,9 +277,9 @@ async def test_a_decision_between_two_readings_names_no_version_that_did_not_ans
         async with system.store() as store:
             version = await system.candidate(store, tmp_path)
         await ready(system, "merged", version)
-        read, reads = Versions.live_now, 0
+        read, reads = PolicyVersions.live_now, 0
 
-        async def decided_after(self: Versions) -> Any:
+        async def decided_after(self: PolicyVersions) -> Any:
             nonlocal reads
             live = await read(self)
             reads += 1
@@ -291,5 +291,5 @@ async def test_a_decision_between_two_readings_names_no_version_that_did_not_ans
 
         monkeypatch.setattr(watch, "WATCH_S", 1000)
         await asyncio.sleep(0.3)  # no look of its own is under way
-        monkeypatch.setattr(Versions, "live_now", decided_after)
+        monkeypatch.setattr(PolicyVersions, "live_now", decided_after)
         assert await served(system, "r", "t") == version

@@ -16,7 +16,7 @@ from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.store import database as databases
 from lightning_proxy.proxy.store import migrate
 from lightning_proxy.proxy.store.copies import copy_store
-from lightning_proxy.proxy.store.database import Refused, Transaction
+from lightning_proxy.proxy.store.database import ConstraintRefused, Transaction
 from lightning_proxy.proxy.store.opening import open_database, opened
 from lightning_proxy.proxy.store.sqlite import database as files
 from lightning_proxy.proxy.store.sqlite.database import SqliteDatabase
@@ -119,7 +119,7 @@ async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done
 
     with pytest.raises(ValueError):
         await database.write(fails)
-    with pytest.raises(Refused):
+    with pytest.raises(ConstraintRefused):
         await database.commit([(AT, [{"at": 1}]), (AT, [{"at": None}])])
     await database.commit([("INSERT INTO policy_log (version, at) VALUES (0, 3)", [{}])])
     assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0, 3.0]

@@ -16,7 +16,7 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import ConfigError, NotFound, StoreUnavailable
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT
-from lightning_proxy.proxy.store.database import Database, Refused, Transaction
+from lightning_proxy.proxy.store.database import ConstraintRefused, Database, Transaction
 from lightning_proxy.proxy.store.opening import open_database, opened
 from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
@@ -120,7 +120,7 @@ async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done
 
     with pytest.raises(ValueError):
         await database.write(fails)
-    with pytest.raises(Refused):
+    with pytest.raises(ConstraintRefused):
         await database.commit([(AT, [{"at": 1.0}]), (AT, [{"at": None}])])
     await database.commit([("INSERT INTO policy_log (version, at) VALUES (0, 3)", [{}])])
     assert [row["at"] for row in await database.all("SELECT at FROM policy_log ORDER BY n")] == [0.0, 3.0]

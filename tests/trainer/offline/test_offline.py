@@ -32,7 +32,7 @@ from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.store.training import Steps
+from lightning_proxy.proxy.store.training import TrainingSteps
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.judge.judge import Judge
@@ -342,15 +342,15 @@ async def test_an_epoch_that_was_stopped_at_its_end_ends_also_after_a_run_of_sft
     run, stop = Run(tmp_path / "run", base), asyncio.Event()
     run.trainer["sft"] = {"epochs": 1}
     config = Config.model_validate(run.settings())
-    whole = Steps.update_metrics
+    whole = TrainingSteps.update_metrics
 
-    async def told(self: Steps, step: int, metrics: dict[str, Any]) -> None:
+    async def told(self: TrainingSteps, step: int, metrics: dict[str, Any]) -> None:
         await whole(self, step, metrics)
         if step == 3:
             stop.set()
 
     with pytest.MonkeyPatch.context() as stopping:
-        stopping.setattr(Steps, "update_metrics", told)
+        stopping.setattr(TrainingSteps, "update_metrics", told)
         await train_offline(config, Asked(), Offline(recorded, run.out, 1), stop)
     assert "epochs_done" not in run.steps()[3]
     await train_offline(config, Asked("sft"), Offline(recorded, run.out), asyncio.Event())

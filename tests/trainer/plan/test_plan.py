@@ -14,7 +14,7 @@ from lightning_proxy.trainer.plan import machine
 from lightning_proxy.trainer.plan import settle as settle_module
 from lightning_proxy.trainer.plan.machine import cards, cards_like
 from lightning_proxy.trainer.plan.memory import GIB
-from lightning_proxy.trainer.plan.plan import Wanted, pass_on_cpu
+from lightning_proxy.trainer.plan.plan import PlanRequest, pass_on_cpu
 from lightning_proxy.trainer.plan.settle import Settled, settle
 from lightning_proxy.trainer.plan.shape import check_model, shape_of
 from support.model_sizes import SIZES
@@ -115,7 +115,7 @@ def test_without_a_gpu_or_sizes_there_are_defaults(tmp_path: Path) -> None:
 def test_without_a_gpu_the_machines_memory_bounds_a_pass(gib: float, tokens: int, checkpointing: bool) -> None:
     shape = shape_of(SIZES["Qwen2.5-1.5B"])
     assert shape is not None
-    found, needed = pass_on_cpu(shape, gib, Wanted(max_sample_tokens=2048, checkpointing=False), 2.0, 8192)
+    found, needed = pass_on_cpu(shape, gib, PlanRequest(max_sample_tokens=2048, checkpointing=False), 2.0, 8192)
     assert (found, needed) == (pytest.approx(tokens, rel=0.1), checkpointing)
 
 

@@ -28,7 +28,7 @@ from lightning_proxy.trainer.step.losses import (
     loss_inputs,
     token_weights,
 )  # fmt: skip
-from lightning_proxy.trainer.step.scoring import Scores
+from lightning_proxy.trainer.step.scoring import ScoredTokens
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
 from support.paths import EXAMPLES
@@ -297,7 +297,7 @@ def token_slopes(
     inputs = loss_inputs([sample], answers, weights, learner.settings)
     logps = (inputs["old_per_token_logps"] + log_ratio).requires_grad_()
     present = logps.index_fill(1, torch.tensor(outside, dtype=torch.long), -math.inf)
-    learner._scores = Scores(leave_out_tokens(inputs, present, learner.settings), torch.zeros_like(logps))
+    learner._scores = ScoredTokens(leave_out_tokens(inputs, present, learner.settings), torch.zeros_like(logps))
     (slopes,) = torch.autograd.grad(learner._compute_loss(learner.model, inputs), logps)
     scale = weights[sample.rollout_id]
     return [float(slope / scale) for slope in slopes[0]]
@@ -344,7 +344,7 @@ def test_a_sequence_is_an_answer_and_its_ratio_the_geometric_mean(model: Path, t
     answers = Answers.of([sample], torch.device("cpu"))
     inputs = loss_inputs([sample], answers, token_weights([sample], learner.settings), learner.settings)
     logps = torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]).requires_grad_()
-    learner._scores = Scores(logps, torch.zeros_like(logps))
+    learner._scores = ScoredTokens(logps, torch.zeros_like(logps))
     (slopes,) = torch.autograd.grad(learner._compute_loss(learner.model, inputs), logps)
     assert (slopes * 3).flatten().tolist() == pytest.approx([-1.0, -1.0, -math.exp(0.5), 0.0])
 

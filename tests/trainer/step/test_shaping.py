@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from lightning_proxy.trainer.rows.microbatches import micro_batches  # noqa: E402
 from lightning_proxy.trainer.step.grammars import Grammars  # noqa: E402
-from lightning_proxy.trainer.step.shaping import Place, Shaper, truncate  # noqa: E402
+from lightning_proxy.trainer.step.shaping import SampledPlace, Shaper, truncate  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
 
 PROMPT, ANSWER = (3, 4, 4, 5), (6, 7, 6, 8)
@@ -59,7 +59,7 @@ def shaper(model: Path) -> Shaper:
 
 
 def ours(shaper: Shaper, logits: Any, sampling: Sampling) -> Any:
-    places = [Place(sampling, np.array(PROMPT), np.array(ANSWER)) for _ in logits]
+    places = [SampledPlace(sampling, np.array(PROMPT), np.array(ANSWER)) for _ in logits]
     shaped = shaper.before_temperature(logits, places) / sampling.temperature
     return truncate(shaped.log_softmax(-1), places)
 
@@ -130,7 +130,7 @@ def test_every_way_to_sample_is_that_of_vllms_sampler(shaper: Shaper, way: dict[
 def test_top_p_over_a_large_vocabulary_looks_beyond_the_likeliest_where_it_must() -> None:
     flat = torch.zeros(2, 5000)
     flat[1, 0] = 20.0
-    place = Place(Sampling(top_p=0.9), np.array([1]), np.array([]))
+    place = SampledPlace(Sampling(top_p=0.9), np.array([1]), np.array([]))
     left = truncate(flat.log_softmax(-1), [place, place]).isfinite().sum(-1).tolist()
     assert left[1] == 1
     assert left[0] == pytest.approx(5000, abs=500)  # all are as likely: none can be told from another
@@ -193,7 +193,7 @@ def test_the_gradient_of_a_shaped_log_probability_is_its_own(model: Path, tmp_pa
     logits = learner.policy_model(input_ids=torch.tensor([sample.token_ids])).logits[0]
     total = torch.zeros(())
     for i in range(len(PROMPT), len(sample.token_ids)):
-        place = Place(sampling, np.array(PROMPT), np.array(sample.token_ids[len(PROMPT) : i]))
+        place = SampledPlace(sampling, np.array(PROMPT), np.array(sample.token_ids[len(PROMPT) : i]))
         shaped = learner._shaper.before_temperature(logits[i - 1 : i], [place])
         total = total + truncate(shaped.log_softmax(-1), [place])[0, sample.token_ids[i]]
     for got, expected in zip(mine, torch.autograd.grad(total, adapters), strict=True):

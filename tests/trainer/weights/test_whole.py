@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa
 
 from lightning_proxy.trainer.rows.microbatches import micro_batches  # noqa: E402
 from lightning_proxy.trainer.step import token_scores  # noqa: E402
-from lightning_proxy.trainer.step.shaping import Place, truncate  # noqa: E402
+from lightning_proxy.trainer.step.shaping import SampledPlace, truncate  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
 
 PROMPT = (3, 4, 4, 5)
@@ -76,7 +76,7 @@ def plain_scores(learner: LightningTrainer, sample: Sample) -> tuple[torch.Tenso
         places = []
         if sample.shaped:
             ids = np.asarray(sample.token_ids)
-            places = [Place(sample.shaped[0][2], ids[:4], ids[4:i])]
+            places = [SampledPlace(sample.shaped[0][2], ids[:4], ids[4:i])]
             row = learner._shaper.before_temperature(row, places)
         logp = (row / sample.temperatures[i]).log_softmax(-1)
         logp = truncate(logp, places)[0] if places else logp[0]
