@@ -16,7 +16,7 @@ from ..errors import LightningError
 from ..store.database import Database
 from ..store.resources.promotions import Observed, Outcome, Promotion
 from .metrics import metrics
-from .weigh import TestRules, Weighed, weigh
+from .weigh import GateRules, Weighed, weigh
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Gate(Generic[Test]):
         name: str,
         tests: Tests[Test],
         database: Database,
-        rules: TestRules,
+        rules: GateRules,
         waits_for: Callable[[], Awaitable[str | None]] = never,
     ) -> None:
         """`name`: of the lock by which one of several processes decides. `waits_for`: why nothing may go live now."""
@@ -118,9 +118,9 @@ class Gate(Generic[Test]):
         self._seen[test.n] = stamp, now + LOOK_ANYWAY_S
 
 
-def rules(gate: GateConfig, trainer: TrainerConfig) -> TestRules:
+def rules(gate: GateConfig, trainer: TrainerConfig) -> GateRules:
     """Return what tests go by: of the policy or of prompts, as `gate` says. Siblings are those of the trainer."""
-    return TestRules(
+    return GateRules(
         metrics=metrics(gate.metrics, gate.reward_range, trainer.reward_weights),
         level=gate.level,
         max_rollouts=gate.max_rollouts,

@@ -17,7 +17,7 @@ Key = tuple[str, str | None, int]  # who opened it, a task, and the number of a 
 
 
 @dataclass(frozen=True, slots=True)
-class TestRules:
+class GateRules:
     """What a test goes by. `group_size`: siblings of a group; `group_timeout_s`: after which no more are waited for.
 
     `max_rollouts`, `reward_timeout_s`, `level`: as in the section `policy.gate`.
@@ -46,7 +46,7 @@ class Weighed(NamedTuple):
     reason: str
 
 
-def weigh(test: Promotion, rollouts: Sequence[Observed], rules: TestRules, now: float) -> Weighed:
+def weigh(test: Promotion, rollouts: Sequence[Observed], rules: GateRules, now: float) -> Weighed:
     """Return the evidence of a test's compared rollouts at this time."""
     is_full = len(rollouts) >= rules.max_rollouts
     groups, open_groups = _groups(test, rollouts, rules, now, is_full)
@@ -66,7 +66,7 @@ def weigh(test: Promotion, rollouts: Sequence[Observed], rules: TestRules, now: 
 
 
 def _groups(
-    test: Promotion, rollouts: Sequence[Observed], rules: TestRules, now: float, is_full: bool
+    test: Promotion, rollouts: Sequence[Observed], rules: GateRules, now: float, is_full: bool
 ) -> tuple[list[SiblingGroup], int]:
     """Groups of whom nothing more is to come, and how many others there are.
 
@@ -99,7 +99,7 @@ def _in_time(siblings: Sequence[Observed], timeout_s: float) -> Sequence[Observe
     return siblings[:end]
 
 
-def _settled_at(rollout: Observed, rules: TestRules) -> float:
+def _settled_at(rollout: Observed, rules: GateRules) -> float:
     """The time from which on a rollout's values count: it has ended and has its rewards, or is waited for no more."""
     if rollout.ended_at is None:
         return rollout.created_at + rules.reward_timeout_s
@@ -115,7 +115,7 @@ def _counts_at_all(rollout: Observed) -> bool:
 
 
 def _compared(
-    metric: GuardedMetric, groups: Sequence[SiblingGroup], rules: TestRules
+    metric: GuardedMetric, groups: Sequence[SiblingGroup], rules: GateRules
 ) -> tuple[dict[str, Any], Evidence]:
     """One metric's numbers, as they are kept, and its evidence."""
     pairs, sums, clipped = list[float](), {"candidate": list[float](), "live": list[float]()}, 0
@@ -145,7 +145,7 @@ def _compared(
     }, evidence
 
 
-def _counts(members: Sequence[Observed], groups: Sequence[SiblingGroup], rules: TestRules) -> dict[str, int]:
+def _counts(members: Sequence[Observed], groups: Sequence[SiblingGroup], rules: GateRules) -> dict[str, int]:
     """How many rollouts one version has: in all, counted so far, failed, and left out for want of a reward."""
     ids = {rollout.rollout_id for group in groups for rollout in (*group.candidate, *group.live)}
     counted = [rollout for rollout in members if rollout.rollout_id in ids]

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_proxy.proxy.promotion.metrics import metrics
 from lightning_proxy.proxy.promotion.sides import choose
-from lightning_proxy.proxy.promotion.weigh import TestRules, Weighed, weigh
+from lightning_proxy.proxy.promotion.weigh import GateRules, Weighed, weigh
 from lightning_proxy.proxy.store.resources.promotions import Observed, Promotion
 from lightning_proxy.proxy.types import Reward
 
@@ -17,10 +17,10 @@ TEST = Promotion(1, version=2, against=1, status="testing", began_at=0.0)
 NOW = 1_000.0
 
 
-def rules(margins: dict[str, float] | None = None, size: int = 4, **changed: Any) -> TestRules:
+def rules(margins: dict[str, float] | None = None, size: int = 4, **changed: Any) -> GateRules:
     found = metrics(margins or {"reward": 0.1}, (0.0, 1.0), {"reward": 1.0})
     told = {"level": 0.05, "max_rollouts": 1000, "reward_timeout_s": 100.0, "group_timeout_s": 50.0, **changed}
-    return TestRules(metrics=found, group_size=size, **told)
+    return GateRules(metrics=found, group_size=size, **told)
 
 
 def seen(task: str | None, place: int, reward: float | None, size: int = 4, **changed: Any) -> Observed:
@@ -150,7 +150,7 @@ def test_the_newest_reward_of_each_name_counts_times_its_weight() -> None:
     posted = (Reward("r", 0.0, created_at=21.0), Reward("r", 1.0, created_at=22.0), Reward("r", 1.0, name="style"))
     one = [seen("t", place, None, 2, rewards=posted if place else (Reward("r", 0.0),)) for place in range(2)]
     (metric,) = metrics({"reward": 0.1}, (0.0, 2.0), {"reward": 1.0, "style": 0.5})
-    told = TestRules([metric], 0.05, 1000, 100.0, 2, 50.0)
+    told = GateRules([metric], 0.05, 1000, 100.0, 2, 50.0)
     assert abs(reward(weigh(TEST, one, told, NOW))["difference"]) == pytest.approx(0.75)
 
 
