@@ -4,19 +4,21 @@
 # ///
 """OpenAI's client for Python, without a framework: a loop that calls tools."""
 
-# docs: begin
 import json
 from typing import Any
 
+# docs: begin
 from openai import OpenAI
-
-NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
-PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "additionalProperties": False}
-MULTIPLY: Any = {"type": "function", "function": {"name": "multiply", "parameters": PARAMETERS, "strict": True}}
 
 
 def client_of(headers: dict[str, str]) -> OpenAI:
     return OpenAI(default_headers=headers)
+
+
+# docs: end
+NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "additionalProperties": False}
+MULTIPLY: Any = {"type": "function", "function": {"name": "multiply", "parameters": PARAMETERS, "strict": True}}
 
 
 def step(client: OpenAI, messages: list[Any]) -> Any:
@@ -34,7 +36,6 @@ def done(message: Any, messages: list[Any]) -> Any:
     return message
 
 
-# docs: end
 def streamed(client: OpenAI, messages: list[Any]) -> Any:
     with client.chat.completions.stream(model="policy", messages=messages, tools=[MULTIPLY]) as stream:
         return done(stream.get_final_completion().choices[0].message, messages)

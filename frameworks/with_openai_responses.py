@@ -4,19 +4,21 @@
 # ///
 """OpenAI's client for Python with the Responses API, without a framework: a loop that calls tools."""
 
-# docs: begin
 import json
 from typing import Any
 
+# docs: begin
 from openai import OpenAI
-
-NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
-PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "additionalProperties": False}
-MULTIPLY: Any = {"type": "function", "name": "multiply", "parameters": PARAMETERS, "strict": True}
 
 
 def client_of(headers: dict[str, str]) -> OpenAI:
     return OpenAI(default_headers=headers)
+
+
+# docs: end
+NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "additionalProperties": False}
+MULTIPLY: Any = {"type": "function", "name": "multiply", "parameters": PARAMETERS, "strict": True}
 
 
 def step(client: OpenAI, items: list[Any]) -> Any:
@@ -34,7 +36,6 @@ def done(response: Any, items: list[Any]) -> Any:
     return response
 
 
-# docs: end
 def streamed(client: OpenAI, items: list[Any]) -> Any:
     with client.responses.stream(model="policy", input=items, tools=[MULTIPLY]) as stream:
         return done(stream.get_final_response(), items)

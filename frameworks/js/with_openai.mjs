@@ -4,6 +4,8 @@ import { headers, questions, stream } from "./asked.mjs";
 import OpenAI from "openai";
 
 const client = new OpenAI({ defaultHeaders: headers });
+// docs: end
+
 const integers = { a: { type: "integer" }, b: { type: "integer" } };
 const multiply = {
   name: "multiply",
@@ -14,7 +16,6 @@ const multiply = {
 };
 const tools = [{ type: "function", function: multiply }];
 const ask = (messages) => client.chat.completions.runTools({ model: "policy", messages, tools, stream });
-// docs: end
 
 let messages = [];
 for (const question of questions) {
