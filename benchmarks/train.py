@@ -30,7 +30,6 @@ from results_page import Page, machine, option
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
-from trl import GRPOTrainer
 
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
@@ -70,24 +69,19 @@ class Work:
 
 
 class PaddedTrainer(LightningTrainer):
-    """The same weights, loss and optimiser, with TRL's own forward pass over padded rows in `padded_step`."""
-
-    padded = False
-
-    def _get_per_token_logps_and_entropies(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, None]:
-        own = LightningTrainer if not self.padded else GRPOTrainer
-        return own._get_per_token_logps_and_entropies(self, *args, **kwargs)
+    """The same weights and optimiser, with TRL's own forward pass and loss over padded rows in `padded_step`."""
 
     def padded_step(self, samples: Sequence[Sample]) -> None:
         weights = token_weights(samples, self.settings)
-        self.padded = True
+        config = self.settings
+        self.epsilon_low, self.epsilon_high = config.clip_low, config.importance_cap
+        self.loss_type, self.current_gradient_accumulation_steps = "cispo", self.args.steps_per_generation
         self.model.train()
         for rows in in_passes(samples, self.settings.max_tokens_per_batch):
             inputs = padded_inputs(rows, weights, self.accelerator.device)
             with self.accelerator.autocast():
                 self.accelerator.backward(self._compute_loss(self.model, inputs))
         self.finish()
-        self.padded = False
 
     def finish(self) -> None:
         self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)

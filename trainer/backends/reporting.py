@@ -23,7 +23,6 @@ class Reporter:
         callbacks = get_reporting_integration_callbacks(self.args.report_to)
         self.callback_handler = CallbackHandler([DefaultFlowCallback, *callbacks], None, None, None, None)
         self.state, self.control = TrainerState(), TrainerControl()
-        self._metrics: dict[str, dict[str, Any]] = {"train": {}}
         trackers.attach(self)
 
 

@@ -165,31 +165,8 @@ class Ranks(Processes):
             return shards.clip(parameters, limit)
         return super().clip(accelerator, parameters, limit)
 
-    def alone(self, accelerator: Accelerator) -> Any:
-        return accelerator if self.size == 1 else _Alone(accelerator)
-
     def _tell(self, what: object) -> None:
         dist.broadcast_object_list([what], src=0, group=self._idle)
-
-
-class _Alone:
-    """An accelerator that gathers and sums nothing; otherwise the one it is made of."""
-
-    num_processes = 1
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    gather_for_metrics = gather
-
-    def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
-        return tensor
 
 
 @contextmanager

@@ -78,7 +78,6 @@ class Trackers:
         """Send the last step's numbers, by the tags of `metric_schema`. A failure is only logged."""
         self.begin()
         trainer = self._trainer
-        trainer._metrics["train"].clear()  # TRL's own, under names that vary with the loss
         try:
             trainer.control = trainer.callback_handler.on_log(
                 trainer.args, trainer.state, trainer.control, by_tag(metrics)

@@ -33,8 +33,7 @@ def add_guidance(
     inputs["guided"] = (guides > 0) & there
     inputs["guidance"] = total.where(inputs["guided"], 0.0)
     inputs["guide_gap"] = (gaps / guides.clamp(min=1)).where(inputs["guided"], 0.0)
-    inputs["raw_advantages"] = inputs["raw_advantages"] + inputs["guidance"]
-    inputs["advantages"] = inputs["advantages"] + inputs["guidance"] * inputs["advantage_scale"]
+    inputs["advantages"] = inputs["advantages"] + inputs["guidance"]
 
 
 def _said(sample: Sample, guide: int) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""The configured loss: TRL's term for every token, the weight of each token, and the inputs that TRL takes.
+"""The configured loss: TRL's term for every token, and the weight of each token.
 
 The loss does not depend on how calls are merged into rows and how a step is cut into micro-batches. Three things make
 it so. A sequence in TRL's sense is one answer: the action of a call, the unit that has one advantage (arXiv 2508.03680,
@@ -8,12 +8,13 @@ the base model carries the same weights and cap.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -47,29 +48,6 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
         "luspo": Loss("dapo", "one"),
     }
 )
-
-
-def loss_arguments(config: TrainerConfig) -> dict[str, Any]:
-    """Return the arguments of TRL's GRPOConfig for the per-token term.
-
-    `importance_cap` bounds weights that nothing else bounds: sapo's gate and vespo's weighting stay under 1.6 and 1.3
-    with their default settings.
-    """
-    loss = LOSSES[config.loss_type]
-    cispo = loss.term == "cispo"
-    return {
-        "loss_type": loss.term,
-        "epsilon": config.clip_low,
-        "epsilon_high": config.importance_cap if cispo else config.clip_high,
-        "delta": None if cispo else max(config.importance_cap, 1 + config.clip_high),
-        "sapo_temperature_pos": config.sapo.temperature_pos,
-        "sapo_temperature_neg": config.sapo.temperature_neg,
-        "vespo_k_pos": config.vespo.k_pos,
-        "vespo_lambda_pos": config.vespo.lambda_pos,
-        "vespo_k_neg": config.vespo.k_neg,
-        "vespo_lambda_neg": config.vespo.lambda_neg,
-        "beta": 0.0,  # `kl_penalty` takes the place of TRL's KL term, which has no weights by rollout
-    }
 
 
 def weight_limits(config: TrainerConfig) -> tuple[float, float]:
@@ -124,53 +102,61 @@ def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
-def loss_inputs(
-    samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float], config: TrainerConfig
-) -> dict[str, Tensor]:
-    """Return TRL's inputs, and more; all are (A, L), with 0 where there is no token.
-
-    The weights go into the loss with the advantages, in which every term is linear: `advantages` are `raw_advantages`
-    times `advantage_scale`. `token_weights` are what that scale is made of.
-    """
+def loss_inputs(samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return what the loss is made of, apart from the policy's log-probabilities: (A, L) each, 0 without a token."""
     mask = answers.mask
     of_rows = torch.tensor([weights[sample.rollout_id] for sample in samples], device=mask.device)
-    token_weights = of_rows[answers.rows] * mask
-    scale = token_weights * _averaged_over(mask, config)
-    nothing = mask[:, :0]
-    advantages = answers.take(padded([s.advantages for s in samples], mask.device))
     return {
-        # Not read, since the forward pass is not TRL's (LightningTrainer._get_per_token_logps_and_entropies).
-        "prompt_ids": nothing,
-        "prompt_mask": nothing,
-        "completion_ids": mask,
         "completion_mask": mask,
-        "advantages": advantages * scale,
-        "raw_advantages": advantages,
-        "advantage_scale": scale,
+        "advantages": answers.take(padded([s.advantages for s in samples], mask.device)),
         "old_per_token_logps": answers.take(padded([s.logprobs for s in samples], mask.device)),
-        "num_items_in_batch": torch.tensor(1.0, device=mask.device),
-        "token_weights": token_weights,
+        "token_weights": of_rows[answers.rows] * mask,
     }
 
 
-def leave_out_tokens(inputs: dict[str, Tensor], logprobs: Tensor, config: TrainerConfig) -> Tensor:
+def leave_out_tokens(inputs: dict[str, Tensor], logprobs: Tensor) -> Tensor:
     """Take the tokens whose log-probability is -inf out of `inputs`; return the log-probabilities without them.
 
     The policy that is trained would not sample them: its top_p and the like leave them out under the present weights.
     The tokens that stay keep their weights.
     """
-    outside, mask = logprobs.detach().isneginf(), inputs["completion_mask"]
+    outside = logprobs.detach().isneginf()
     for name in ("completion_mask", "token_weights"):
         inputs[name] = inputs[name].masked_fill(outside, 0.0)
-    kept = _averaged_over(inputs["completion_mask"], config) / _averaged_over(mask, config)
-    for name in ("advantages", "advantage_scale"):
-        inputs[name] = (inputs[name] * kept).masked_fill(outside, 0.0)
     return torch.where(outside, inputs["old_per_token_logps"], logprobs)
 
 
-def _averaged_over(mask: Tensor, config: TrainerConfig) -> Tensor | float:
-    """What TRL divides each answer's tokens by, (A, 1): it averages sapo's term alone over answers and their tokens."""
-    return mask.sum(1, keepdim=True).clamp(min=1.0) * len(mask) if LOSSES[config.loss_type].term == "sapo" else 1.0
+def policy_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConfig) -> Tensor:
+    """Sum each token's weight times its term, which is that of TRL's GRPOTrainer.
+
+    `importance_cap` bounds weights that nothing else bounds: sapo's gate and vespo's weighting stay under 1.6 and 1.3
+    with their default settings.
+    """
+    mask, term = inputs["completion_mask"], LOSSES[config.loss_type].term
+    weighted = inputs["advantages"] * inputs["token_weights"]
+    log_ratios = logprobs - inputs["old_per_token_logps"]
+    ratios = importance_ratios(log_ratios, mask, config.importance_level)
+    if term == "cispo":
+        gains = ratios.detach().clamp(max=config.importance_cap) * weighted * logprobs
+    elif term == "sapo":
+        temperatures = torch.where(weighted > 0, config.sapo.temperature_pos, config.sapo.temperature_neg)
+        gains = torch.sigmoid(temperatures * (ratios - 1)) * 4 / temperatures * weighted
+    elif term == "vespo":
+        gains = _gamma_weights(log_ratios.detach(), weighted, mask, config) * weighted * logprobs
+    else:
+        clipped = ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
+        bounded = ratios.clamp(max=max(config.importance_cap, 1 + config.clip_high))
+        gains = torch.min(bounded * weighted, clipped * weighted)
+    return -gains.sum()
+
+
+def _gamma_weights(log_ratios: Tensor, advantages: Tensor, mask: Tensor, config: TrainerConfig) -> Tensor:
+    """VESPO's weight of an answer, w^k · e^(λ - λw) of its whole ratio w: (A, L)."""
+    log_w = (log_ratios.clamp(-20.0, 20.0) * mask).sum(1, keepdim=True).clamp(math.log(1e-8), 20.0)
+    good = advantages >= 0
+    k = torch.where(good, config.vespo.k_pos, config.vespo.k_neg)
+    limit = torch.where(good, config.vespo.lambda_pos, config.vespo.lambda_neg)
+    return (limit + k * log_w - limit * log_w.exp()).exp()
 
 
 def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:

@@ -34,7 +34,7 @@ def own_loss(name: str, inputs: Mapping[str, Tensor], logprobs: Tensor) -> Tenso
     The weights are those of `loss_type`: they make the sum a mean over rollouts or tokens.
     """
     function, mask = load(SETTING, name), inputs["completion_mask"]
-    given = LossInputs(logprobs, inputs["old_per_token_logps"], inputs["raw_advantages"] * mask, mask)
+    given = LossInputs(logprobs, inputs["old_per_token_logps"], inputs["advantages"] * mask, mask)
     with faults(SETTING, name):
         of_tokens = function(given)
     if not isinstance(of_tokens, torch.Tensor) or of_tokens.shape != mask.shape:

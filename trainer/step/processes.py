@@ -75,10 +75,6 @@ class Processes:
         """Clip the norm of these parameters' gradients together; returns it as it was before."""
         return float(accelerator.clip_grad_norm_(parameters, limit))
 
-    def alone(self, accelerator: Any) -> Any:
-        """Return the accelerator of this process without the others: it gathers and sums nothing."""
-        return accelerator
-
     def follow(self, trainer: object) -> None:
         """Repeat the work of process 0 until it ends."""
         raise ConfigError("this process is one of several, which needs the trainer's side room `distributed`")

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ..weights.trained import Trained
 from .entropy import EntropyBonus
@@ -57,7 +56,15 @@ def restore(trainer: Resumable, state: State) -> None:
 def without_values(state: State) -> State:
     """Return a state for processes that get their parts of sharded weights and moments from process 0."""
     large = {key: state[key] for key in SHARDED if key in state}
-    return state | tree_map_only(Tensor, lambda value: value.to("meta") if value.dim() else value, large)
+    return state | _on_meta(large)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta") if value.dim() else value
+    if isinstance(value, dict):
+        return {key: _on_meta(inner) for key, inner in value.items()}
+    return [_on_meta(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _set_random_state(state: State) -> None:
@@ -75,4 +82,3 @@ def _set_learning_rate(trainer: Resumable) -> None:
     for group, rate, factor in zip(optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
         group["initial_lr"] = rate
         group["lr"] = rate * factor(schedule.last_epoch)
-    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]

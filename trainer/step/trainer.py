@@ -30,7 +30,7 @@ from ..weights.choice import load_model, peft_config, trained, weight_dtype
 from ..weights.trained import Weights
 from .entropy import EntropyBonus, entropy_term, tokens_by_adapter
 from .guidance import add_guidance
-from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, token_weights
+from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, policy_loss, token_weights
 from .own_loss import own_loss
 from .processes import Pass, Processes, on_every_process, on_every_shard
 from .rescoring import fully_scored, logprobs_of
@@ -50,7 +50,7 @@ STATE_FILE = "state.pt"
 class LightningTrainer(GRPOTrainer):
     """A GRPOTrainer driven from outside: by `step`, `save`, `load` and `logprobs` instead of `train()`.
 
-    The loss is TRL's own, as `losses.py` lays it out. Its ratios are to the policies that sampled the answers.
+    The loss has TRL's terms (`losses.py`). Its ratios are to the policies that sampled the answers.
     """
 
     model: Any
@@ -92,12 +92,8 @@ class LightningTrainer(GRPOTrainer):
         self.model = self.trained.prepare(partial(processes.prepare, self.accelerator))
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or ENDLESS)
         self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
-        self.current_gradient_accumulation_steps = 1
-        # After TRL's constructor, which would warn of a normalisation that is not used here.
-        self.importance_sampling_level = config.importance_level
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
-        self._scores: ScoredTokens | None = None
         self._read: State | None = None  # the checkpoint that this process alone has read
         self.entropy = EntropyBonus(config.entropy)
         self._shaper = Shaper(self.processing_class, self.policy_model)
@@ -145,7 +141,7 @@ class LightningTrainer(GRPOTrainer):
             if not metrics.finite:
                 metrics.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
         metrics.forward_backward_s = metrics.elapsed
-        metrics.learning_rate = self._get_learning_rate()
+        metrics.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         metrics.skipped = not metrics.micro_batches or not metrics.finite
         self.left_out_because = too_large(metrics)
         self.skipped_because = metrics.fault or self.left_out_because
@@ -182,12 +178,9 @@ class LightningTrainer(GRPOTrainer):
 
     def _pass(self, one: Pass, weights: dict[str, float], tokens: int, metrics: StepMetrics) -> None:
         """Add the gradients of one pass, unless its loss is not finite."""
-        try:
-            loss = self._loss(one.micro_batch, weights, tokens, metrics if one.counts else None)
-            if metrics.finite or self.processes.sharded:
-                self.accelerator.backward(loss)
-        finally:
-            self._scores = None  # with it go the activations, if there was no backward pass
+        loss = self._loss(one.micro_batch, weights, tokens, metrics if one.counts else None)
+        if metrics.finite or self.processes.sharded:
+            self.accelerator.backward(loss)
 
     def _allow_tokens(self, fitting: int) -> None:
         """Make later passes no larger than those that fit."""
@@ -209,44 +202,27 @@ class LightningTrainer(GRPOTrainer):
         """
         samples, config = micro_batch.samples, self.settings
         answers = Answers.of(samples, self.accelerator.device)
-        inputs = loss_inputs(samples, answers, weights, config)
+        inputs = loss_inputs(samples, answers, weights)
         # Before the policy's own pass: gradient checkpointing computes layers again, and the adapter must be on then.
         reference = answers.take(self._reference(micro_batch)) if config.kl_coef or config.kl_metric else None
         scores = ScoredTokens(*map(answers.take, self._score(micro_batch)))
-        self._scores = scores._replace(logprobs=leave_out_tokens(inputs, scores.logprobs, config))
-        add_guidance(inputs, samples, answers, self._scores.logprobs, config.guide_limit)
+        logprobs = leave_out_tokens(inputs, scores.logprobs)
+        add_guidance(inputs, samples, answers, logprobs, config.guide_limit)
         if reference is not None:
-            reference = torch.where(reference.isneginf(), self._scores.logprobs.detach(), reference)
-        loss: Tensor = self._compute_loss(self.model, inputs)
+            reference = torch.where(reference.isneginf(), logprobs.detach(), reference)
+        loss = own_loss(config.loss, inputs, logprobs) if config.loss else policy_loss(logprobs, inputs, config)
         if config.kl_coef and reference is not None:
-            penalty = kl_penalty(self._scores.logprobs, reference, inputs, config.importance_cap)
+            penalty = kl_penalty(logprobs, reference, inputs, config.importance_cap)
             loss = loss + config.kl_coef * penalty
         if self.entropy.weight:
-            loss = loss - self.entropy.weight * entropy_term(self._scores.entropies, inputs["completion_mask"], tokens)
+            loss = loss - self.entropy.weight * entropy_term(scores.entropies, inputs["completion_mask"], tokens)
         if metrics is None:
             return loss * 0.0
-        metrics.add(micro_batch, loss.detach(), inputs, self._scores, reference)
+        metrics.add(micro_batch, loss.detach(), inputs, scores._replace(logprobs=logprobs), reference)
         if not metrics.finite:
             of_answers = [samples[row].rollout_id for row in answers.rows[:, 0]]
-            metrics.fault = fault_of_loss(of_answers, inputs, self._scores.logprobs)
+            metrics.fault = fault_of_loss(of_answers, inputs, logprobs)
         return loss
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        """TRL's loss of this process's samples alone, not as a mean with other processes'; or the user's own loss."""
-        if (name := self.settings.loss) is not None and self._scores is not None:
-            return own_loss(name, inputs, self._scores.logprobs)
-        everybody, self.accelerator = self.accelerator, self.processes.alone(self.accelerator)
-        try:
-            return super()._compute_loss(model, inputs)
-        finally:
-            self.accelerator = everybody
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **_: Any
-    ) -> tuple[Tensor, Tensor, None]:
-        """Hand TRL's loss the scores of the prefix tree's one forward pass: (A, L) twice, and no router loss."""
-        assert self._scores is not None, "step() scores a micro-batch before it asks for its loss"
-        return self._scores.logprobs, self._scores.entropies.detach(), None
 
     def _clip_gradients(self) -> float:
         """Clip each adapter's gradient by itself; returns the norm of all together, before clipping."""

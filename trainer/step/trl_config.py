@@ -12,7 +12,6 @@ from trl import GRPOConfig
 from ...proxy.config.trainer import TrainerConfig
 from ..report.trackers import PROJECT
 from ..weights.choice import uses_autocast
-from .losses import loss_arguments
 
 ENDLESS = 10**9  # steps, for schedules of a run without `trainer.max_steps`
 
@@ -24,7 +23,6 @@ def grpo_config(config: TrainerConfig, output_dir: Path, run_name: str) -> GRPOC
         use_cpu=not cuda,
         bf16=uses_autocast(config),
         gradient_checkpointing=False,  # `train()` would switch it on; `checkpoint_layers` does
-        **loss_arguments(config),
         disable_dropout=True,
         learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler,

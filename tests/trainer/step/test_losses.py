@@ -26,9 +26,9 @@ from lightning_proxy.trainer.step.losses import (
     answer_spans,
     leave_out_tokens,
     loss_inputs,
+    policy_loss,
     token_weights,
 )  # fmt: skip
-from lightning_proxy.trainer.step.scoring import ScoredTokens
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
 from support.paths import EXAMPLES
@@ -285,6 +285,35 @@ def test_unchanged_policies_have_one_gradient_whatever_the_type_and_level(
     assert (slopes[0] - slopes[1]).norm() < 1e-4 * slopes[0].norm()
 
 
+@pytest.mark.parametrize(("loss_type", "level"), CASES)
+def test_the_terms_are_those_of_trl(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str, level: str
+) -> None:
+    learner = trainer(model, tmp_path, loss_type=loss_type, importance_level=level, clip_low=0.15, clip_high=0.4)
+    samples, config, term = batch(learner).samples, learner.settings, LOSSES[loss_type].term
+    inputs = loss_inputs(samples, Answers.of(samples, torch.device("cpu")), token_weights(samples, config))
+    mask, captured = inputs["completion_mask"], inputs["old_per_token_logps"]
+    logps = (captured + torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))).requires_grad_()
+    settings = {
+        "loss_type": term, "importance_sampling_level": level, "epsilon_low": config.clip_low,
+        "epsilon_high": config.importance_cap if term == "cispo" else config.clip_high,
+        "current_gradient_accumulation_steps": learner.args.steps_per_generation,
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (logps, torch.zeros_like(logps), None),
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setattr(learner, name, value, raising=False)
+    monkeypatch.setattr(learner.args, "delta", max(config.importance_cap, 1 + config.clip_high))
+    averaged = mask.sum(1, keepdim=True) * len(mask) if term == "sapo" else 1.0  # over answers and their tokens
+    given = {"prompt_ids": mask[:, :0], "prompt_mask": mask[:, :0], "completion_ids": mask, "completion_mask": mask}
+    given |= {"advantages": inputs["advantages"] * inputs["token_weights"] * averaged}
+    given |= {"old_per_token_logps": captured, "num_items_in_batch": torch.tensor(1.0)}
+    learner.model.train()
+    (theirs,) = torch.autograd.grad(learner._compute_loss(learner.model, given), logps)
+    (ours,) = torch.autograd.grad(policy_loss(logps, inputs, config), logps)
+    assert ours.abs().sum() > 0
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
 def token_slopes(
     learner: LightningTrainer, sample: Sample, log_ratio: float, outside: Sequence[int] = ()
 ) -> list[float]:
@@ -294,11 +323,11 @@ def token_slopes(
     """
     answers = Answers.of([sample], torch.device("cpu"))
     weights = token_weights([sample], learner.settings)
-    inputs = loss_inputs([sample], answers, weights, learner.settings)
+    inputs = loss_inputs([sample], answers, weights)
     logps = (inputs["old_per_token_logps"] + log_ratio).requires_grad_()
     present = logps.index_fill(1, torch.tensor(outside, dtype=torch.long), -math.inf)
-    learner._scores = ScoredTokens(leave_out_tokens(inputs, present, learner.settings), torch.zeros_like(logps))
-    (slopes,) = torch.autograd.grad(learner._compute_loss(learner.model, inputs), logps)
+    kept = leave_out_tokens(inputs, present)
+    (slopes,) = torch.autograd.grad(policy_loss(kept, inputs, learner.settings), logps)
     scale = weights[sample.rollout_id]
     return [float(slope / scale) for slope in slopes[0]]
 
@@ -342,10 +371,9 @@ def test_a_sequence_is_an_answer_and_its_ratio_the_geometric_mean(model: Path, t
     # Two answers in one row: ratios e^1 and e^-1 in the first (mean 1), e^0.5 in the second.
     sample = row("r", "t", ([3], [4, 5], [-2.0, -0.0], 1.0), ([6], [7], [-1.5], 1.0))
     answers = Answers.of([sample], torch.device("cpu"))
-    inputs = loss_inputs([sample], answers, token_weights([sample], learner.settings), learner.settings)
+    inputs = loss_inputs([sample], answers, token_weights([sample], learner.settings))
     logps = torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]).requires_grad_()
-    learner._scores = ScoredTokens(logps, torch.zeros_like(logps))
-    (slopes,) = torch.autograd.grad(learner._compute_loss(learner.model, inputs), logps)
+    (slopes,) = torch.autograd.grad(policy_loss(logps, inputs, learner.settings), logps)
     assert (slopes * 3).flatten().tolist() == pytest.approx([-1.0, -1.0, -math.exp(0.5), 0.0])
 
 
