@@ -31,8 +31,8 @@ def private(tree: ast.Module) -> Iterator[str]:
     own = set(defined(tree)) | DOCUMENTED
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            if node.attr not in (OURS | DOCUMENTED if of_self(node) else own):
-                yield node.attr
+            known = OURS | DOCUMENTED if of_self(node) else own
+            yield from {node.attr} - known
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
             name = node.args[1]
             if isinstance(name, ast.Constant) and is_private(str(name.value)) and name.value not in own:
