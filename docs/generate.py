@@ -38,7 +38,7 @@ A wrong key or value ends the command with one line that names it. Times are in 
 
 METRICS_BEGIN = """# All numbers of a training step
 
-Each with its unit and meaning. [metrics.md](metrics.md) says where to see them.
+Each with its unit, unless it is a count, and its meaning. [metrics.md](metrics.md) says where to see them.
 A number that is not finite is left out.
 
 ```sh
@@ -85,7 +85,8 @@ def metrics() -> str:
     """Return the page of all metrics."""
     groups: dict[str, list[str]] = {}
     for metric in ALL_METRICS.values():
-        groups.setdefault(metric.group, []).append(f"- `{metric.name}` ({metric.unit}): {metric.meaning}")
+        unit = "" if metric.unit == "count" else f" ({metric.unit})"
+        groups.setdefault(metric.group, []).append(f"- `{metric.name}`{unit}: {metric.meaning}")
     parts = [METRICS_BEGIN]
     for group, lines in groups.items():
         about = f"{ABOUT_METRICS[group]}\n\n" if group in ABOUT_METRICS else ""
