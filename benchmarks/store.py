@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from filled import SIBLINGS, Size, fill
@@ -25,6 +26,7 @@ from targets import start_proxy, start_upstream
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
@@ -41,6 +43,7 @@ NO_JSON = ("/", "/feed", "/thumbs.js", "/metrics", "/docs", "/redoc", "/openapi.
 ROLLOUTS = ("r1", "long")
 
 Look = Callable[[Store], Awaitable[object]]
+tests_of = cache(lambda store: Promotions(store.database))
 
 
 @dataclass(frozen=True)
@@ -90,17 +93,17 @@ def looks(size: Size) -> list[tuple[str, str, Look]]:
         ("a call", "an adapter by its served name", lambda s: s.versions.named(f"policy-v{newest}.planner")),
         ("a call", "the live version", lambda s: s.versions.live_now()),
         ("a call", "the version that a rollout keeps", lambda s: s.rollouts.get("r1")),
-        ("a call", "the test under way", lambda s: s.promotions.now()),
+        ("a call", "the test under way", lambda s: tests_of(s).now()),
         ("a second", "versions to serve", lambda s: s.versions.to_serve({newest, newest - 1})),
         ("a second", "versions of running rollouts", lambda s: s.versions.pinned(0.0)),
         ("a second", "whether anything was ever published", lambda s: s.versions.is_new()),
         ("a second", "the newest of the feed", lambda s: Feed(s.database).newest()),
-        ("a second", "the version that waits for its test", lambda s: s.promotions.waiting()),
+        ("a second", "the version that waits for its test", lambda s: tests_of(s).waiting()),
         ("a poll", "the last step", lambda s: s.steps.last()),
         ("a poll", "the live version as a row", lambda s: s.versions.live()),
         ("a poll", "why publication is stopped", lambda s: s.steps.collapse()),
         ("a poll", "the line of the live version", lambda s: s.version_report.line(newest, newest - 2, 0.0)),
-        ("a poll", "the last test of a version", lambda s: s.promotions.last_of(newest)),
+        ("a poll", "the last test of a version", lambda s: tests_of(s).last_of(newest)),
         ("a poll", "what a probe found", lambda s: s.probes.problem(newest)),
         ("a poll", "groups that wait", groups),
         ("a poll", "rollouts without a task that wait", lambda s: s.waiting.lone(limit=SIBLINGS)),

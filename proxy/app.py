@@ -103,8 +103,7 @@ async def open_parts(
     redactor = Redactor(config.recording.redact, [*config.keys(), *_own_keys(config)])
     async with AsyncExitStack() as stack:
         # The store, and the connections to upstreams.
-        database = await stack.enter_async_context(opened(config.store, to_write=writes))
-        store = Store(database)
+        store = Store(await stack.enter_async_context(opened(config.store, to_write=writes)))
         mode = await ModeInUse.of(config, store) if writes else ModeInUse(config, store)
         session = await stack.enter_async_context(make_session())
         upstreams = Upstreams(session, makers={"litellm": LitellmUpstream}, vouching=vouching)
@@ -116,7 +115,8 @@ async def open_parts(
         recorder = await stack.enter_async_context(Recorder(
             store, merged=lambda: mode.mode == "merged", redactor=redactor, on_redacted=metrics.redacted.inc
         ))  # fmt: skip
-        plugged = await stack.enter_async_context(open_plugins(plugins, Core(config, store, redactor, metrics)))
+        to_open, core = plugins if writes else (), Core(config, store, redactor, metrics)
+        plugged = await stack.enter_async_context(open_plugins(to_open, core))
         pins = Pins(store, config.policy.pin_timeout_s)
         watch = _watch(config, store, operator, pins, upstreams.health, mode, plugged.placed)
         swap = watch.swap if watch is not None else None
@@ -133,7 +133,7 @@ async def open_parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, bodies=bodies, exact=exact,
             relay=Relay(config, keys, gateway, bodies), model_check=ModelCheck(config, store, swap),
-            health=upstreams.health, also_forget=plugged.on_deleted,
+            health=upstreams.health, also_forget=plugged.on_deleted, beside=[one.beside(store) for one in plugins],
         )  # fmt: skip
         if writes:
             await stack.enter_async_context(_at_work(parts, operator, plugged.work))

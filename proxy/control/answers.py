@@ -8,8 +8,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from ..store.reports.traffic import RecentTraffic
-from ..store.resources.promotions import Promotion
-from ..store.resources.prompts import Placed
 from ..store.rollouts import MeanReward
 from ..store.training import Collapse, Step
 from ..types import (
@@ -133,6 +131,19 @@ class RewardSeen(BaseModel):
     created_at: float
 
 
+class PromptPlaced(BaseModel):
+    """What a call's model was shown in place of the text that the agent `sent`: a prompt's version.
+
+    `place`: the way to that text in the request, by names and positions.
+    """
+
+    call_id: str
+    name: str
+    version: int
+    place: list[str | int]
+    sent: str
+
+
 class RolloutDetail(BaseModel):
     """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
 
@@ -148,7 +159,7 @@ class RolloutDetail(BaseModel):
     events: list[Event]
     rewards: list[RewardSeen]
     awaits_reward: bool
-    prompts: list[Placed]
+    prompts: list[PromptPlaced]
 
 
 class Transitions(BaseModel):
@@ -192,6 +203,22 @@ class TaskPage(BaseModel):
     of_newest: int
 
 
+class VersionTest(BaseModel):
+    """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/promotion.md).
+
+    `ended`: not decided, but broken off, because somebody made a version live, for one. `reason` says why.
+    """
+
+    n: int
+    version: int
+    against: int
+    status: Literal["testing", "promoted", "rejected", "ended"]
+    began_at: float
+    decided_at: float | None
+    reason: str | None
+    evidence: dict[str, Any]
+
+
 class Policy(BaseModel):
     """The live version. `promotion`: whether new versions are tested before they go live.
 
@@ -208,7 +235,7 @@ class Policy(BaseModel):
     last_step: Step | None
     collapse: Collapse | None
     promotion: Literal["immediate", "gated"]
-    test: Promotion | None
+    test: VersionTest | None
     waiting: int | None
 
 
@@ -225,7 +252,7 @@ class VersionSeen(PolicyVersion):
     obstacle: str | None
     rewards: dict[Mode, MeanReward]
     parent: int | None
-    promotion: Promotion | None
+    promotion: VersionTest | None
 
 
 class Versions(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..access.auth import Keys
@@ -21,6 +21,7 @@ from ..recording.recorder import Recorder
 from ..recording.redact import Redactor
 from ..store.store import Store
 from ..upstreams.health import Health
+from .beside import Beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Parts:
     exact: ExactTokens | None
     model_check: ModelCheck
     health: Health
+    beside: Sequence[Beside]  # what side rooms keep beside rollouts and versions
     also_forget: tuple[Callable[[str], None], ...]  # memories of side rooms
 
     def forget(self, rollout_id: str, why: str) -> None:

@@ -34,7 +34,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
     And the test of the version that may go live next (docs/promotion.md).
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
-    under_way, waiting = await p.store.promotions.test(), await p.store.promotions.waiting()
+    beside = [await one.of_policy() for one in p.beside]
     live, last, collapse = await p.store.versions.live(), await p.store.steps.last(), await p.store.steps.collapse()
     view = {
         "alias": p.config.policy.alias,
@@ -47,9 +47,9 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "last_step": asdict(last) if last else None,
         "collapse": asdict(collapse) if collapse else None,
         "promotion": p.config.policy.promotion,
-        "test": None if under_way is None else asdict(under_way),
-        "waiting": None if waiting is None else waiting.version,
     }
+    for fields in beside:
+        view |= fields
     return sight.of("policy", view)
 
 
@@ -61,7 +61,7 @@ async def get_versions(request: Request) -> Response:
     from.
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
-    tests = await p.store.promotions.last()  # before the versions: a test that is decided meanwhile is still under way
+    beside = [await one.of_versions() for one in p.beside]
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
     parents = await p.store.version_report.parents()
     earned = await p.store.rollouts.rewards_by_version((v.version for v in versions), sight.key_id)
@@ -71,7 +71,8 @@ async def get_versions(request: Request) -> Response:
 
     def view(v: PolicyVersion) -> dict[str, Any]:
         facts: dict[str, Any] = {"rewards": rewards.get(v.version, {}), "parent": parents.get(v.version)}
-        facts |= {"promotion": tests.get(v.version)}
+        for fields in beside:
+            facts |= fields(v.version)
         why_not = obstacle(v, p.mode.mode) or (NO_SERVER if p.swap is None else None)
         return sight.of("version", version_view(v, live, why_not) | facts)
 

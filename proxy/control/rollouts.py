@@ -50,13 +50,15 @@ async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, 
     keys = [new_key("rollout") for _ in names]
     hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
     await p.model_check.require(body.policy_version, body.model)
-    await p.store.prompts.check(body.prompts)
+    for one in p.beside:
+        await one.check(body)
     metadata = await aside(len(await request.body()), partial(_metadata, p, body))
     chosen: dict[str, Any] = {"policy_version": body.policy_version, "model": body.model}
     caller = caller_of(request)
     chosen |= {"may_reward": body.may_reward, "evidence": caller.evidence, "sibling_of": body.sibling_of}
     await p.store.rollouts.open(hashed, metadata, caller.key_id, **chosen)
-    await p.store.prompts.pin([n.rollout_id for n in names], body.prompts)
+    for one in p.beside:
+        await one.opened([n.rollout_id for n in names], body)
     root = str(request.base_url).rstrip("/")
     return [
         {"rollout_id": n.rollout_id, "base_url": f"{root}/rollouts/{n.rollout_id}/v1", "api_key": key}
@@ -130,8 +132,9 @@ async def get_rollout(request: Request, rollout_id: PathId, requests: Requests =
     calls = await p.store.calls.of(rollout_id, short=requests == "short")
     rewards = await p.store.rewards.of(rollout_id)
     events = await p.store.events.of(rollout_id)
-    placed = await p.store.prompts.placed_in(rollout_id)
-    also = {"awaits_reward": awaits, "prompts": [*map(record_view, placed)]}
+    also: dict[str, Any] = {"awaits_reward": awaits}
+    for one in p.beside:
+        also |= await one.of_rollout(rollout_id)
     return await large_response(lambda: rollout_detail(rollout, calls, rewards, events) | also)
 
 

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from ..app import Dispatch, add_routes, control_api, open_parts
 from ..config.root import Config
 from ..control import policy, rollouts, status, tasks
+from ..plugins.on_board import plugins_of
 from . import feed, page
 
 router = APIRouter()
@@ -23,7 +24,7 @@ async def readyz() -> dict[str, str]:
 
 def create_dashboard(config: Config) -> ASGIApp:
     """Return the page over a store as an app, with the routes that read."""
-    control = control_api(partial(open_parts, config, writes=False))
+    control = control_api(partial(open_parts, config, plugins_of(config), writes=False))
     core = (module.router for module in (rollouts, tasks, policy, status))
     add_routes(control, *core, router, feed.router, page.router)
     control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from fastapi import APIRouter
 
 from ..config.root import Config
+from ..control.beside import Beside
 from ..gateway.call import OnCall, Rewrite
 from ..policy.routing import Choose
 from ..policy.swap import Placed
@@ -52,6 +53,7 @@ class ProxyPlugin:
     """A side room of the proxy, or a package of somebody else. Raise ConfigError in `__init__` if it cannot run."""
 
     routers: ClassVar[Sequence[APIRouter]] = ()
+    beside: ClassVar[type[Beside]] = Beside
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -14,8 +14,8 @@ from ..config.promotion import GateConfig
 from ..config.trainer import TrainerConfig
 from ..errors import LightningError
 from ..store.database import Database
-from ..store.resources.promotions import Observed, Outcome, Promotion
 from .metrics import metrics
+from .promotions import Observed, Outcome, Promotion
 from .weigh import GateRules, Weighed, weigh
 
 log = logging.getLogger(__name__)

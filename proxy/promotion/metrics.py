@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..returns import LARGEST, Rules, earned
-from ..store.resources.promotions import Observed
 from .evidence import difference, sign_difference
+from .promotions import Observed
 
 UNCUT = (-LARGEST, LARGEST)  # a gate has a range of its own
 TRAINED = "reward"  # what the trainer counts: named rewards, times their weights

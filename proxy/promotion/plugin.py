@@ -7,26 +7,30 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from ..plugins.hooks import Core, Hooks, ProxyPlugin
-from ..store.resources.promotions import NOT_GATED
 from ..store.store import Store
+from .beside import PromotionBeside
 from .gate import Gate, rules
+from .promotions import NOT_GATED, Promotions
 from .splitting import PolicySplit, candidates_server
 
 
 class PromotionPlugin(ProxyPlugin):
     """Splits new rollouts between the live version and a candidate, and decides which stays."""
 
+    beside = PromotionBeside
+
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
         config, store = self.config, core.store
+        tests = Promotions(store.database)
         if not config.policy.is_gated:
-            await store.promotions.end(NOT_GATED)
+            await tests.end(NOT_GATED)
             yield Hooks()
             return
-        split = PolicySplit(config, store)
+        split = PolicySplit(config, tests)
         weighed = rules(config.policy.gate, config.trainer)
-        gate = Gate("gate", store.promotions, store.database, weighed, partial(stopped, store))
-        yield Hooks(choose=split, placed=candidates_server(config, store), on_deleted=split.forget, work=(gate.run,))
+        gate = Gate("gate", tests, store.database, weighed, partial(stopped, store))
+        yield Hooks(choose=split, placed=candidates_server(config, tests), on_deleted=split.forget, work=(gate.run,))
 
 
 async def stopped(store: Store) -> str | None:

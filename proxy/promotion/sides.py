@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from ..store.resources.promotions import Assigned, Promotion
+from .promotions import Assigned, Promotion
 
 LONE = 2  # rollouts without a task are compared in pairs
 

@@ -9,9 +9,8 @@ from functools import partial
 from ..config.promotion import GateConfig
 from ..config.root import Config
 from ..policy.swap import Placed
-from ..store.resources.promotions import Chooser, Promotion
-from ..store.store import Store
 from ..types import PolicyVersion, RolloutName
+from .promotions import Chooser, Promotion, Promotions
 from .sides import choose
 
 KEPT = 20_000  # rollouts whose version is in memory
@@ -20,21 +19,21 @@ KEPT = 20_000  # rollouts whose version is in memory
 class PolicySplit:
     """Says which version of the policy answers a rollout."""
 
-    def __init__(self, config: Config, store: Store) -> None:
+    def __init__(self, config: Config, tests: Promotions) -> None:
         self._gate, self._group_size = config.policy.gate, config.trainer.group_size
-        self._store = store
+        self._tests = tests
         self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()  # test and version, by rollout
 
     async def __call__(self, rollout: RolloutName, live: PolicyVersion) -> PolicyVersion:
         """Return the version that answers a rollout: the live one, or, from its first call on, the candidate."""
-        trial = await self._store.promotions.now()
+        trial = await self._tests.now()
         if trial is None or trial.promotion.against != live.version or rollout.mode == "eval":
             return live
         test = trial.promotion
         n, version = self._versions.get(rollout.rollout_id, (None, live.version))
         if n != test.n:
-            sides = _sides(test, self._gate, self._group_size)
-            version = await self._store.promotions.assign(test, rollout, self._gate.max_rollouts, sides)
+            sides = sides_of(test, self._gate, self._group_size)
+            version = await self._tests.assign(test, rollout, self._gate.max_rollouts, sides)
             self._versions[rollout.rollout_id] = test.n, version
             if len(self._versions) > KEPT:
                 self._versions.popitem(last=False)
@@ -45,32 +44,17 @@ class PolicySplit:
         self._versions.pop(rollout_id, None)
 
 
-def candidates_server(config: Config, store: Store) -> Placed:
+def candidates_server(config: Config, tests: Promotions) -> Placed:
     """Return what tells that the policy's last server has the candidate's merged weights, while there is one."""
     upstream = config.policy_upstream
 
     async def placed() -> Mapping[str, PolicyVersion]:
-        candidate = await store.promotions.candidate()
+        candidate = await tests.candidate()
         return {} if candidate is None or upstream is None else {upstream.published_to[-1]: candidate}
 
     return placed
 
 
-class PromptSplit:
-    """Says which version of a prompt a rollout keeps."""
-
-    def __init__(self, config: Config, store: Store) -> None:
-        self._gate, self._group_size = config.prompts.gate, config.trainer.group_size
-        self._tests = store.prompt_tests
-
-    async def __call__(self, rollout: RolloutName, name: str, live: int, *, opens: bool = True) -> int:
-        """Return the version for a rollout that uses the prompt for the first time. `opens`: it may be unknown yet."""
-        test = await self._tests.of(name)
-        if test is None or test.against != live or rollout.mode == "eval":
-            return live
-        sides = _sides(test, self._gate, self._group_size)
-        return await self._tests.assign(test, rollout, self._gate.max_rollouts, sides, opens=opens)
-
-
-def _sides(test: Promotion, gate: GateConfig, group_size: int) -> Chooser:
+def sides_of(test: Promotion, gate: GateConfig, group_size: int) -> Chooser:
+    """Return what chooses the side of a rollout in a test."""
     return partial(choose, test, group_size=group_size, share=gate.share)

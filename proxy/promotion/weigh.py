@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..store.resources.promotions import Observed, Outcome, Promotion
 from .evidence import Evidence, interval
 from .metrics import GuardedMetric
+from .promotions import Observed, Outcome, Promotion
 from .sides import LONE, group_of
 
 Key = tuple[str, str | None, int]  # who opened it, a task, and the number of a group

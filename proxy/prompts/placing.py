@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..store.resources.prompts import Role
+from .table import Role
 
 Json = dict[str, Any]
 Place = tuple[str | int, ...]  # the way from a request to a text in it

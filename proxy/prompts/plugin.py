@@ -7,29 +7,33 @@ from contextlib import asynccontextmanager
 
 from ..plugins.hooks import Core, Hooks, ProxyPlugin, Work
 from ..promotion.gate import Gate, rules
-from ..promotion.splitting import PromptSplit
-from ..store.resources.prompt_tests import NOT_GATED
 from . import routes
+from .beside import PromptsBeside
+from .prompt_tests import NOT_GATED, PromptTests
 from .prompts import PromptRewriter
+from .splitting import PromptSplit
+from .table import PromptTable
 
 
 class PromptsPlugin(ProxyPlugin):
     """Rewrites requests where there are prompts, and tests new versions (`prompts.promotion: gated`)."""
 
     routers = (routes.router,)
+    beside = PromptsBeside
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        config, store = self.config, core.store
+        config, database = self.config, core.store.database
+        tests = PromptTests(database)
         split: PromptSplit | None = None
         work: tuple[Work, ...] = ()
         if config.prompts.is_gated:
-            split = PromptSplit(config, store)
+            split = PromptSplit(config, tests)
             weighed = rules(config.prompts.gate, config.trainer)
-            work = (Gate("prompt-gate", store.prompt_tests, store.database, weighed).run,)
+            work = (Gate("prompt-gate", tests, database, weighed).run,)
         else:
-            await store.prompt_tests.end(NOT_GATED)
-        async with PromptRewriter(store.prompts, core.redactor, core.metrics.prompted, split) as prompts:
+            await tests.end(NOT_GATED)
+        async with PromptRewriter(PromptTable(database), core.redactor, core.metrics.prompted, split) as prompts:
             yield Hooks(rewrite=prompts.put, work=work)
 
 

@@ -13,10 +13,9 @@ from ..gateway.call import Question
 from ..json_text import dumps, encode
 from ..recording.group_commit import Statement
 from ..recording.redact import MASK, Redactor
-from ..store.resources.prompts import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Prompt
-from ..store.resources.prompts import Prompts as Table
 from ..types import CallStart, RolloutName
 from .placing import Json, Place, find, put, text_at
+from .table import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Prompt, PromptTable
 
 # Says which version a rollout keeps that begins to use a prompt: by the prompt's name, and the live version.
 Choose = Callable[[RolloutName, str, int], Awaitable[int]]
@@ -36,7 +35,7 @@ class PromptRewriter:
     """All prompts. Use it with `async with`. As long as there is none, a call costs nothing more."""
 
     def __init__(
-        self, table: Table, redactor: Redactor, count: Callable[[Outcome], None], choose: Choose | None = None
+        self, table: PromptTable, redactor: Redactor, count: Callable[[Outcome], None], choose: Choose | None = None
     ) -> None:
         """`count` is told of each call, while there are prompts, whether one was put into it.
 

@@ -16,10 +16,10 @@ from ..control.parts import Parts
 from ..control.requests import caller_of, large_response, parts, parts_for, parts_for_all
 from ..control.views import record_view
 from ..errors import Conflict
-from ..promotion.splitting import PromptSplit
-from ..store.resources.prompt_tests import PromptTest
-from ..store.resources.prompts import Prompt, Role, TriedOut
 from ..types import RolloutName, check_id
+from .prompt_tests import PromptTest, PromptTests
+from .splitting import PromptSplit
+from .table import Prompt, PromptTable, Role, TriedOut
 
 router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
@@ -97,7 +97,7 @@ class TriedOutList(BaseModel):
 async def list_prompts(request: Request) -> Response:
     """All prompts, by name, with their versions."""
     p, caller = await parts_for_all(request), caller_of(request)
-    views = [await _view(p, prompt, prompt.live, caller) for prompt in await p.store.prompts.all()]
+    views = [await _view(p, prompt, prompt.live, caller) for prompt in await _table(p).all()]
     return await large_response(lambda: {"data": views})
 
 
@@ -110,16 +110,16 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
     """
     p, caller = parts(request), caller_of(request)
     rollout_id = caller.rollout_id or request.headers.get("x-rollout-id")
-    prompt = await p.store.prompts.get(check_id(name, "name"))
+    prompt = await _table(p).get(check_id(name, "name"))
     asks_for_one = version is not None and caller.rollout_id is None
     if rollout_id is not None:
         await parts_for(request, rollout_id)
     if rollout_id is not None and not asks_for_one:
         if p.config.prompts.is_gated:
-            split = PromptSplit(p.config, p.store)
+            split = PromptSplit(p.config, _tests(p))
             await split(RolloutName(rollout_id), name, prompt.live, opens=False)
-        await p.store.prompts.pin([rollout_id], {name: prompt.live})
-    kept = None if rollout_id is None else await p.store.prompts.kept_by(rollout_id, name)
+        await _table(p).pin([rollout_id], {name: prompt.live})
+    kept = None if rollout_id is None else await _table(p).kept_by(rollout_id, name)
     chosen = kept if caller.rollout_id is not None else version or kept
     view = await _view(p, prompt, chosen or prompt.live, caller)
     return await large_response(lambda: view)
@@ -132,8 +132,8 @@ async def list_tried_out(request: Request, name: PathId, run: Id | None = None) 
     Those that were opened with the key that asks, an admin's or an evaluator's.
     """
     p, caller = await parts_for_all(request), caller_of(request)
-    await p.store.prompts.get(check_id(name, "name"))
-    tried = await p.store.prompts.tried_out(name, run, own=caller.sight.own, key_id=caller.key_id)
+    await _table(p).get(check_id(name, "name"))
+    tried = await _table(p).tried_out(name, run, own=caller.sight.own, key_id=caller.key_id)
     return await large_response(lambda: {"data": [*map(record_view, tried)]})
 
 
@@ -142,15 +142,15 @@ async def post_prompt(request: Request, body: PromptBody) -> Response:
     """Add a prompt, or a version of one. A text that a version has already is that version."""
     p, match = parts(request), body.match
     is_gated = p.config.prompts.is_gated
-    version = await p.store.prompts.add(
+    version = await _table(p).add(
         body.name, body.text, agent=match.agent if match else None, role=match.role if match else None,
         parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote and not is_gated,
     )  # fmt: skip
     if body.metrics:
-        await p.store.prompts.measured(body.name, version, body.metrics)
-    prompt = await p.store.prompts.get(body.name)
+        await _table(p).measured(body.name, version, body.metrics)
+    prompt = await _table(p).get(body.name)
     if is_gated and body.promote and version != prompt.live:
-        await p.store.prompt_tests.begin(body.name, version)
+        await _tests(p).begin(body.name, version)
     view = await _view(p, prompt, version, caller_of(request))
     return await large_response(lambda: view)
 
@@ -162,10 +162,10 @@ async def test_prompt(request: Request, name: PathId, body: PromptVersionBody) -
     It needs a gate (`prompts.promotion: gated`).
     """
     p = parts(request)
-    (await p.store.prompts.get(check_id(name, "name"))).text_of(body.version)
+    (await _table(p).get(check_id(name, "name"))).text_of(body.version)
     if not p.config.prompts.is_gated:
         raise Conflict("prompts have no gate: set prompts.promotion to gated, and start the proxy again")
-    await p.store.prompt_tests.begin(name, body.version)
+    await _tests(p).begin(name, body.version)
     return await _live(p, name, caller_of(request))
 
 
@@ -173,7 +173,7 @@ async def test_prompt(request: Request, name: PathId, body: PromptVersionBody) -
 async def promote_prompt(request: Request, name: PathId, body: PromptVersionBody) -> Response:
     """Make a version live now. Rollouts that have begun keep theirs. A test of the prompt ends."""
     p = parts(request)
-    await p.store.prompts.promote(check_id(name, "name"), body.version)
+    await _table(p).promote(check_id(name, "name"), body.version)
     return await _live(p, name, caller_of(request))
 
 
@@ -181,7 +181,7 @@ async def promote_prompt(request: Request, name: PathId, body: PromptVersionBody
 async def rollback_prompt(request: Request, name: PathId) -> Response:
     """Make the version before the live one live again. A test of the prompt ends."""
     p = parts(request)
-    await p.store.prompts.rollback(check_id(name, "name"))
+    await _table(p).rollback(check_id(name, "name"))
     return await _live(p, name, caller_of(request))
 
 
@@ -189,7 +189,7 @@ router.include_router(admins)
 
 
 async def _live(p: Parts, name: str, caller: Caller) -> Response:
-    prompt = await p.store.prompts.get(name)
+    prompt = await _table(p).get(name)
     view = await _view(p, prompt, prompt.live, caller)
     return await large_response(lambda: view)
 
@@ -201,9 +201,9 @@ async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[
     waiting: int | None = None
     sight = caller.sight
     if caller.rollout_id is None:
-        rewards = await p.store.prompts.rewards(prompt.name, own=sight.own, key_id=sight.key_id)
-        tests = {test.version: test for test in await p.store.prompt_tests.last(prompt.name)}
-        waiting = (await p.store.prompt_tests.waiting()).get(prompt.name)
+        rewards = await _table(p).rewards(prompt.name, own=sight.own, key_id=sight.key_id)
+        tests = {test.version: test for test in await _tests(p).last(prompt.name)}
+        waiting = (await _tests(p).waiting()).get(prompt.name)
         for one in prompt.versions:
             facts = {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
             views.append(sight.of("prompt version", asdict(one) | facts | {"promotion": tests.get(one.version)}))
@@ -218,3 +218,11 @@ async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[
         "waiting": waiting,
     }
     return sight.of("prompt", view)
+
+
+def _table(p: Parts) -> PromptTable:
+    return PromptTable(p.store.database)
+
+
+def _tests(p: Parts) -> PromptTests:
+    return PromptTests(p.store.database)

@@ -18,7 +18,6 @@ from ..store.calls import (
     ROLLOUT_CALL_ENDED,
 )
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
-from ..store.resources.prompts import CALL_PROMPT, ROLLOUT_PROMPT_KEPT
 from ..store.resources.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
@@ -31,13 +30,13 @@ Statement = tuple[str, dict[str, Any]]
 GROUP = 512  # records in one commit, at most
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
-# Every statement that the recorder uses must be named here.
+# Those of side rooms come last, in the order in which they were put.
 _ORDER = {
     statement: place
     for place, statement in enumerate((
         ROLLOUT_SEEN, CALL_START, CALL_LARGE_REQUEST, CALL_SUPERSEDED, CALL_END,
         ROLLOUT_CALL_ENDED, TOOL_CALL, TOOL_RESULT, CONVERSATION_TIP, CONVERSATION_POINT,
-        CONVERSATION_ORIGIN, ROLLOUT_PROMPT_KEPT, CALL_PROMPT,
+        CONVERSATION_ORIGIN,
     ))
 }  # fmt: skip
 
@@ -126,7 +125,7 @@ class GroupCommit:
         for entry in group:
             for statement, row in entry.statements:
                 by_statement.setdefault(statement, []).append(row)
-        runs = sorted(by_statement.items(), key=lambda run: _ORDER[run[0]])
+        runs = sorted(by_statement.items(), key=lambda run: _ORDER.get(run[0], len(_ORDER)))
         size = sum(entry.size for entry in group)
         try:
             try:

@@ -14,9 +14,6 @@ from .reports.credit import Credit
 from .reports.tasks import Tasks
 from .reports.traffic import Traffic
 from .reports.versions import VersionReport
-from .resources.promotions import Promotions
-from .resources.prompt_tests import PromptTests
-from .resources.prompts import Prompts
 from .resources.returns import Returns
 from .rewards import Rewards
 from .rollouts import Rollouts
@@ -46,7 +43,4 @@ class Store:
         self.waiting = Waiting(database)
         self.endings = Endings(database)
         self.keys = Keyring(database)
-        self.prompts = Prompts(database)
-        self.prompt_tests = PromptTests(database)
-        self.promotions = Promotions(database)
         self.conversations = ConversationIndex(database)

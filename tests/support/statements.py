@@ -1,4 +1,4 @@
-"""The statements of the store, wherever they stand in its modules."""
+"""The statements of the store and of side rooms, wherever they stand in their modules."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from pkgutil import walk_packages
 
 from lightning_proxy.proxy import store
+from lightning_proxy.proxy.plugins.on_board import ON_BOARD
 from lightning_proxy.proxy.store.reports.tasks import TASK_SUMS
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
 
@@ -31,12 +31,13 @@ def pages() -> dict[str, str]:
 
 def statements() -> Iterator[tuple[str, str]]:
     """Every statement of the store: module constants by name, those that stand in a method by their first words."""
-    for found in walk_packages(store.__path__, f"{store.__name__}."):
-        if ".postgres" in found.name or ".moving" in found.name:  # ways of one database to say the same
+    folder = Path(store.__path__[0])
+    for path in sorted(path for room in ("store", *ON_BOARD) for path in (folder.parent / room).rglob("*.py")):
+        parts_of_path = path.relative_to(folder.parent).with_suffix("").parts
+        if not {"postgres", "moving"}.isdisjoint(parts_of_path):  # ways of one database to say the same
             continue
-        module = import_module(found.name)
-        assert module.__file__ is not None
-        tree = ast.parse(Path(module.__file__).read_text())
+        module = import_module(".".join(("lightning_proxy.proxy", *parts_of_path)))
+        tree = ast.parse(path.read_text())
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         texts = [(name, text) for name, text in vars(module).items() if isinstance(text, str)]
         several = [(name, texts) for name, texts in vars(module).items() if isinstance(texts, tuple)]

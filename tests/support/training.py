@@ -23,6 +23,7 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.swap import Swap, all_live
 from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
+from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.promotion.splitting import candidates_server
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
@@ -127,7 +128,7 @@ class Bench:
     def loop(self, runs: Any = TrainingLoop, **trainer: Any) -> Any:
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
         is_gated = config.policy.is_gated
-        placed = candidates_server(self.config, self.store) if is_gated else all_live
+        placed = candidates_server(self.config, Promotions(self.store.database)) if is_gated else all_live
         swap = Swap(self.store, self.vllm, self.mode, config.policy.directory, placed)
         engine = TinkerTrainer if config.trainer.backend == "tinker" else LightningTrainer
         self.trainer: Any = engine(config.trainer, config.policy)

@@ -18,7 +18,7 @@ from ...proxy.errors import Conflict, PublishError, UpstreamTimeout, UpstreamUnr
 from ...proxy.policy.mode import has_gpu
 from ...proxy.policy.swap import Superseded, Swap
 from ...proxy.policy.vllm import VllmFault
-from ...proxy.store.resources.promotions import Promotion
+from ...proxy.promotion.promotions import Promotion, Promotions
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ...proxy.types import PolicyVersion
@@ -39,6 +39,7 @@ class GatedPublisher(Publisher):
 
     def __init__(self, config: Config, store: Store, swap: Swap, trainer: TrainingEngine) -> None:
         super().__init__(config.policy, store, swap, trainer)
+        self._tests = Promotions(store.database)
         self._every = config.trainer.promote_every
         self._max_staleness = config.trainer.max_staleness
         self._again = 0.0
@@ -56,7 +57,7 @@ class GatedPublisher(Publisher):
         """Return whether `version` was trained on from what is live, and nothing of that was taken back since."""
         if version == live.version:
             return True
-        since = line.chosen_at(live, await self._store.promotions.last_of(live.version))
+        since = line.chosen_at(live, await self._tests.last_of(live.version))
         found = await self._store.version_report.line(version, live.version, since)
         return line.goes_on(found, live.version, since)
 
@@ -77,8 +78,8 @@ class GatedPublisher(Publisher):
         if not await self.goes_on(base, live):
             raise Superseded(f"policy version {live.version} is live, which these weights do not go on from")
         version = await self._save(step, metrics)
-        await self._store.promotions.wait(version.version, step)
-        if await self._store.promotions.now() is None:
+        await self._tests.wait(version.version, step)
+        if await self._tests.now() is None:
             await self._test(version, samples, stop)
         else:
             log.info("policy version %d waits until the one that is tested is decided about", version.version)
@@ -86,12 +87,12 @@ class GatedPublisher(Publisher):
 
     async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
         """Begin the test of a version that waits, once no other is tested. Training may have gone on since."""
-        test = await self._store.promotions.now()
+        test = await self._tests.now()
         if test is not None:
             await self._warn_if_nobody_looks(test.promotion)
         if monotonic() < self._again or test is not None:
             return
-        version = await self._store.promotions.waiting()
+        version = await self._tests.waiting()
         step = None if version is None else await self._store.steps.of_version(version.version)
         last = await self._store.steps.last()
         if version is None or step is None or last is None or step.checkpoint is None:
@@ -113,11 +114,11 @@ class GatedPublisher(Publisher):
         """
         live = await self._store.versions.live()
         if not await self.goes_on(version.version, live):
-            await self._store.promotions.withdraw(f"version {live.version} is live, which it does not go on from")
+            await self._tests.withdraw(f"version {live.version} is live, which it does not go on from")
             return
 
         async def begin() -> None:
-            await self._store.promotions.begin(version.version, live.version)
+            await self._tests.begin(version.version, live.version)
 
         try:
             if self._swap.mode == "lora":
@@ -139,7 +140,7 @@ class GatedPublisher(Publisher):
         if self._unseen == test.n or time.time() < test.began_at + UNSEEN_S:
             return
         self._unseen = test.n
-        last = await self._store.promotions.last_of(test.version)
+        last = await self._tests.last_of(test.version)
         if last is not None and not last.evidence:
             log.warning(
                 "no proxy weighs policy version %d, so it will not be decided about: give the proxy the trainer's "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...proxy.promotion.promotions import Promotion
 from ...proxy.store.reports.versions import Ancestor
-from ...proxy.store.resources.promotions import Promotion
 from ...proxy.types import PolicyVersion
 
 TAKEN_BACK = ("rejected", "failed")

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ...proxy.policy.swap import Swap
+from ...proxy.promotion.promotions import NOT_GATED, Promotions
 from ...proxy.promotion.splitting import candidates_server
-from ...proxy.store.resources.promotions import NOT_GATED
 from ..plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
 
 
@@ -17,15 +17,16 @@ class GatedPublishingPlugin(TrainerPlugin):
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
         config, store, swap = core.config, core.store, core.swap
+        tests = Promotions(store.database)
         if swap is None:
             yield TrainerHooks()
         elif not config.policy.is_gated:
-            await store.promotions.end(NOT_GATED)
+            await tests.end(NOT_GATED)
             yield TrainerHooks()
         else:
             from .gated import GatedPublisher
 
-            swap = Swap(store, swap.vllm, swap.mode, config.policy.directory, candidates_server(config, store))
+            swap = Swap(store, swap.vllm, swap.mode, config.policy.directory, candidates_server(config, tests))
             yield TrainerHooks(publisher=GatedPublisher(config, store, swap, core.engine))
 
 

@@ -13,6 +13,7 @@ from traffic.server import config_of
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.backlog import Backlog, PolicyCollapsed
+from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import Collapse
@@ -193,8 +194,8 @@ async def test_a_test_of_a_new_version_holds_nothing_back(work: Work) -> None:
     step = await work.step(names)
     version = await work.store.versions.new("merged", step, {})
     await work.store.versions.saved(version, "weights", "policy")
-    await work.store.promotions.wait(version, step)
-    await work.store.promotions.begin(version, 0)
+    await Promotions(work.store.database).wait(version, step)
+    await Promotions(work.store.database).begin(version, 0)
     assert await opens(backlog)
     await work.group(backlog, "t2")
     assert await opens(backlog), "though no step has taken these"

@@ -9,6 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_proxy.proxy.promotion.promotions import Promotions
+from lightning_proxy.proxy.prompts.prompt_tests import PromptTests
 from lightning_proxy.proxy.store.keys import Keyring
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.training import ComparedGroup
@@ -117,11 +119,11 @@ async def learned(system: Any, directory: Path, theirs: str) -> None:
         why = [("UPDATE policy_versions SET error = 'SECRET' WHERE version = :n", [{"n": failed}])]
         await store.database.commit(why)
         await system.candidate(store, directory)
-        trial = await store.promotions.now()
-        await store.promotions.found(trial.promotion, {"metrics": {"reward": {"difference": 0.1234}}})
-        await store.prompt_tests.begin("writer", 2)
-        (test,) = await store.prompt_tests.under_way()
-        await store.prompt_tests.found(test, {"metrics": {"reward": {"difference": 0.1234}}})
+        trial = await Promotions(store.database).now()
+        await Promotions(store.database).found(trial.promotion, {"metrics": {"reward": {"difference": 0.1234}}})
+        await PromptTests(store.database).begin("writer", 2)
+        (test,) = await PromptTests(store.database).under_way()
+        await PromptTests(store.database).found(test, {"metrics": {"reward": {"difference": 0.1234}}})
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ import pytest
 
 from lightning_proxy.proxy.policy import watch
 from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.store.versions import PolicyVersions
 from support.serving import serving
 
@@ -129,7 +130,7 @@ async def test_rollouts_that_began_before_or_are_held_out_stay_with_the_live_ver
         unrecorded = [await system.chat(f"off{i}", X_Recording="off") for i in range(4)]
         assert {"v" in answer["choices"][0]["message"]["content"].split()[-1] for _, answer in unrecorded} <= {False}
         async with system.store() as store:
-            assert await store.promotions.observed((await store.promotions.now()).promotion) == []
+            assert await Promotions(store.database).observed((await Promotions(store.database).now()).promotion) == []
 
 
 async def rewarded(system: Any, tasks: int, reward: Callable[[int, int], float]) -> Counter[int]:
@@ -254,10 +255,13 @@ async def test_a_deleted_rollout_of_a_test_is_split_anew(running: Any, tmp_path:
         assert (await system.call("POST", "/rollouts/r0/end", {"status": "completed"}))[0] == 200
         assert (await system.call("DELETE", "/rollouts/r0"))[0] == 204
         async with system.store() as store:
-            trial = await store.promotions.now()
-            assert [one.rollout_id for one in await store.promotions.observed(trial.promotion)] == ["r1"]
+            trial = await Promotions(store.database).now()
+            assert [one.rollout_id for one in await Promotions(store.database).observed(trial.promotion)] == ["r1"]
             await served(system, "r0", "t")
-            assert {one.rollout_id for one in await store.promotions.observed(trial.promotion)} == {"r0", "r1"}
+            assert {one.rollout_id for one in await Promotions(store.database).observed(trial.promotion)} == {
+                "r0",
+                "r1",
+            }
 
 
 async def test_a_gate_that_is_opened_ends_the_test(running: Any, tmp_path: Path) -> None:
@@ -285,8 +289,8 @@ async def test_a_decision_between_two_readings_names_no_version_that_did_not_ans
             reads += 1
             if reads == 3:  # two are of the watch, the next one is of the router
                 async with system.store() as store:
-                    test = (await store.promotions.now()).promotion
-                    await store.promotions.decide(test, "promoted", "so it is", {})
+                    test = (await Promotions(store.database).now()).promotion
+                    await Promotions(store.database).decide(test, "promoted", "so it is", {})
             return live
 
         monkeypatch.setattr(watch, "WATCH_S", 1000)

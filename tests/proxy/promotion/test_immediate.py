@@ -12,8 +12,8 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.policy import mode
 from lightning_proxy.proxy.policy.mode import decide
+from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.store.opening import open_database
-from lightning_proxy.proxy.store.resources.promotions import Promotions
 from lightning_proxy.proxy.store.store import Store
 from support.command_line import lightning
 from support.stores import store_url

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.promotion.sides import choose
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
@@ -32,14 +33,14 @@ async def fill(url: str, worse: bool) -> None:
         store = Store(database)
         version = await store.versions.new("lora", 1, {})
         await store.versions.saved(version, "/nowhere", f"policy-v{version}")
-        await store.promotions.wait(version, 1)
-        await store.promotions.begin(version, 0)
-        trial = await store.promotions.now()
+        await Promotions(store.database).wait(version, 1)
+        await Promotions(store.database).begin(version, 0)
+        trial = await Promotions(store.database).now()
         assert trial is not None
         for n in range(40):
             task = f"t{n // 2}"
             sides = partial(choose, trial.promotion, group_size=2, share=0.5)
-            side = await store.promotions.assign(trial.promotion, RolloutName(f"r{n}", task), 1000, sides)
+            side = await Promotions(store.database).assign(trial.promotion, RolloutName(f"r{n}", task), 1000, sides)
             await database.commit([(ANSWERED, [{"rollout_id": f"r{n}", "version": side}])])
             await store.rewards.post([Reward(f"r{n}", float((side == version) != worse))], None, b"")
 

@@ -16,9 +16,9 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.promotion import gate
 from lightning_proxy.proxy.promotion.gate import Gate, rules
 from lightning_proxy.proxy.promotion.plugin import stopped
+from lightning_proxy.proxy.promotion.promotions import Assigned, Promotions, Trial
 from lightning_proxy.proxy.promotion.splitting import PolicySplit
 from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.resources.promotions import Assigned, Trial
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import Collapse
 from lightning_proxy.proxy.types import Reward, RolloutName
@@ -30,7 +30,7 @@ Tested = tuple[Config, Store, Trial]
 
 def of_policy(config: Config, store: Store) -> Gate[Any]:
     found = rules(config.policy.gate, config.trainer)
-    return Gate("gate", store.promotions, store.database, found, partial(stopped, store))
+    return Gate("gate", Promotions(store.database), store.database, found, partial(stopped, store))
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ async def tested(tmp_path: Path) -> AsyncIterator[Tested]:
     async with opened(config.store) as database:
         store = Store(database)
         version = await store.versions.new("lora", 1, {})
-        await store.promotions.wait(version, 1)
-        await store.promotions.begin(version, 0)
-        trial = await store.promotions.now()
+        await Promotions(store.database).wait(version, 1)
+        await Promotions(store.database).begin(version, 0)
+        trial = await Promotions(store.database).now()
         assert trial is not None
-        live, filled = await store.versions.live(), PolicySplit(config, store)
+        live, filled = await store.versions.live(), PolicySplit(config, Promotions(store.database))
         for n in range(40):
             side = await filled(RolloutName(f"r{n}", f"t{n // 2}"), live)
             await database.commit([(ANSWERED, [{"rollout_id": f"r{n}", "version": side.version}])])
@@ -72,7 +72,7 @@ async def test_no_candidate_goes_live_while_publication_is_stopped_for_a_collaps
         patched.setattr(store.steps, "collapse", stopped)
         await of_policy(config, store).look()
     assert (await store.versions.live()).version == 0
-    test = (await store.promotions.last())[1]
+    test = (await Promotions(store.database).last())[1]
     assert (test.status, test.evidence["waits"]) == ("testing", "publication is stopped for a collapse"), asdict(test)
     await of_policy(config, store).look()
     assert (await store.versions.live()).version == 1
@@ -103,14 +103,14 @@ async def test_an_unexpected_error_in_a_look_does_not_end_the_gate(
 
 async def test_no_rollout_is_put_into_a_test_that_was_decided_meanwhile(tested: Tested) -> None:
     _, store, trial = tested
-    assert await store.promotions.decide(trial.promotion, "rejected", "as the test says", {})
-    before = len(await store.promotions.observed(trial.promotion))
+    assert await Promotions(store.database).decide(trial.promotion, "rejected", "as the test says", {})
+    before = len(await Promotions(store.database).observed(trial.promotion))
 
     def candidate(_: str | None, place: int) -> Assigned:
         return Assigned(place, trial.promotion.version, compared=True)
 
-    assert await store.promotions.assign(trial.promotion, RolloutName("late", "t"), 1000, candidate) == 0
-    assert len(await store.promotions.observed(trial.promotion)) == before
+    assert await Promotions(store.database).assign(trial.promotion, RolloutName("late", "t"), 1000, candidate) == 0
+    assert len(await Promotions(store.database).observed(trial.promotion)) == before
 
 
 async def test_the_gate_looks_again_in_a_second_however_long_a_look_took_under_load(

@@ -14,7 +14,7 @@ import pytest
 from lightning_proxy.proxy.policy.routing import PolicyRouter
 from lightning_proxy.proxy.policy.swap import NotServed
 from lightning_proxy.proxy.promotion import gate
-from lightning_proxy.proxy.store.resources.prompt_tests import PromptTest, PromptTests
+from lightning_proxy.proxy.prompts.prompt_tests import PromptTest, PromptTests
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
 TEXTS = ("You are a writer.", "You are a careful writer.", "You are a clown.")
@@ -95,8 +95,8 @@ async def test_siblings_are_split_over_both_versions_and_each_keeps_its_own(runn
         for i in range(4):
             await shown(system, f"off{i}", X_Recording="off")
         async with system.store() as store:
-            (test,) = await store.prompt_tests.under_way()
-            assert {one.rollout_id: one.version for one in await store.prompt_tests.observed(test)} == first
+            (test,) = await PromptTests(store.database).under_way()
+            assert {one.rollout_id: one.version for one in await PromptTests(store.database).observed(test)} == first
 
 
 async def test_a_rollout_that_asks_for_the_text_takes_part(running: Any, tmp_path: Path) -> None:

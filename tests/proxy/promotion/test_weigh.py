@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.promotion.metrics import metrics
+from lightning_proxy.proxy.promotion.promotions import Observed, Promotion
 from lightning_proxy.proxy.promotion.sides import choose
 from lightning_proxy.proxy.promotion.weigh import GateRules, Weighed, weigh
-from lightning_proxy.proxy.store.resources.promotions import Observed, Promotion
 from lightning_proxy.proxy.types import Reward
 
 TEST = Promotion(1, version=2, against=1, status="testing", began_at=0.0)

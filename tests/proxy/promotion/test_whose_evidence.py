@@ -15,10 +15,10 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.proxy.prompts.prompt_tests import PromptTests
 from lightning_proxy.proxy.store.keys import Keyring
 from lightning_proxy.proxy.store.migrate import FIRST
 from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Limits
 from support.paths import ROOT
 
@@ -249,6 +249,6 @@ async def test_a_test_that_is_under_way_at_an_upgrade_keeps_its_evidence_where_t
             db.execute("INSERT INTO keys (key_id, key_hash, name, role, created_at) VALUES ('k', 'h', 'a', 'agent', 1)")
         db.commit()
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path / 'store.db'}")) as database:
-        tests = Store(database).prompt_tests
+        tests = PromptTests(database)
         (test,) = await tests.under_way()
         assert [len(one.rewards) for one in await tests.observed(test)] == [1] * (not keys)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.prompts.table import PromptTable
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Changes, Database, Topic
 from lightning_proxy.proxy.store.opening import opened
@@ -75,13 +76,13 @@ async def revoke_key(store: Store) -> None:
 
 
 async def add_prompt(store: Store) -> None:
-    await store.prompts.add("writer", "Write.")
+    await PromptTable(store.database).add("writer", "Write.")
 
 
 async def promote_prompt(store: Store) -> None:
     await add_prompt(store)
-    await store.prompts.add("writer", "Write well.", parent=1)
-    await store.prompts.promote("writer", 2)
+    await PromptTable(store.database).add("writer", "Write well.", parent=1)
+    await PromptTable(store.database).promote("writer", 2)
 
 
 async def post_reward(store: Store) -> None:

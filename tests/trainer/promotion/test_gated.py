@@ -13,6 +13,7 @@ import torch
 
 from lightning_proxy.proxy.errors import PublishError
 from lightning_proxy.proxy.policy.swap import Swap
+from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.trainer.promotion import gated
 from lightning_proxy.trainer.waiting import Stopped
 from support.training import Bench, DeafServer, HonestServer, bench
@@ -46,9 +47,9 @@ async def statuses(b: Bench) -> dict[int, str]:
 
 
 async def decide(b: Bench, outcome: Any) -> None:
-    trial = await b.store.promotions.now()
+    trial = await Promotions(b.store.database).now()
     assert trial is not None
-    assert await b.store.promotions.decide(trial.promotion, outcome, "as the test says", {"pairs": 7})
+    assert await Promotions(b.store.database).decide(trial.promotion, outcome, "as the test says", {"pairs": 7})
 
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
@@ -58,7 +59,7 @@ async def test_a_new_version_is_served_and_verified_but_not_live(base: Path, tmp
         assert await statuses(b) == {0: "live", 1: "candidate"}
         candidate = await b.store.versions.get(1)
         assert candidate.verified
-        trial = await b.store.promotions.now()
+        trial = await Promotions(b.store.database).now()
         assert trial is not None
         assert (trial.promotion.version, trial.promotion.against, trial.candidate) == (1, 0, candidate)
         if publish == "lora":
@@ -129,16 +130,16 @@ async def test_a_version_that_was_being_saved_when_the_trainer_was_killed_is_sav
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with behind_a_gate(base, tmp_path) as b:
-        wait = b.store.promotions.wait
+        wait = Promotions.wait
 
         async def killed(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(b.store.promotions, "wait", killed)
+        monkeypatch.setattr(Promotions, "wait", killed)
         with pytest.raises(KeyboardInterrupt):
             await step(b, None)
         assert await statuses(b) == {0: "live", 1: "publishing"}
-        monkeypatch.setattr(b.store.promotions, "wait", wait)
+        monkeypatch.setattr(Promotions, "wait", wait)
         await b.loop().run(asyncio.Event(), once=True)
         assert await statuses(b) == {0: "live", 1: "failed", 2: "candidate"}
 
@@ -155,7 +156,7 @@ async def test_a_version_made_live_by_hand_ends_the_test_and_training_goes_on_fr
         swap = Swap(b.store, b.vllm, "lora", b.config.policy.directory)
         await swap.promote(0)
         assert await statuses(b) == {0: "live", 1: "ready", 2: "ready", 3: "ready"}
-        test = (await b.store.promotions.last())[2]
+        test = (await Promotions(b.store.database).last())[2]
         assert (test.status, test.reason) == ("ended", "version 0 was made live during the test")
         await step(b, loop)
         assert (await b.store.steps.all())[-1].base == 0
@@ -204,7 +205,7 @@ async def test_weights_that_are_not_served_are_never_tested(base: Path, tmp_path
         with pytest.raises(PublishError, match="does not serve the weights"):
             await step(b, None)
         assert await statuses(b) == {0: "live", 1: "failed"}
-        assert await b.store.promotions.now() is None
+        assert await Promotions(b.store.database).now() is None
         assert [server.label.split("-")[0] for server in b.replicas] in ([], ["0"])
 
 

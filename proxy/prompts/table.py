@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...errors import Conflict, NotFound
-from ...json_text import dumps, loads
-from ..database import Changes, Database, Row, Statement, Transaction
-from ..rows import read
+from ..errors import Conflict, NotFound
+from ..json_text import dumps, loads
+from ..store.database import Changes, Database, Row, Statement, Transaction
+from ..store.rows import read
 
 Role = Literal["system", "user"]
 
@@ -154,7 +154,7 @@ class TriedOut:
     held_out: bool
 
 
-class Prompts:
+class PromptTable:
     """The tables of prompts. They are small but for what is kept of rollouts and calls."""
 
     def __init__(self, database: Database) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import Conflict
-from ...json_text import dumps, loads
-from ...types import RolloutName
-from ..database import Database, Row, Transaction
-from ..rollouts import ROLLOUT_SEEN
-from ..rows import read
-from .promotions import FACTS, Chooser, Observed, Outcome, Promotion, opened, with_rewards
-from .prompts import PROMPT_LIVE, PROMPT_LOG, PROMPT_WAITS_NO_MORE, ROLLOUT_PROMPT, ROLLOUT_PROMPT_KEPT
+from ..errors import Conflict
+from ..json_text import dumps, loads
+from ..promotion.promotions import FACTS, Chooser, Observed, Outcome, Promotion, opened, with_rewards
+from ..store.database import Database, Row, Transaction
+from ..store.rollouts import ROLLOUT_SEEN
+from ..store.rows import read
+from ..types import RolloutName
+from .table import PROMPT_LIVE, PROMPT_LOG, PROMPT_WAITS_NO_MORE, ROLLOUT_PROMPT, ROLLOUT_PROMPT_KEPT
 
 NOT_GATED = "prompts.promotion was set to immediate"  # why a test ended
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ...errors import Conflict
-from ...json_text import dumps, loads
-from ...types import PolicyVersion, Reward, RolloutName, RolloutStatus
-from ..database import Database, Row, Transaction
-from ..rewards import read_reward
-from ..rollouts import ROLLOUT_SEEN
-from ..rows import read
-from ..versions import POLICY_LOG, TEST_ENDED, VERSION_LIVE, VERSION_RETIRE, VERSION_UNTESTED, read_version
+from ..errors import Conflict
+from ..json_text import dumps, loads
+from ..store.database import Database, Row, Transaction
+from ..store.rewards import read_reward
+from ..store.rollouts import ROLLOUT_SEEN
+from ..store.rows import read
+from ..store.versions import POLICY_LOG, TEST_ENDED, VERSION_LIVE, VERSION_RETIRE, VERSION_UNTESTED, read_version
+from ..types import PolicyVersion, Reward, RolloutName, RolloutStatus
 
 Outcome = Literal["promoted", "rejected"]
 PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]

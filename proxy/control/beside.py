@@ -1,0 +1,36 @@
+"""What side rooms keep beside rollouts and policy versions: the routes check it, keep it and show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..store.store import Store
+from .bodies import RolloutsBody
+
+Fields = Mapping[str, Any]
+
+
+class Beside:
+    """What a side room keeps beside rollouts and policy versions. A method that is not overridden does nothing."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    async def check(self, body: RolloutsBody) -> None:
+        """Raise LightningError if rollouts cannot be opened as a request wants them."""
+
+    async def opened(self, rollout_ids: Sequence[str], body: RolloutsBody) -> None:
+        """Keep what a request wants of rollouts that were just opened."""
+
+    async def of_rollout(self, rollout_id: str) -> Fields:
+        """Return fields for `GET /rollouts/{rollout_id}`."""
+        return {}
+
+    async def of_policy(self) -> Fields:
+        """Return fields for `GET /policy`."""
+        return {}
+
+    async def of_versions(self) -> Callable[[int], Fields]:
+        """Return what has the fields of each version for `GET /policy/versions`. The versions are read after it."""
+        return lambda _: {}

@@ -1,0 +1,24 @@
+"""Keeps versions of prompts that rollouts are opened with, and shows what was put into a rollout's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..control.beside import Beside, Fields
+from ..control.bodies import RolloutsBody
+from ..control.views import record_view
+from .table import PromptTable
+
+
+class PromptsBeside(Beside):
+    """The prompts of rollouts."""
+
+    async def check(self, body: RolloutsBody) -> None:
+        await PromptTable(self.store.database).check(body.prompts)
+
+    async def opened(self, rollout_ids: Sequence[str], body: RolloutsBody) -> None:
+        await PromptTable(self.store.database).pin(rollout_ids, body.prompts)
+
+    async def of_rollout(self, rollout_id: str) -> Fields:
+        placed = await PromptTable(self.store.database).placed_in(rollout_id)
+        return {"prompts": [*map(record_view, placed)]}
