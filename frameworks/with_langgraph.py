@@ -4,7 +4,6 @@
 # ///
 """LangGraph: a graph of one's own, model and tools taking turns."""
 
-# docs: begin
 from typing import Any
 
 from langchain_openai import ChatOpenAI
@@ -29,7 +28,6 @@ def graph_with(headers: dict[str, str]) -> Any:
     return graph.compile(checkpointer=InMemorySaver())
 
 
-# docs: end
 def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     graph, config = graph_with(headers), {"configurable": {"thread_id": "1"}}
     for question in questions:
