@@ -61,14 +61,12 @@ def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None 
 
     LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
     """
-    from ..proxy.reward_function.process import require_function
+    from ..proxy.plugins.on_board import check_plugins
     from ..proxy.store.keys import require_keys
-    from ..proxy.upstreams.litellm.engine import require_for
 
     publish_mode(config)  # their ConfigErrors are to be seen before anything starts
     check_base_model(config)
-    require_for(config.upstreams)
-    asyncio.run(require_function(config.rewards))
+    asyncio.run(check_plugins(config))
     asyncio.run(require_keys(config))
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     shown = Shown(log_format, sys.stderr.isatty() if calls is None else calls)

@@ -29,7 +29,7 @@ from .gateway.asgi import Bodies, Reply
 from .gateway.call import Gateway, OnCall
 from .gateway.relay import Relay, is_data_path
 from .plugins.hooks import Core, ProxyPlugin, Work
-from .plugins.on_board import open_plugins, plugins_of
+from .plugins.on_board import makers_of, open_plugins, plugins_of
 from .policy.mode import ModeInUse
 from .policy.model_check import ModelCheck
 from .policy.operator import operator_headers, relay_headers
@@ -51,7 +51,6 @@ from .store.store import Store
 from .upstreams.attempts import Upstreams
 from .upstreams.health import Health, check_health
 from .upstreams.http import make_session
-from .upstreams.litellm.upstream import LitellmUpstream
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
@@ -106,7 +105,7 @@ async def open_parts(
         store = Store(await stack.enter_async_context(opened(config.store, to_write=writes)))
         mode = await ModeInUse.of(config, store) if writes else ModeInUse(config, store)
         session = await stack.enter_async_context(make_session())
-        upstreams = Upstreams(session, makers={"litellm": LitellmUpstream}, vouching=vouching)
+        upstreams = Upstreams(session, makers=makers_of(plugins), vouching=vouching)
         stack.push_async_callback(upstreams.close)
         operator = await stack.enter_async_context(operator_session())
         # Who may call, what is kept of a call, and which weights answer it.

@@ -27,7 +27,7 @@ LEVELS = {
         {"upstreams", "access", "recording"},
         {"store", "apis"},
         {"returns", "groups"},
-        {"config", "types"},
+        {"config", "types", "providers"},
         {"errors", "json_text", "aside", "bootstrap"},
     ],
     "trainer": [
@@ -47,7 +47,7 @@ LEVELS = {
 }
 # Rooms that are plugged in where the program is put together, by the files that may do so.
 SIDE_ROOMS = {
-    "proxy": ({"upstreams/litellm", "otel", "reward_function", "page", "prompts", "promotion"}, {"app"}),
+    "proxy": ({"upstreams/litellm", "otel", "reward_function", "page", "prompts", "promotion"}, set[str]()),
     "trainer": (
         {"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed", "backends"},
         set[str](),

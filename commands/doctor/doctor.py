@@ -15,8 +15,8 @@ from ...proxy.config.root import Config
 from ...proxy.config.upstreams import UpstreamConfig, below
 from ...proxy.errors import ConfigError
 from ...proxy.policy.mode import publish_mode
+from ...proxy.providers import require_litellm
 from ...proxy.upstreams.base import through
-from ...proxy.upstreams.litellm.engine import require_for
 from ...trainer.plan.settle import settle
 from ..api_client import ApiClient
 from ..formats import print_json
@@ -67,7 +67,7 @@ def check_provider(upstream: UpstreamConfig) -> Check:
     """Check that what calls this provider is installed; the provider itself is not asked."""
     name = f"upstream {upstream.name}"
     try:
-        require_for([upstream])
+        require_litellm(f"upstream {upstream.name} of kind litellm")
     except ConfigError as error:
         return failed(name, error.message, "install it, or remove the upstream")
     return ok(name, "not checked: litellm calls the provider only when an agent does")

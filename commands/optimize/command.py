@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
-from ...proxy.upstreams.litellm.engine import require_litellm
+from ...proxy.providers import require_litellm
 from ..api_client import ApiClient
 from ..eval.stats import Comparison, compare
 from ..formats import print_json

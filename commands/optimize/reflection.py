@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 from ...proxy.errors import LightningError
+from ...proxy.providers import import_litellm
 from ...proxy.store.copies import make_private
-from ...proxy.upstreams.litellm.engine import import_litellm
 from .scores import BudgetSpent
 
 TIMEOUT_S = 300.0

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
-from ...proxy.reward_function.process import require_function
+from ...proxy.plugins.on_board import check_plugins
 from ...proxy.store.keys import require_keys
 from ..formats import address
 from ..vllm import vllm_program
@@ -72,7 +72,7 @@ class System:
 
     async def __aenter__(self) -> System:
         await require_keys(self._config)
-        await require_function(self._config.rewards)
+        await check_plugins(self._config)
         check_addresses(self._config)
         program = vllm_program(self._config)
         async with AsyncExitStack() as stack:

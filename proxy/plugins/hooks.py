@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from fastapi import APIRouter
 
 from ..config.root import Config
+from ..config.upstreams import UpstreamConfig
 from ..control.beside import Beside
 from ..gateway.call import OnCall, Rewrite
 from ..policy.routing import Choose
@@ -17,6 +18,7 @@ from ..policy.swap import Placed
 from ..recording.metrics import Metrics
 from ..recording.redact import Redactor
 from ..store.store import Store
+from ..upstreams.base import Upstream
 
 OnDeleted = Callable[[str], None]  # hears the id of each rollout that was deleted
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -50,13 +52,20 @@ class Hooks:
 
 
 class ProxyPlugin:
-    """A side room of the proxy, or a package of somebody else. Raise ConfigError in `__init__` if it cannot run."""
+    """A side room of the proxy, or a package of somebody else. Raise ConfigError in `__init__` if it cannot run.
+
+    `upstreams` makes those of kinds that do not speak as OpenAI does.
+    """
 
     routers: ClassVar[Sequence[APIRouter]] = ()
     beside: ClassVar[type[Beside]] = Beside
+    upstreams: ClassVar[Mapping[str, Callable[[UpstreamConfig], Upstream]]] = {}
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    async def check(self) -> None:
+        """Raise ConfigError if what the configuration asks for cannot be had. Called before anything starts."""
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
 from ..config.root import Config
+from ..config.upstreams import UpstreamConfig
 from ..errors import ConfigError
 from ..gateway.call import OnCall, Question, Rewrite, as_asked
 from ..policy.routing import Choose
 from ..policy.swap import Placed, all_live
 from ..types import RolloutName
+from ..upstreams.base import Upstream
 from .hooks import Core, OnDeleted, ProxyPlugin, Work
 from .others import plugin_of
 
@@ -24,6 +26,7 @@ ON_BOARD = (
     "promotion",
     "prompts",
     "reward_function",
+    "upstreams.litellm",
 )
 
 T = TypeVar("T")
@@ -46,6 +49,17 @@ def plugins_of(config: Config) -> list[ProxyPlugin]:
     rooms = [import_module(f"..{room}.plugin", __package__).plugin(config) for room in ON_BOARD]
     others = [plugin_of(name, config) for name in config.plugins]
     return [*rooms, *(plugin for plugin in others if plugin is not None)]
+
+
+async def check_plugins(config: Config) -> None:
+    """Raise ConfigError if a plugin cannot do what the configuration asks for."""
+    for plugin in plugins_of(config):
+        await plugin.check()
+
+
+def makers_of(plugins: Sequence[ProxyPlugin]) -> dict[str, Callable[[UpstreamConfig], Upstream]]:
+    """Return what makes upstreams of a kind, by kind."""
+    return {kind: make for plugin in plugins for kind, make in plugin.upstreams.items()}
 
 
 @asynccontextmanager

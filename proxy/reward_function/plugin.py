@@ -6,11 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ..plugins.hooks import Core, Hooks, ProxyPlugin
+from .process import require_function
 from .scoring import Scorer
 
 
 class RewardFunctionPlugin(ProxyPlugin):
     """Asks `rewards.function` about completed rollouts."""
+
+    async def check(self) -> None:
+        await require_function(self.config.rewards)
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.control.transitions import message_of
+from ...proxy.providers import import_litellm
 from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Reward
-from ...proxy.upstreams.litellm.engine import import_litellm
 from ..credit.agents import TrainedAgents
 from ..credit.rewards import JUDGE
 from ..credit.strategies import strategy_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ...proxy.upstreams.litellm.engine import require_litellm
+from ...proxy.providers import require_litellm
 from ..plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
 
 

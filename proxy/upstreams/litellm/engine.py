@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
-import logging
-import os
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from threading import Thread
@@ -16,8 +14,7 @@ from typing import Any, TypeVar
 import orjson
 
 from ...apis import sse
-from ...config.upstreams import UpstreamConfig
-from ...errors import ConfigError
+from ...providers import import_litellm
 from ...types import Header
 
 T = TypeVar("T")
@@ -33,12 +30,6 @@ FUNCTIONS: Mapping[str, str] = {
 # Beside the fields that the official clients know for an API; what else an agent sends could steer litellm itself.
 _MORE_FIELDS = {"/v1/chat/completions": {"stream", "thinking", "top_k"}}
 _STEERING = {"metadata", "litellm_metadata"}  # litellm's own use of the name, except in /v1/messages
-_SETTINGS = {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or importing it fetches a price list
-    "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
-    "LITELLM_MODE": "PRODUCTION",  # or it reads a .env file
-    "MAX_IMAGE_URL_DOWNLOAD_SIZE_MB": "0",  # a URL that an agent names is not called
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,33 +101,6 @@ class Engine:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-
-
-def require_litellm(what: str) -> None:
-    """Raise ConfigError if litellm is not installed. `what` needs it."""
-    if importlib.util.find_spec("litellm") is None:
-        raise ConfigError(f"{what} needs litellm: pip install 'lightning-proxy[providers]'")
-
-
-def require_for(upstreams: Iterable[UpstreamConfig]) -> None:
-    """Raise ConfigError if one of the upstreams needs litellm and it is not installed."""
-    for upstream in upstreams:
-        if upstream.kind == "litellm":
-            require_litellm(f"upstream {upstream.name} of kind litellm")
-
-
-def import_litellm() -> ModuleType:
-    """Import litellm and turn off its logs and reports, which may hold keys and whole conversations."""
-    os.environ.update(_SETTINGS)
-    import litellm
-
-    litellm.suppress_debug_info = True
-    litellm.turn_off_message_logging = True
-    litellm.telemetry = False
-    litellm.callbacks, litellm.success_callback, litellm.failure_callback = [], [], []
-    for name in ("LiteLLM", "LiteLLM Router", "LiteLLM Proxy"):
-        logging.getLogger(name).disabled = True
-    return litellm
 
 
 def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
