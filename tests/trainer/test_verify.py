@@ -133,6 +133,28 @@ async def test_a_wrong_name_or_file_is_noticed_where_answers_do_not_tell(
         assert said in error.value.message
 
 
+class CountingServer(HonestServer):
+    """Counts the answers that it is first asked for."""
+
+    answers = 0
+
+    def sample(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.answers += body["max_tokens"] == VERIFIED_TOKENS
+        return super().sample(body)
+
+
+@pytest.mark.parametrize("verify_samples", [1, 3])
+async def test_a_version_is_verified_by_as_many_answers_as_configured(
+    base: Path, tmp_path: Path, verify_samples: int
+) -> None:
+    policy = {"verify_samples": verify_samples}
+    async with bench(base, tmp_path, "lora", CountingServer, policy=policy, learning_rate=0.05) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.store.versions.live()).version == 1
+        assert b.server.answers == verify_samples
+
+
 def test_what_is_not_a_number_is_no_evidence_for_either() -> None:
     evidence = WeightEvidence()
     evidence.add([[math.nan]], [[-1.0]], [([0], [-1.0])])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.policy import pins
 from lightning_proxy.proxy.policy.pins import Pins
@@ -25,7 +26,7 @@ async def test_a_rollout_that_began_too_long_ago_holds_no_version(
             for n, at in ((0, 1000.0), (7, 5000.0)):
                 name = RolloutName(f"r{n}")
                 await recorder.start(CallStart(f"c{n}", name, "chat/completions", "policy", n, {"messages": []}, at))
-        kept = Pins(store, timeout_s=3600)
+        kept = Pins(store, PolicyConfig(pin_timeout_s=3600).pin_timeout_s)
         assert [await kept.of(f"r{n}") for n in (0, 7)] == [0, 7]
         for now, wanted in ((4000.0, {0, 7}), (7000.0, {7}), (9000.0, set())):
             monkeypatch.setattr(pins.time, "time", lambda now=now: now)

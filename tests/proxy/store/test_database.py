@@ -26,7 +26,7 @@ from lightning_proxy.proxy.types import RolloutName
 AT = "UPDATE policy_log SET at = :at"
 
 
-def config_of(directory: Path, **more: float) -> StoreConfig:
+def config_of(directory: Path, **more: float | str) -> StoreConfig:
     return StoreConfig.model_validate({"url": f"sqlite:///{directory}/store.db", **more})
 
 
@@ -83,6 +83,16 @@ async def test_a_store_of_this_release_is_opened_again(tmp_path: Path) -> None:
             rows = await database.all("SELECT at FROM policy_log")
             assert [row["at"] for row in rows] == [0.0 if at == 1.0 else 1.0]
             await database.commit([(AT, [{"at": at}])])
+
+
+@pytest.mark.parametrize(("synchronous", "level"), [("normal", 1), ("full", 2)])
+async def test_a_commit_is_synced_as_the_configuration_says(tmp_path: Path, synchronous: str, level: int) -> None:
+    async def read(db: Transaction) -> int:
+        (row,) = await db.all("PRAGMA synchronous")
+        return int(row["synchronous"])
+
+    async with opened(config_of(tmp_path, synchronous=synchronous)) as database:
+        assert await database.write(read) == level
 
 
 async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(

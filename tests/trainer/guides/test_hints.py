@@ -170,7 +170,7 @@ async def test_comments_teach_where_rewards_teach_nothing(base: Path, tmp_path: 
 
 
 async def test_a_hint_is_told_to_the_policy_in_the_last_message_of_the_user(base: Path, tmp_path: Path) -> None:
-    async with lesson(base, tmp_path, hints="comments", group_size=2) as one:
+    async with lesson(base, tmp_path, hints="comments", hint_weight=0.5, group_size=2) as one:
         before = {q: one.says(q) for q in ("q0", WORDING["comments"].format(said="q0", hint="it is red"))}
         said = await one.rollout("q0", "red", 1.0, "it is red", task="t")
         silent = await one.rollout("q0", "blue", 0.0, "  ", task="t")
@@ -180,6 +180,7 @@ async def test_a_hint_is_told_to_the_policy_in_the_last_message_of_the_user(base
         assert told[0].logprobs[-2] == pytest.approx(float(hinted[0]), abs=1e-4) and hinted[0] > plain[0] + 1
         assert [math.isnan(value) for value in told[0].logprobs[:-2]] == [True] * (len(told[0].logprobs) - 2)
         assert all(map(math.isnan, nothing[0].logprobs))
+        assert told[0].weight == 0.5
         assert (batch.metrics["calls_hinted"], batch.metrics["calls_without_hint"]) == (1, 1)
 
 

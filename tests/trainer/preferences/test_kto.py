@@ -76,7 +76,7 @@ def answer_logprob(model: Any, ids: Any, mask: Any) -> torch.Tensor:
 
 
 def test_loss_and_gradient_are_those_of_kto_over_the_sampled_tokens_alone(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path)
+    trainer = made(base, tmp_path, up_weight=2.0, down_weight=3.0)
     rows = dataset(trainer, ROWS)
     assert rows[1]["KL_ids"] == [0, 4, 9, 10, 7, 8, 11, 1] and rows[1]["KL_mask"] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert rows[0]["KL_ids"] == [0, 5, 6, 14, 1]
@@ -97,7 +97,9 @@ def test_loss_and_gradient_are_those_of_kto_over_the_sampled_tokens_alone(base: 
     lent = [answer_logprob(model, r["KL_ids"], r["KL_mask"]).detach() - r["ref_KL_logps"] for r in rows]
     kl = torch.stack(lent).mean().clamp(min=0)
     sides = [1 if r["label"] else -1 for r in rows]
-    own = torch.stack([1 - torch.sigmoid(0.5 * side * (g - kl)) for side, g in zip(sides, grown, strict=True)]).mean()
+    weights = [2.0 if side == 1 else 3.0 for side in sides]
+    losses = [w * (1 - torch.sigmoid(0.5 * s * (g - kl))) for w, s, g in zip(weights, sides, grown, strict=True)]
+    own = torch.stack(losses).mean()
     own.backward()
     assert float(loss.detach()) == pytest.approx(float(own.detach()), abs=1e-5)
     for gradient, parameter in zip(gradients, trainer.trained.parameters(), strict=True):
