@@ -6,81 +6,55 @@ these are in the loss: what tools returned is context. The reference is the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer
 
+from ...proxy.store.store import Store
 from ..step.trainer import LightningTrainer
-from ..tuning.fit import FitCallback, arguments, fit, tuning_metrics
-from ..tuning.run import TuningRun
+from ..tuning.fit import FitCallback, Recipe, arguments
 from .pairs import Pair, PairReader, Pairs
-from .rows import HELD_OUT, GivenRows, answer_logprobs, measured, padded
+from .rows import GivenRows, answer_logprobs, given, measured, padded
 
 PASS_TOKENS = 1024  # of the pairs that are computed together
-
-
-class DpoRun(TuningRun[Pairs]):
-    """One run of direct preference optimization."""
-
-    method: ClassVar[str] = "dpo"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._reader = PairReader(self._config, self._store, self._trainer.max_tokens, self._trainer.vocabulary)
-
-    async def _read(self, among: Collection[str] | None = None) -> Pairs:
-        return await self._reader.read(among)
-
-    def _tune(self, lessons: Pairs, directory: Path, stopped: Callable[[], bool]) -> dict[str, float] | None:
-        return prefer(self._trainer, lessons, directory, stopped)
 
 
 class PairTrainer(GivenRows, DPOTrainer):
     """A DPOTrainer over rows of token ids, each with a mask of what was sampled and a log-probability to refer to."""
 
 
-def prefer(
-    trainer: LightningTrainer, pairs: Pairs, directory: Path, stopped: Callable[[], bool]
-) -> dict[str, float] | None:
-    """Train `trainer`'s adapter on the pairs; returns metrics, or None if it was stopped before the end.
+async def _read(store: Store, trainer: LightningTrainer, among: Collection[str] | None) -> Pairs:
+    return await PairReader(trainer.settings, store, trainer.max_tokens, trainer.vocabulary).read(among)
 
-    Goes on from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
-    """
 
-    def held_out() -> dict[str, float]:
-        return measured(margins(trainer, pairs.held_out))
-
-    config = trainer.settings.dpo
-    before = {f"{name}_before": value for name, value in held_out().items()}
-    referred = dataset(trainer, pairs.train)
-    rows = [sample for pair in pairs.train for sample in pair]
-    longest = 2 * max(len(sample.token_ids) for sample in rows)
+def _tuner(
+    trainer: LightningTrainer, pairs: Sequence[Pair], directory: Path, watch: FitCallback
+) -> tuple[PairTrainer, int]:
+    lengths = [len(sample.token_ids) for pair in pairs for sample in pair]
+    referred, longest = dataset(trainer, pairs), 2 * max(lengths)
+    in_a_step = max(1, trainer.settings.dpo.batch_tokens // longest)
     dpo = PairTrainer(
         model=trainer.model,
-        args=dpo_config(trainer, directory, max(1, config.batch_tokens // longest), PASS_TOKENS // longest),
+        args=dpo_config(trainer, directory, in_a_step, PASS_TOKENS // longest),
         data_collator=collate,
         train_dataset=referred,
         processing_class=trainer.processing_class,
-        callbacks=[FitCallback(stopped, held_out)],
+        callbacks=[watch],
     )
-    last = fit(trainer, dpo, directory, "trainer.dpo.learning_rate")
-    if last is None:
-        return None
-    common = tuning_metrics(
-        last,
-        epochs=config.epochs,
-        rate=config.learning_rate,
-        trained=sum(sample.trained_tokens for sample in rows),
-        computed=sum(len(sample.token_ids) for sample in rows),
-    )
-    after = {name: value for name, value in last.items() if name in HELD_OUT}
-    grown = {"preference_margin": last["rewards/margins"], "preference_accuracy": last["rewards/accuracies"]}
-    return {**common, **grown, **before, **after}
+    return dpo, sum(lengths)
+
+
+def _measured(trainer: LightningTrainer, pairs: Sequence[Pair]) -> dict[str, float]:
+    return measured(margins(trainer, pairs))
+
+
+def _learned(last: Mapping[str, float]) -> dict[str, float]:
+    return {"preference_margin": last["rewards/margins"], "preference_accuracy": last["rewards/accuracies"]}
 
 
 def margins(trainer: LightningTrainer, pairs: Sequence[Pair]) -> list[float]:
@@ -113,15 +87,13 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 def dpo_config(trainer: LightningTrainer, directory: Path, pairs: int, together: int = 1) -> DPOConfig:
     """Return TRL's settings of a run of at most `pairs` in an optimizer step, `together` of them in a forward pass."""
-    config = trainer.settings.dpo
     in_a_pass = max(1, min(together, pairs))
     passes = max(1, pairs // in_a_pass)
-    common = arguments(trainer, directory, epochs=config.epochs, rate=config.learning_rate, passes=passes)
     return DPOConfig(
-        **{**common, "per_device_train_batch_size": in_a_pass},
-        beta=config.beta,
-        max_length=None,
-        remove_unused_columns=False,
-        # Without adapters TRL would load a second model to refer to.
-        precompute_ref_log_probs=trainer.settings.weights == "full",
+        **arguments(trainer, "dpo", directory, passes=passes, together=in_a_pass),
+        **given(trainer),
+        beta=trainer.settings.dpo.beta,
     )
+
+
+DPO = Recipe("dpo", _read, _tuner, _measured, _learned)

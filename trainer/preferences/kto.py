@@ -7,79 +7,50 @@ starts from. KTO's KL is measured on each row's prompt with the answer of the ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 from trl import KTOConfig, KTOTrainer
 
+from ...proxy.store.store import Store
 from ..step.trainer import LightningTrainer
-from ..tuning.fit import FitCallback, arguments, fit, tuning_metrics
-from ..tuning.run import TuningRun
+from ..tuning.fit import FitCallback, Recipe, arguments
 from ..types import Sample
-from .rows import HELD_OUT, GivenRows, answer_logprobs, measured, padded
+from .rows import GivenRows, answer_logprobs, given, measured, padded
 from .thumbs import Thumb, ThumbReader, Thumbs
-
-
-class KtoRun(TuningRun[Thumbs]):
-    """One run of Kahneman-Tversky optimization."""
-
-    method: ClassVar[str] = "kto"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._reader = ThumbReader(self._config, self._store, self._trainer.max_tokens, self._trainer.vocabulary)
-
-    async def _read(self, among: Collection[str] | None = None) -> Thumbs:
-        return await self._reader.read(among)
-
-    def _tune(self, lessons: Thumbs, directory: Path, stopped: Callable[[], bool]) -> dict[str, float] | None:
-        return heed(self._trainer, lessons, directory, stopped)
 
 
 class ThumbTrainer(GivenRows, KTOTrainer):
     """A KTOTrainer over rows of token ids, each with a mask of what was sampled and log-probabilities to refer to."""
 
 
-def heed(
-    trainer: LightningTrainer, thumbs: Thumbs, directory: Path, stopped: Callable[[], bool]
-) -> dict[str, float] | None:
-    """Train `trainer`'s adapter on rows with thumbs; returns metrics, or None if it was stopped before the end.
+async def _read(store: Store, trainer: LightningTrainer, among: Collection[str] | None) -> Thumbs:
+    return await ThumbReader(trainer.settings, store, trainer.max_tokens, trainer.vocabulary).read(among)
 
-    Goes on from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
-    """
 
-    def held_out() -> dict[str, float]:
-        return measured(margins(trainer, thumbs.held_out))
-
-    config = trainer.settings.kto
-    before = {f"{name}_before": value for name, value in held_out().items()}
-    rows = dataset(trainer, thumbs.train)
-    longest = max(len(row["KL_ids"]) for row in rows)
-    longest = max(longest, *(len(sample.token_ids) for sample in thumbs.samples))
+def _tuner(
+    trainer: LightningTrainer, thumbs: Sequence[Thumb], directory: Path, watch: FitCallback
+) -> tuple[ThumbTrainer, int]:
+    rows = dataset(trainer, thumbs)
+    longest = max(len(row[ids]) for row in rows for ids in ("ids", "KL_ids"))
     kto = ThumbTrainer(
         model=trainer.model,
-        args=kto_config(trainer, directory, max(2, config.batch_tokens // longest)),
+        args=kto_config(trainer, directory, max(2, trainer.settings.kto.batch_tokens // longest)),
         data_collator=collate,
         train_dataset=rows,
         processing_class=trainer.processing_class,
-        callbacks=[FitCallback(stopped, held_out)],
+        callbacks=[watch],
     )
-    last = fit(trainer, kto, directory, "trainer.kto.learning_rate")
-    if last is None:
-        return None
-    common = tuning_metrics(
-        last,
-        epochs=config.epochs,
-        rate=config.learning_rate,
-        trained=sum(sample.trained_tokens for sample in thumbs.samples),
-        computed=sum(len(row["ids"]) + len(row["KL_ids"]) for row in rows),
-    )
-    return {**common, **before, **{name: value for name, value in last.items() if name in HELD_OUT}}
+    return kto, sum(len(row["ids"]) + len(row["KL_ids"]) for row in rows)
+
+
+def _measured(trainer: LightningTrainer, thumbs: Sequence[Thumb]) -> dict[str, float]:
+    return measured(margins(trainer, thumbs))
 
 
 def margins(trainer: LightningTrainer, thumbs: Sequence[Thumb]) -> list[float]:
@@ -117,16 +88,12 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 def kto_config(trainer: LightningTrainer, directory: Path, rows: int) -> KTOConfig:
     """Return TRL's settings of a run whose optimizer steps have so many rows, in one pass: KTO's KL is their mean."""
     config = trainer.settings.kto
-    common = arguments(trainer, directory, epochs=config.epochs, rate=config.learning_rate, passes=1)
     return KTOConfig(
-        **{**common, "per_device_train_batch_size": rows},
+        **arguments(trainer, "kto", directory, together=rows),
+        **given(trainer),
         beta=config.beta,
         desirable_weight=config.up_weight,
         undesirable_weight=config.down_weight,
-        max_length=None,
-        remove_unused_columns=False,
-        # Without adapters TRL would load a second model to refer to.
-        precompute_ref_log_probs=trainer.settings.weights == "full",
     )
 
 
@@ -135,3 +102,6 @@ def _mismatched(row: Sample, other: Sample, most: int) -> tuple[list[int], list[
     prompt, start = row.token_ids[: row.mask.index(1)], other.mask.index(1)
     mask = [0] * len(prompt) + list(other.mask[start:])
     return [*prompt, *other.token_ids[start:]][:most], mask[:most]
+
+
+KTO = Recipe("kto", _read, _tuner, _measured)

@@ -8,22 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
-from ..tuning.rollouts import (
-    NothingToLearn,
-    RewardedRollout,
-    RolloutReader,
-    as_sampled,
-    digest,
-    split,
-    what_was_left_out,
-)
+from ..tuning.lessons import Lessons, lessons_of
+from ..tuning.rollouts import NothingToLearn, RewardedRollout, RolloutReader, as_sampled, what_was_left_out
 from ..types import Sample
 
 
@@ -34,26 +27,7 @@ class Pair(NamedTuple):
     rejected: Sample
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Pairs to learn from, and pairs of other tasks to measure on; `metrics` counts how they came about."""
-
-    train: tuple[Pair, ...]
-    held_out: tuple[Pair, ...]
-    metrics: dict[str, float]
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        return tuple(pair.chosen for pair in self.train)
-
-    @property
-    def rollout_ids(self) -> list[str]:
-        return list(dict.fromkeys(s.rollout_id for pair in (*self.train, *self.held_out) for s in pair))
-
-    @property
-    def digest(self) -> str:
-        """Return a digest that is equal for two exactly if they have the same pairs."""
-        return digest((*self.train, (), *self.held_out))
+Pairs = Lessons[Pair]
 
 
 class PairReader:
@@ -90,7 +64,13 @@ class PairReader:
                 f"nothing to prefer: the rewards of {len(differing)} tasks differ, and no two of their rollouts make a "
                 f"pair: {', '.join(filter(None, reasons)) or 'their answers are the same'}"
             )
-        return self._pairs(found, seen)
+        chosen = lessons_of(found, self._config.held_out, seen)
+        counts = {
+            "pairs": float(len(chosen.train)),
+            "pairs_held_out": float(len(chosen.held_out)),
+            "pairs_other_prompt": float(seen.counts["pairs_other_prompt"]),
+        }
+        return replace(chosen, metrics=chosen.metrics | counts)
 
     def _differ(self, rollouts: Sequence[RewardedRollout]) -> bool:
         rewards = [one.reward for one in rollouts]
@@ -119,19 +99,6 @@ class PairReader:
             used.update([pair.chosen.rollout_id, pair.rejected.rollout_id])
             found.append(pair)
         return found
-
-    def _pairs(self, tasks: Sequence[list[Pair]], seen: Seen) -> Pairs:
-        train, held_out, counts = split(tasks, self._config.held_out, lambda pair: pair.chosen)
-        rollouts = {sample.rollout_id for pair in train for sample in pair}
-        metrics = seen.metrics() | counts | {
-            "groups": float(seen.groups),
-            "rollouts_trained": float(len(rollouts)),
-            "samples": float(2 * len(train)),
-            "pairs": float(len(train)),
-            "pairs_held_out": float(len(held_out)),
-            "pairs_other_prompt": float(seen.counts["pairs_other_prompt"]),
-        }  # fmt: skip
-        return Pairs(tuple(train), tuple(held_out), metrics)
 
 
 def _same_prompt(pair: Pair) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..tuning.plugin import TuningPlugin
 
 if TYPE_CHECKING:
-    from ..tuning.run import TuningRun
+    from ..tuning.fit import Recipe
 
 
 class PreferencesPlugin(TuningPlugin):
@@ -15,14 +15,14 @@ class PreferencesPlugin(TuningPlugin):
 
     methods = ("dpo", "kto")
 
-    def run_of(self, method: str) -> type[TuningRun[Any]]:
+    def recipe(self, method: str) -> Recipe[Any]:
         if method == "dpo":
-            from .dpo import DpoRun
+            from .dpo import DPO
 
-            return DpoRun
-        from .kto import KtoRun
+            return DPO
+        from .kto import KTO
 
-        return KtoRun
+        return KTO
 
 
 plugin = PreferencesPlugin

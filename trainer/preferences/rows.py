@@ -17,8 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from ..step.trainer import LightningTrainer
 from ..types import Sample
 
-HELD_OUT = ("held_out_accuracy", "held_out_margin")  # the metrics of `measured`
-
 
 class GivenRows:
     """Lets a preference trainer of TRL's take rows of token ids, each with a mask and log-probabilities to refer to.
@@ -42,6 +40,16 @@ class GivenRows:
         return dataset
 
 
+def given(trainer: LightningTrainer) -> dict[str, Any]:
+    """Return TRL's settings for rows that come with their tokens."""
+    return {
+        "max_length": None,
+        "remove_unused_columns": False,
+        # Without adapters TRL would load a second model to refer to.
+        "precompute_ref_log_probs": trainer.settings.weights == "full",
+    }
+
+
 def answer_logprobs(trainer: LightningTrainer, samples: Sequence[Sample]) -> list[float]:
     """Return the log-probability of the sampled tokens of each row under the policy's present weights."""
     scored = trainer.logprobs([sample.token_ids for sample in samples])
@@ -50,7 +58,7 @@ def answer_logprobs(trainer: LightningTrainer, samples: Sequence[Sample]) -> lis
 
 def measured(margins: Sequence[float]) -> dict[str, float]:
     """Return the share of comparisons in which the better answer is the likelier, and the mean margin; {} without."""
-    return dict(zip(HELD_OUT, (fmean(m > 0 for m in margins), fmean(margins)), strict=True)) if margins else {}
+    return {"accuracy": fmean(m > 0 for m in margins), "margin": fmean(margins)} if margins else {}
 
 
 def padded(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], prefix: str = "") -> dict[str, Tensor]:

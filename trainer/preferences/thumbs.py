@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
-from ..tuning.rollouts import NothingToLearn, RolloutReader, as_sampled, digest, split, what_was_left_out
+from ..tuning.lessons import Lessons, lessons_of
+from ..tuning.rollouts import NothingToLearn, RolloutReader, as_sampled, what_was_left_out
 from ..types import Sample
 
 
@@ -24,27 +24,7 @@ class Thumb(NamedTuple):
     up: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Thumbs:
-    """Rows to learn from, and rows of other tasks to measure on; `metrics` counts how they came about."""
-
-    train: tuple[Thumb, ...]
-    held_out: tuple[Thumb, ...]
-    metrics: dict[str, float]
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        return tuple(thumb.sample for thumb in self.train)
-
-    @property
-    def rollout_ids(self) -> list[str]:
-        return list(dict.fromkeys(thumb.sample.rollout_id for thumb in (*self.train, *self.held_out)))
-
-    @property
-    def digest(self) -> str:
-        """Return a digest that is equal for two exactly if they have the same rows and thumbs."""
-        parts = (self.train, self.held_out)
-        return digest([[one.sample for one in part if one.up is up] for part in parts for up in (True, False)])
+Thumbs = Lessons[Thumb]
 
 
 class ThumbReader:
@@ -68,21 +48,15 @@ class ThumbReader:
                 up = one.reward > self._config.threshold
                 tasks.setdefault(one.task, []).extend(Thumb(row, up) for row in rows)
         found = [tasks[task] for task in self._rollouts.in_order(tasks)]
-        train, held_out, counts = split(found, self._config.held_out, lambda thumb: thumb.sample)
-        if len(train) < 2:
+        thumbs = lessons_of(found, self._config.held_out, seen)
+        if len(thumbs.train) < 2:
             raise NothingToLearn(
                 f"nothing to learn from: {seen.rollouts} rollouts of mode train are completed and have a reward, with "
-                f"{len(train)} rows to learn from, and KTO needs two. {what_was_left_out(seen)}".strip()
+                f"{len(thumbs.train)} rows to learn from, and KTO needs two. {what_was_left_out(seen)}".strip()
             )
-        train.sort(key=_mixed)
-        metrics = seen.metrics() | counts | {
-            "groups": float(seen.groups),
-            "rollouts_trained": float(len({thumb.sample.rollout_id for thumb in train})),
-            "samples": float(len(train)),
-            "thumbs_up": float(sum(thumb.up for thumb in train)),
-            "thumbs_down": float(sum(not thumb.up for thumb in train)),
-        }  # fmt: skip
-        return Thumbs(tuple(train), tuple(held_out), metrics)
+        liked = sum(thumb.up for thumb in thumbs.train)
+        counts = {"thumbs_up": float(liked), "thumbs_down": float(len(thumbs.train) - liked)}
+        return Thumbs(tuple(sorted(thumbs.train, key=_mixed)), thumbs.held_out, thumbs.metrics | counts)
 
 
 def _mixed(thumb: Thumb) -> bytes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..tuning.plugin import TuningPlugin
 
 if TYPE_CHECKING:
-    from ..tuning.run import TuningRun
+    from ..tuning.fit import Recipe
 
 
 class SftPlugin(TuningPlugin):
@@ -15,10 +15,10 @@ class SftPlugin(TuningPlugin):
 
     methods = ("sft",)
 
-    def run_of(self, method: str) -> type[TuningRun[Any]]:
-        from .sft import SftRun
+    def recipe(self, method: str) -> Recipe[Any]:
+        from .sft import SFT
 
-        return SftRun
+        return SFT
 
 
 plugin = SftPlugin

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar
 
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from ...proxy.store.store import Store
 from ..step.trainer import LightningTrainer
-from ..tuning.fit import FitCallback, arguments, fit, tuning_metrics
-from ..tuning.run import TuningRun
+from ..tuning.fit import FitCallback, Recipe, arguments
 from ..types import Sample
 from .traces import TraceReader, Traces
 
@@ -23,59 +22,33 @@ IGNORED = -100  # the label of a token that is not in the loss
 BLOCK_TOKENS = 1024
 
 
-class SftRun(TuningRun[Traces]):
-    """One run of supervised fine-tuning."""
-
-    method: ClassVar[str] = "sft"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        trainer = self._trainer
-        self._reader = TraceReader(
-            self._config, self._store, trainer.processing_class, trainer.max_tokens, trainer.vocabulary
-        )
-
-    async def _read(self, among: Collection[str] | None = None) -> Traces:
-        return await self._reader.read(among)
-
-    def _tune(self, lessons: Traces, directory: Path, stopped: Callable[[], bool]) -> dict[str, float] | None:
-        return fine_tune(self._trainer, lessons, directory, stopped)
+async def _read(store: Store, trainer: LightningTrainer, among: Collection[str] | None) -> Traces:
+    return await TraceReader(
+        trainer.settings, store, trainer.processing_class, trainer.max_tokens, trainer.vocabulary
+    ).read(among)
 
 
-def fine_tune(
-    trainer: LightningTrainer, traces: Traces, directory: Path, stopped: Callable[[], bool]
-) -> dict[str, float] | None:
-    """Train `trainer`'s adapter on the traces; returns metrics, or None if it was stopped before the end.
-
-    Goes on from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
-    """
-
-    def held_out() -> dict[str, float]:
-        loss = mean_loss(trainer, traces.held_out)
-        return {} if loss is None else {"held_out_loss": loss}
-
-    config = trainer.settings.sft
-    before = {f"{name}_before": value for name, value in held_out().items()}
-    packing = Packing.of(traces.train, config.batch_tokens)
+def _tuner(
+    trainer: LightningTrainer, traces: Sequence[Sample], directory: Path, watch: FitCallback
+) -> tuple[SFTTrainer, int]:
+    packing = Packing.of(traces, trainer.settings.sft.batch_tokens)
     sft = SFTTrainer(
         model=trainer.model,
         args=_sft_config(trainer, directory, packing),
-        train_dataset=dataset(traces.train),
+        train_dataset=dataset(traces),
         processing_class=trainer.processing_class,
-        callbacks=[FitCallback(stopped, held_out)],
+        callbacks=[watch],
     )
-    last = fit(trainer, sft, directory, "trainer.sft.learning_rate")
-    if last is None:
-        return None
-    common = tuning_metrics(
-        last,
-        epochs=config.epochs,
-        rate=config.learning_rate,
-        trained=sum(sample.trained_tokens for sample in traces.train),
-        computed=sum(len(sample.token_ids) for sample in traces.train),
-    )
-    measured = {name: last[name] for name in ("held_out_loss",) if name in last}
-    return {**common, "token_accuracy": last["mean_token_accuracy"], **before, **measured}
+    return sft, sum(len(sample.token_ids) for sample in traces)
+
+
+def _measured(trainer: LightningTrainer, traces: Sequence[Sample]) -> dict[str, float]:
+    loss = mean_loss(trainer, traces)
+    return {} if loss is None else {"loss": loss}
+
+
+def _learned(last: Mapping[str, float]) -> dict[str, float]:
+    return {"token_accuracy": last["mean_token_accuracy"]}
 
 
 def mean_loss(trainer: LightningTrainer, samples: Sequence[Sample]) -> float | None:
@@ -108,10 +81,12 @@ class Packing:
 
 
 def _sft_config(trainer: LightningTrainer, directory: Path, packing: Packing) -> SFTConfig:
-    config = trainer.settings.sft
     return SFTConfig(
-        **arguments(trainer, directory, epochs=config.epochs, rate=config.learning_rate, passes=packing.blocks),
+        **arguments(trainer, "sft", directory, passes=packing.blocks),
         # Rows of a block do not see each other, since the model makes its mask from `position_ids`.
         packing=True,
         max_length=packing.block_tokens,
     )
+
+
+SFT = Recipe("sft", _read, _tuner, _measured, _learned)

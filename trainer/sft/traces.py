@@ -7,7 +7,6 @@ the right ones. RFT (https://arxiv.org/abs/2308.01825) shows that different answ
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -17,31 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
-from ..tuning.rollouts import NothingToLearn, RewardedRollout, RolloutReader, digest, split, what_was_left_out
+from ..tuning.lessons import Lessons, lessons_of
+from ..tuning.rollouts import NothingToLearn, RewardedRollout, RolloutReader, what_was_left_out
 from ..types import Sample
 from .trace_tokens import as_trace
 
-
-@dataclass(frozen=True, slots=True)
-class Traces:
-    """Rows to learn from, and rows of other tasks to measure on; `metrics` counts how they came about."""
-
-    train: tuple[Sample, ...]
-    held_out: tuple[Sample, ...]
-    metrics: dict[str, float]
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        return self.train
-
-    @property
-    def rollout_ids(self) -> list[str]:
-        return list(dict.fromkeys(s.rollout_id for s in (*self.train, *self.held_out)))
-
-    @property
-    def digest(self) -> str:
-        """Return a digest that is equal for two traces exactly if they have the same rows."""
-        return digest((self.train, self.held_out))
+Traces = Lessons[Sample]
 
 
 class TraceReader:
@@ -79,13 +59,13 @@ class TraceReader:
                 f"nothing to learn from: {sum(map(len, tasks.values()))} rollouts have a reward that is high enough, "
                 f"and no call of theirs can be learned from: {what_was_left_out(seen) or 'they have none'}"
             )
-        return self._traces(found, seen)
+        return lessons_of(found, self._config.held_out, seen, calls_untokenised=float(seen.counts["calls_untokenised"]))
 
     def _is_good(self, reward: float) -> bool:
         least = self._config.min_reward
         return reward > 0 if least is None else reward >= least
 
-    async def _best(self, rollouts: Sequence[RewardedRollout], seen: Seen) -> list[tuple[Sample, ...]]:
+    async def _best(self, rollouts: Sequence[RewardedRollout], seen: Seen) -> list[Sample]:
         """The rows of a task's best rollouts that differ and can be learned from; `rollouts` come best first."""
         found: dict[Any, tuple[Sample, ...]] = {}
         for rollout, *_ in rollouts:
@@ -94,18 +74,7 @@ class TraceReader:
                 found.setdefault(tuple((s.token_ids, s.mask) for s in rows), rows)
             if len(found) == self._config.top:
                 break
-        return list(found.values())
-
-    def _traces(self, tasks: Sequence[list[tuple[Sample, ...]]], seen: Seen) -> Traces:
-        learned, measured, counts = split(tasks, self._config.held_out, lambda rows: rows[0])
-        train, held_out = (tuple(sample for rows in part for sample in rows) for part in (learned, measured))
-        metrics = seen.metrics() | counts | {
-            "groups": float(seen.groups),
-            "rollouts_trained": float(len(learned)),
-            "samples": float(len(train)),
-            "calls_untokenised": float(seen.counts["calls_untokenised"]),
-        }  # fmt: skip
-        return Traces(train, held_out, metrics)
+        return [row for rows in found.values() for row in rows]
 
     def _why_none_is_good(self, rewards: Sequence[float]) -> str:
         if not rewards:

@@ -1,4 +1,4 @@
-"""Drives a trainer of TRL through a run: shared settings, checkpoints, the end on demand, logs, divergence."""
+"""The one routine of all methods of fine-tuning: drives a trainer of TRL through a run, and measures around it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from ...proxy.errors import LightningError
+from ...proxy.store.store import Store
 from ..files.weights import MARKER
 from ..step.trainer import LightningTrainer
 from ..weights.choice import uses_autocast, warn_of_rate
+from .lessons import Lessons, T
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,45 @@ class FitCallback(TrainerCallback):
             held_out = f" ({numbers})" if numbers else ""
             loss = last_epoch(state.log_history)["loss"]
             log.info("epoch %.3g of %d: loss %.4g%s", entry["epoch"], args.num_train_epochs, loss, held_out)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe(Generic[T]):
+    """What differs between methods of fine-tuning. The configuration has a section of the method's name.
+
+    `read` returns the lessons of all rollouts, or of some; it raises NothingToLearn without any. `tuner` makes TRL's
+    trainer, and tells how many tokens it computes in an epoch. `measure` returns the numbers of lessons under the
+    present weights, and `learned` further metrics from the last epoch's log.
+    """
+
+    method: str
+    read: Callable[[Store, LightningTrainer, Collection[str] | None], Awaitable[Lessons[T]]]
+    tuner: Callable[[LightningTrainer, Sequence[T], Path, FitCallback], tuple[Trainer, int]]
+    measure: Callable[[LightningTrainer, Sequence[T]], dict[str, float]]
+    learned: Callable[[Mapping[str, float]], dict[str, float]] = lambda last: {}
+
+
+def tune(
+    recipe: Recipe[T], trainer: LightningTrainer, lessons: Lessons[T], directory: Path, stopped: Callable[[], bool]
+) -> dict[str, float] | None:
+    """Train `trainer`'s adapter on the lessons; returns metrics, or None if it was stopped before the end.
+
+    Goes on from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
+    """
+
+    def held_out() -> dict[str, float]:
+        return {f"held_out_{name}": value for name, value in recipe.measure(trainer, lessons.held_out).items()}
+
+    section = getattr(trainer.settings, recipe.method)
+    before = {f"{name}_before": value for name, value in held_out().items()}
+    tuner, computed = recipe.tuner(trainer, lessons.train, directory, FitCallback(stopped, held_out))
+    last = fit(trainer, tuner, directory, f"trainer.{recipe.method}.learning_rate")
+    if last is None:
+        return None
+    trained = sum(row.trained_tokens for row in lessons.rows)
+    common = tuning_metrics(last, epochs=section.epochs, rate=section.learning_rate, trained=trained, computed=computed)
+    after = {name: value for name, value in last.items() if name.startswith("held_out_")}
+    return {**common, **recipe.learned(last), **before, **after}
 
 
 def fit(trainer: LightningTrainer, tuner: Trainer, directory: Path, rate: str) -> dict[str, float] | None:
@@ -113,19 +155,21 @@ def tuning_metrics(
     }
 
 
-def arguments(trainer: LightningTrainer, directory: Path, *, epochs: int, rate: float, passes: int) -> dict[str, Any]:
-    """Return the settings of a run whose optimizer steps have `passes` forward passes of one row or pair."""
-    config, cuda = trainer.settings, torch.cuda.is_available()
-    warn_of_rate(config, rate)
+def arguments(
+    trainer: LightningTrainer, method: str, directory: Path, *, passes: int = 1, together: int = 1
+) -> dict[str, Any]:
+    """Return TRL's settings of a run of `passes` forward passes in an optimizer step, each of so many rows or pairs."""
+    config, section, cuda = trainer.settings, getattr(trainer.settings, method), torch.cuda.is_available()
+    warn_of_rate(config, section.learning_rate)
     return {
         "output_dir": str(directory),
         "use_cpu": not cuda,
         "bf16": uses_autocast(config),
         "gradient_checkpointing": cuda,
-        "per_device_train_batch_size": 1,
+        "per_device_train_batch_size": together,
         "gradient_accumulation_steps": passes,
-        "num_train_epochs": epochs,
-        "learning_rate": rate,
+        "num_train_epochs": section.epochs,
+        "learning_rate": section.learning_rate,
         "lr_scheduler_type": "linear",
         "max_grad_norm": config.max_grad_norm,
         "seed": config.seed,

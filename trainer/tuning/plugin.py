@@ -14,15 +14,15 @@ from ..plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
 
 if TYPE_CHECKING:
     from ..publish import NoPublisher
-    from .run import TuningRun
+    from .fit import Recipe
 
 
 class TuningPlugin(TrainerPlugin):
     """A side room with methods of fine-tuning."""
 
     @abstractmethod
-    def run_of(self, method: str) -> type[TuningRun[Any]]:
-        """Return one of `methods`."""
+    def recipe(self, method: str) -> Recipe[Any]:
+        """Return what one of `methods` does."""
 
     def check(self, run: Run) -> None:
         if run.method in self.methods and run.launched:
@@ -32,9 +32,10 @@ class TuningPlugin(TrainerPlugin):
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
         async def tune(publisher: NoPublisher, stop: asyncio.Event) -> Step | None:
             from ..step.trainer import LightningTrainer
+            from .run import TuningRun
 
             assert isinstance(core.engine, LightningTrainer)
-            kind = self.run_of(core.run.method)
-            return await kind(core.config, core.store, core.engine, publisher, core.run.show).run(stop)
+            recipe = self.recipe(core.run.method)
+            return await TuningRun(recipe, core.config, core.store, core.engine, publisher, core.run.show).run(stop)
 
         yield TrainerHooks(tune=tune if core.run.method in self.methods else None)

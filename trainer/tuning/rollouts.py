@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ...proxy.apis.shaping import can_be_imitated
 from ...proxy.config.trainer import TrainerConfig
@@ -31,7 +31,6 @@ LEFT_OUT = {
 
 # Gives a call the tokens to learn from; None if it needs some and cannot have them.
 AsLesson = Callable[[ModelCall], ModelCall | None]
-T = TypeVar("T")
 
 
 class NothingToLearn(LightningError):
@@ -133,27 +132,6 @@ def with_tokens(call: ModelCall, prompt: Sequence[int], answer: Sequence[int]) -
 def as_sampled(call: ModelCall) -> ModelCall:
     """Return the call with the policy's own tokens, however they were sampled; unchanged if it has none."""
     return with_tokens(call, call.prompt_token_ids, call.response_token_ids) if is_whole(call) else call
-
-
-def split(
-    tasks: Sequence[Sequence[T]], held_out: float, sample_of: Callable[[T], Sample]
-) -> tuple[list[T], list[T], dict[str, float]]:
-    """Return what is learned from and what is only measured on, the first tasks; and their numbers as metrics.
-
-    A rollout without a task is learned from or measured on by itself, and is no group.
-    """
-    held = int(held_out * len(tasks))
-    parts = tasks[held:], tasks[:held]
-    train, measured = ([one for task in part for one in task] for part in parts)
-    firsts = [[sample_of(task[0]) for task in part] for part in parts]
-    trained, held_groups = (float(sum(one.task_id != one.rollout_id for one in part)) for part in firsts)
-    return train, measured, {"groups_trained": trained, "groups_held_out": held_groups}
-
-
-def digest(rows: Sequence[Sequence[Sample]]) -> str:
-    """Return a digest that is equal exactly if the rows are the same."""
-    told = [[(s.rollout_id, s.token_ids, s.mask) for s in part] for part in rows]
-    return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 def what_was_left_out(seen: Seen) -> str:

@@ -11,10 +11,8 @@ import json
 import logging
 import shutil
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError, LightningError, StoreUnavailable
@@ -23,67 +21,41 @@ from ...proxy.store.training import Step
 from ..loop import TrainingLoop
 from ..publish import NoPublisher
 from ..step.trainer import LightningTrainer
-from ..types import Batch, Sample, Show, show_nothing
+from ..types import Batch, Show, show_nothing
 from ..waiting import in_thread, pause
+from .fit import Recipe, tune
+from .lessons import Lessons, T
 
 log = logging.getLogger(__name__)
 
 NOTE = "run.json"
 
 
-class Lessons(Protocol):
-    """What a run learns from. `metrics` counts how it came about; the digest of two is equal if their rows are."""
-
-    @property
-    def metrics(self) -> dict[str, float]: ...
-    @property
-    def rollout_ids(self) -> list[str]: ...
-    @property
-    def digest(self) -> str: ...
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """Rows whose prompts vLLM answers when the new weights are verified."""
-
-
-L = TypeVar("L", bound=Lessons)
-
-
-class TuningRun(ABC, Generic[L]):
-    """One run of a method. If it is killed or stopped, the next one goes on from its checkpoint.
-
-    The configuration has a section of the method's name.
-    """
-
-    method: ClassVar[str]
+class TuningRun(Generic[T]):
+    """One run of a method. If it is killed or stopped, the next one goes on from its checkpoint."""
 
     def __init__(
         self,
+        recipe: Recipe[T],
         config: Config,
         store: Store,
         trainer: LightningTrainer,
         publisher: NoPublisher,
         show: Show = show_nothing,
     ) -> None:
+        self._recipe, self._method = recipe, recipe.method
         if config.policy.adapters:
             raise ConfigError(
-                f"--method {self.method} trains one adapter for all agents: it is not for policy.adapters yet"
+                f"--method {self._method} trains one adapter for all agents: it is not for policy.adapters yet"
             )
         if config.trainer.guided:
-            log.warning("trainer.hints and trainer.teacher are for RL: --method %s does without them", self.method)
+            log.warning("trainer.hints and trainer.teacher are for RL: --method %s does without them", self._method)
         self._config = config.trainer
         self._store = store
         self._trainer = trainer
         self._publisher = publisher
         self._loop = TrainingLoop(config, store, trainer, publisher, show=show)
-        self._runs = config.policy.directory.absolute() / self.method
-
-    @abstractmethod
-    async def _read(self, among: Collection[str] | None = None) -> L:
-        """The lessons of all rollouts, or of those `among` these. Raises NothingToLearn without any."""
-
-    @abstractmethod
-    def _tune(self, lessons: L, directory: Path, stopped: Callable[[], bool]) -> dict[str, float] | None:
-        """Train the adapter, from the newest checkpoint in `directory` on; metrics, or None if stopped before."""
+        self._runs = config.policy.directory.absolute() / self._method
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Fine-tune on what the store has now, commit, publish; returns the last step.
@@ -105,17 +77,21 @@ class TuningRun(ABC, Generic[L]):
             await self._go_on_from_what_is_live()
         last = await self._store.steps.last()
         directory = self._runs / str(last.step if last else 0)
-        if self._forget_other_runs(directory) and last is not None and last.metrics.get("method") == self.method:
+        if self._forget_other_runs(directory) and last is not None and last.metrics.get("method") == self._method:
             log.info("the run that was stopped while step %d was published is finished", last.step)
             return last
         started = time.perf_counter()
         lessons = await self._lessons(directory)
         metrics: dict[str, Any] = {
-            "method": self.method, **lessons.metrics, "collect_s": time.perf_counter() - started
+            "method": self._method, **lessons.metrics, "collect_s": time.perf_counter() - started
         }  # fmt: skip
         me = asyncio.current_task()
         assert me is not None
-        tuned = await in_thread(self._tune, lessons, directory, lambda: stop.is_set() or me.cancelling() > 0)
+
+        def stopped() -> bool:
+            return stop.is_set() or me.cancelling() > 0
+
+        tuned = await in_thread(tune, self._recipe, self._trainer, lessons, directory, stopped)
         if tuned is None:
             log.warning("stopped: the same command goes on from the checkpoint in %s", directory)
             return last
@@ -129,16 +105,16 @@ class TuningRun(ABC, Generic[L]):
             raise LightningError(f"publication is stopped: {collapse.story if collapse else 'the policy collapsed'}")
         await self._loop.follow_live_version()
 
-    async def _conclude(self, lessons: L, metrics: dict[str, Any], directory: Path) -> None:
+    async def _conclude(self, lessons: Lessons[T], metrics: dict[str, Any], directory: Path) -> None:
         step = await self._store.steps.claim((), self._loop.version)
         self._trainer.adopt(step)
         await self._loop.conclude(Batch(step, lessons.samples, ()), metrics)
         if "publish_s" in metrics:  # not stopped before
             shutil.rmtree(directory, ignore_errors=True)
 
-    async def _lessons(self, directory: Path) -> L:
+    async def _lessons(self, directory: Path) -> Lessons[T]:
         """The lessons of an unfinished run in `directory`, if it can go on; else those of now."""
-        section = getattr(self._config, self.method).model_dump(mode="json")
+        section = getattr(self._config, self._method).model_dump(mode="json")
         settings = {"base": self._loop.version, "seed": self._config.seed, **section}
         if (directory / NOTE).is_file():
             note = json.loads((directory / NOTE).read_text())
@@ -147,7 +123,7 @@ class TuningRun(ABC, Generic[L]):
                 return lessons
             log.warning("the run in %s begins anew: its rollouts, settings or weights have changed", directory)
             shutil.rmtree(directory)
-        lessons = await self._read()
+        lessons = await self._recipe.read(self._store, self._trainer, None)
         directory.mkdir(parents=True, exist_ok=True)
         note = {"settings": settings, "rollouts": lessons.rollout_ids, "digest": lessons.digest}
         part = directory / f".{NOTE}.part"
@@ -155,10 +131,10 @@ class TuningRun(ABC, Generic[L]):
         part.replace(directory / NOTE)
         return lessons
 
-    async def _again(self, note: dict[str, Any]) -> L | None:
+    async def _again(self, note: dict[str, Any]) -> Lessons[T] | None:
         """The rows that a run began with; None if they are different now."""
         try:
-            lessons = await self._read(set(note["rollouts"]))
+            lessons = await self._recipe.read(self._store, self._trainer, set(note["rollouts"]))
         except LightningError:
             return None
         return lessons if lessons.digest == note["digest"] else None

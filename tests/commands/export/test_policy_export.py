@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_proxy.commands.export.policy import where
-from lightning_proxy.trainer.preferences.kto import KtoRun
-from lightning_proxy.trainer.sft.sft import SftRun
+from lightning_proxy.trainer.preferences.kto import KTO
+from lightning_proxy.trainer.sft.sft import SFT
+from lightning_proxy.trainer.tuning.run import TuningRun
 from support.command_line import lightning
 from support.small_model import save_small_model
 from support.training import Bench, bench
@@ -101,8 +103,14 @@ async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path
 @pytest.mark.parametrize(
     ("run", "learned"),
     [
-        (SftRun, r"step 1, `sft`: 4 rows of 4 rollouts, the best of 8 rewarded rollouts, of 2 tasks\."),
-        (KtoRun, r"step 1, `kto`: 8 rows of 8 rollouts: 4 rows with thumbs up, 4 rows with thumbs down, of 2 tasks\."),
+        (
+            partial(TuningRun, SFT),
+            r"step 1, `sft`: 4 rows of 4 rollouts, the best of 8 rewarded rollouts, of 2 tasks\.",
+        ),
+        (
+            partial(TuningRun, KTO),
+            r"step 1, `kto`: 8 rows of 8 rollouts: 4 rows with thumbs up, 4 rows with thumbs down, of 2 tasks\.",
+        ),
     ],
 )
 async def test_the_card_names_the_data_and_the_method_of_fine_tuning(

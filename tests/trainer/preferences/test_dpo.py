@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,18 @@ from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, Roll
 from lightning_proxy.trainer.offline.offline import train_offline
 from lightning_proxy.trainer.plugins.hooks import Offline, Run
 from lightning_proxy.trainer.preferences import dpo
-from lightning_proxy.trainer.preferences.dpo import DpoRun, PairTrainer, collate, dataset, dpo_config, prefer
+from lightning_proxy.trainer.preferences.dpo import DPO, PairTrainer, collate, dataset, dpo_config
 from lightning_proxy.trainer.preferences.pairs import Pair, PairReader, Pairs
 from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.tuning.fit import tune
 from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
+from lightning_proxy.trainer.tuning.run import TuningRun
 from lightning_proxy.trainer.types import Sample
 from support.training import bench
 
 PROMPT = (0, 5, 6)
 BETA = 0.5
-DPO = {"learning_rate": 0.02, "beta": BETA, "epochs": 6, "batch_tokens": 64, "held_out": 0.25}
+SETTINGS = {"learning_rate": 0.02, "beta": BETA, "epochs": 6, "batch_tokens": 64, "held_out": 0.25}
 
 
 async def rollout(
@@ -135,7 +138,7 @@ PLAIN = Pair(row("c", (0, (0, 5)), (1, (13, 1))), row("d", (0, (0, 5)), (1, (14,
 
 def made(base: Path, directory: Path, **dpo: Any) -> LightningTrainer:
     settings = {"report_to": [], "dtype": "float32", "group_size": 2, "tasks_per_step": 1}
-    config = TrainerConfig.model_validate({**settings, "dpo": {**DPO, **dpo}})
+    config = TrainerConfig.model_validate({**settings, "dpo": {**SETTINGS, **dpo}})
     return LightningTrainer(config, PolicyConfig(model=str(base), directory=directory))
 
 
@@ -193,7 +196,7 @@ def test_pairs_that_are_computed_together_train_the_same_weights(
     for most in (1, 2):
         monkeypatch.setattr(dpo, "PASS_TOKENS", most * longest)
         trainer = made(base, tmp_path / str(most), batch_tokens=4 * longest, epochs=2)
-        assert prefer(trainer, pairs, tmp_path / str(most) / "run", never) is not None
+        assert tune(DPO, trainer, pairs, tmp_path / str(most) / "run", never) is not None
         weights.append(trainer.adapter())
     assert together == [1] * 8 + [2] * 4
     for name, weight in weights[0].items():
@@ -210,7 +213,7 @@ def test_the_model_prefers_what_held_out_pairs_prefer(base: Path, tmp_path: Path
         return Pair(row(f"{n}+", (0, prompt), sides[0]), row(f"{n}-", (0, prompt), sides[1]))
 
     pairs = [pair(n) for n in range(80)]
-    metrics = prefer(made(base, tmp_path), Pairs(tuple(pairs[:60]), tuple(pairs[60:]), {}), tmp_path / "run", never)
+    metrics = tune(DPO, made(base, tmp_path), Pairs(tuple(pairs[:60]), tuple(pairs[60:]), {}), tmp_path / "run", never)
     assert metrics is not None
     assert metrics["held_out_accuracy_before"] < 0.8 < 0.9 <= metrics["held_out_accuracy"]
     assert metrics["held_out_margin"] > metrics["held_out_margin_before"] + 5
@@ -220,13 +223,13 @@ def test_the_model_prefers_what_held_out_pairs_prefer(base: Path, tmp_path: Path
 def test_a_stopped_run_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -> None:
     pairs = Pairs((TOOLS, PLAIN, Pair(PLAIN.rejected, PLAIN.chosen)), (TOOLS,), {})
     trainer = made(base, tmp_path / "whole", batch_tokens=1)
-    whole = prefer(trainer, pairs, tmp_path / "whole" / "run", never)
+    whole = tune(DPO, trainer, pairs, tmp_path / "whole" / "run", never)
     weights = trainer.adapter()
     assert set(trainer.model.peft_config) == {"default"}
     asked = iter([False] * 7 + [True] * 20)
-    assert prefer(made(base, tmp_path, batch_tokens=1), pairs, tmp_path / "run", lambda: next(asked)) is None
+    assert tune(DPO, made(base, tmp_path, batch_tokens=1), pairs, tmp_path / "run", lambda: next(asked)) is None
     resumed = made(base, tmp_path, batch_tokens=1)
-    metrics = prefer(resumed, pairs, tmp_path / "run", never)
+    metrics = tune(DPO, resumed, pairs, tmp_path / "run", never)
     assert metrics is not None and whole is not None
     for name in ("loss", "preference_margin", "held_out_margin", "held_out_margin_before", "optimizer_steps"):
         assert metrics[name] == pytest.approx(whole[name], abs=1e-5), name
@@ -237,7 +240,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -
 def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path) -> None:
     trainer = made(base, tmp_path, learning_rate=1e30, batch_tokens=1)
     with pytest.raises(LightningError, match=r"diverged .* lower trainer.dpo.learning_rate"):
-        prefer(trainer, Pairs((TOOLS, PLAIN), (), {}), tmp_path / "run", never)
+        tune(DPO, trainer, Pairs((TOOLS, PLAIN), (), {}), tmp_path / "run", never)
     assert not (tmp_path / "run").exists()
 
 
@@ -245,9 +248,9 @@ def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path) -> None:
 
 
 async def test_preferred_weights_are_published_and_rl_goes_on_with_the_next_version(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, "lora", dpo=DPO) as b:
+    async with bench(base, tmp_path, "lora", dpo=SETTINGS) as b:
         rollouts = await b.groups("t1", "t2")
-        await b.loop(DpoRun).run(asyncio.Event())
+        await b.loop(partial(TuningRun, DPO)).run(asyncio.Event())
         live = await b.store.versions.live()
         assert (live.version, live.verified, await b.steps_of(rollouts)) == (1, True, {None})
         await b.loop().run(asyncio.Event(), once=True)
@@ -265,13 +268,13 @@ async def test_a_run_that_was_killed_while_it_was_published_is_one_version(
     def crash(*_: Any, **__: Any) -> Any:
         raise Crash
 
-    async with bench(base, tmp_path, dpo=DPO) as b:
+    async with bench(base, tmp_path, dpo=SETTINGS) as b:
         await b.groups("t1", "t2")
         with monkeypatch.context() as broken:
             broken.setattr(VllmServer, "sample", crash)
             with pytest.raises(Crash):
-                await b.loop(DpoRun).run(asyncio.Event())
-        await b.loop(DpoRun).run(asyncio.Event())
+                await b.loop(partial(TuningRun, DPO)).run(asyncio.Event())
+        await b.loop(partial(TuningRun, DPO)).run(asyncio.Event())
         assert len(await b.store.steps.all()) == 1
         assert ((await b.store.versions.live()).step, (await b.store.versions.live()).verified) == (1, True)
 

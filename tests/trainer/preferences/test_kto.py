@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Choice, Reward
-from lightning_proxy.trainer.preferences.kto import KtoRun, ThumbTrainer, collate, dataset, heed, kto_config
+from lightning_proxy.trainer.preferences.kto import KTO, ThumbTrainer, collate, dataset, kto_config
 from lightning_proxy.trainer.preferences.thumbs import Thumb, ThumbReader, Thumbs
 from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.tuning.fit import tune
 from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
+from lightning_proxy.trainer.tuning.run import TuningRun
 from lightning_proxy.trainer.types import Sample
 from support.training import bench
 
-KTO = {"learning_rate": 0.02, "beta": 0.5, "epochs": 6, "batch_tokens": 64, "held_out": 0.25}
+SETTINGS = {"learning_rate": 0.02, "beta": 0.5, "epochs": 6, "batch_tokens": 64, "held_out": 0.25}
 
 
 async def test_every_rewarded_rollout_has_a_thumb_and_siblings_are_not_needed(base: Path, tmp_path: Path) -> None:
@@ -65,7 +68,7 @@ ROWS = (
 
 def made(base: Path, directory: Path, **kto: Any) -> LightningTrainer:
     settings = {"report_to": [], "dtype": "float32", "group_size": 2, "tasks_per_step": 1}
-    config = TrainerConfig.model_validate({**settings, "kto": {**KTO, **kto}})
+    config = TrainerConfig.model_validate({**settings, "kto": {**SETTINGS, **kto}})
     return LightningTrainer(config, PolicyConfig(model=str(base), directory=directory))
 
 
@@ -116,7 +119,7 @@ def test_held_out_answers_with_thumbs_up_become_the_likelier_ones(base: Path, tm
         return thumb(str(n), up, (0, chance.randrange(2, 24), chance.randrange(2, 24)), (1, answer))
 
     rows = tuple(one(n) for n in range(160))
-    metrics = heed(made(base, tmp_path), Thumbs(rows[:120], rows[120:], {}), tmp_path / "run", lambda: False)
+    metrics = tune(KTO, made(base, tmp_path), Thumbs(rows[:120], rows[120:], {}), tmp_path / "run", lambda: False)
     assert metrics is not None
     assert metrics["held_out_accuracy_before"] < 0.8 < 0.9 <= metrics["held_out_accuracy"]
     assert metrics["held_out_margin"] > metrics["held_out_margin_before"] + 5
@@ -126,12 +129,12 @@ def test_held_out_answers_with_thumbs_up_become_the_likelier_ones(base: Path, tm
 def test_a_stopped_run_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -> None:
     thumbs = Thumbs(ROWS, ROWS[:2], {})
     trainer = made(base, tmp_path / "whole", batch_tokens=1)
-    whole = heed(trainer, thumbs, tmp_path / "whole" / "run", lambda: False)
+    whole = tune(KTO, trainer, thumbs, tmp_path / "whole" / "run", lambda: False)
     weights = trainer.adapter()
     asked = iter([False] * 5 + [True] * 20)
-    assert heed(made(base, tmp_path, batch_tokens=1), thumbs, tmp_path / "run", lambda: next(asked)) is None
+    assert tune(KTO, made(base, tmp_path, batch_tokens=1), thumbs, tmp_path / "run", lambda: next(asked)) is None
     resumed = made(base, tmp_path, batch_tokens=1)
-    metrics = heed(resumed, thumbs, tmp_path / "run", lambda: False)
+    metrics = tune(KTO, resumed, thumbs, tmp_path / "run", lambda: False)
     assert metrics is not None and whole is not None
     for name in ("loss", "held_out_margin", "held_out_margin_before", "optimizer_steps"):
         assert metrics[name] == pytest.approx(whole[name], abs=1e-5), name
@@ -140,9 +143,9 @@ def test_a_stopped_run_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -
 
 
 async def test_the_weights_are_published_and_verified(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, "lora", kto=KTO) as b:
+    async with bench(base, tmp_path, "lora", kto=SETTINGS) as b:
         rollouts = await b.groups("t1", "t2")
-        await b.loop(KtoRun).run(asyncio.Event())
+        await b.loop(partial(TuningRun, KTO)).run(asyncio.Event())
         live = await b.store.versions.live()
         assert (live.version, live.verified, await b.steps_of(rollouts)) == (1, True, {None})
         (step,) = await b.store.steps.all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from lightning_proxy.proxy.errors import (
     LightningError,
 )
 from lightning_proxy.proxy.policy.vllm import VllmServer
-from lightning_proxy.trainer.sft.sft import SftRun
+from lightning_proxy.trainer.sft.sft import SFT
+from lightning_proxy.trainer.tuning.run import TuningRun
 from support.training import (
     OWN_ADAPTERS,
     bench,
@@ -27,7 +29,7 @@ async def test_fine_tuned_weights_are_published_and_rl_goes_on_with_the_next_ver
 ) -> None:
     async with bench(base, tmp_path, publish, sft={"learning_rate": 0.01, "epochs": 2}) as b:
         rollouts = await b.groups("t1", "t2")
-        await b.loop(SftRun).run(asyncio.Event())
+        await b.loop(partial(TuningRun, SFT)).run(asyncio.Event())
         live = await b.store.versions.live()
         assert (live.version, live.verified, await b.steps_of(rollouts)) == (1, True, {None})
         await b.loop().run(asyncio.Event(), once=True)
@@ -49,13 +51,13 @@ async def test_a_fine_tuning_run_that_was_killed_is_one_version(
 
     async with bench(base, tmp_path, sft={"learning_rate": 0.01, "epochs": 2}) as b:
         await b.groups("t1", "t2")
-        run = b.loop(SftRun)
+        run = b.loop(partial(TuningRun, SFT))
         with monkeypatch.context() as broken:
             broken.setattr(*{"commit": (b.store.steps, "trained"), "publish": (VllmServer, "sample")}[moment], crash)
             with pytest.raises(Crash):
                 await run.run(asyncio.Event())
         weights = b.trainer.adapter()
-        await b.loop(SftRun).run(asyncio.Event())
+        await b.loop(partial(TuningRun, SFT)).run(asyncio.Event())
         assert len(await b.store.steps.all()) == 1
         assert ((await b.store.versions.live()).step, (await b.store.versions.live()).verified) == (1, True)
         for name, weight in b.trainer.adapter().items():
@@ -65,7 +67,7 @@ async def test_a_fine_tuning_run_that_was_killed_is_one_version(
 async def test_adapters_of_agents_are_not_fine_tuned(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path, "lora", policy=OWN_ADAPTERS) as b:
         with pytest.raises(ConfigError, match="not for policy.adapters yet"):
-            b.loop(SftRun)
+            b.loop(partial(TuningRun, SFT))
 
 
 async def test_nothing_is_fine_tuned_while_publication_is_stopped(base: Path, tmp_path: Path) -> None:
@@ -73,5 +75,5 @@ async def test_nothing_is_fine_tuned_while_publication_is_stopped(base: Path, tm
         await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
         with pytest.raises(LightningError, match="publication is stopped: .* `lightning-proxy policy promote 0`"):
-            await b.loop(SftRun).run(asyncio.Event())
+            await b.loop(partial(TuningRun, SFT)).run(asyncio.Event())
         assert len(await b.store.steps.all()) == 1

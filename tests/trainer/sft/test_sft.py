@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,13 @@ from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.publish import NoPublisher
-from lightning_proxy.trainer.sft.sft import IGNORED, SftRun, dataset, fine_tune, mean_loss
+from lightning_proxy.trainer.sft.sft import IGNORED, SFT, dataset, mean_loss
 from lightning_proxy.trainer.sft.trace_tokens import as_trace
 from lightning_proxy.trainer.sft.traces import TraceReader, Traces
 from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.tuning.fit import tune
 from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
+from lightning_proxy.trainer.tuning.run import TuningRun
 from lightning_proxy.trainer.types import Sample
 from support.paths import TESTS
 
@@ -305,7 +308,7 @@ def test_the_loss_is_the_cross_entropy_of_the_answers_tokens_packed_or_not(base:
         count += len(answer)
     trainer = made(base, tmp_path, epochs=1)
     assert mean_loss(trainer, ROWS) == pytest.approx(total / count, abs=1e-5)
-    metrics = fine_tune(trainer, Traces(ROWS, (), {}), tmp_path / "run", never)
+    metrics = tune(SFT, trainer, Traces(ROWS, (), {}), tmp_path / "run", never)
     assert metrics is not None
     assert metrics["loss"] == pytest.approx(total / count, abs=1e-5)
     assert (metrics["trained_tokens"], metrics["computed_tokens"], metrics["optimizer_steps"]) == (count, 19, 1)
@@ -314,7 +317,7 @@ def test_the_loss_is_the_cross_entropy_of_the_answers_tokens_packed_or_not(base:
 def test_the_tiny_model_says_what_it_was_shown(base: Path, tmp_path: Path) -> None:
     trainer = made(base, tmp_path, epochs=40)
     before = greedy(trainer, ROWS)
-    metrics = fine_tune(trainer, Traces(ROWS, ROWS[:1], {}), tmp_path / "run", never)
+    metrics = tune(SFT, trainer, Traces(ROWS, ROWS[:1], {}), tmp_path / "run", never)
     assert metrics is not None
     assert metrics["held_out_loss"] < 0.1 < metrics["held_out_loss_before"]
     assert metrics["token_accuracy"] == 1.0
@@ -336,12 +339,12 @@ def greedy(trainer: LightningTrainer, samples: Sequence[Sample]) -> list[list[in
 def test_a_stopped_run_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -> None:
     sft, traces = {"epochs": 10, "batch_tokens": 6}, Traces(ROWS, ROWS[:1], {})
     trainer = made(base, tmp_path / "whole", **sft)
-    whole = fine_tune(trainer, traces, tmp_path / "whole" / "run", never)
+    whole = tune(SFT, trainer, traces, tmp_path / "whole" / "run", never)
     weights = trainer.adapter()
     asked = iter([False] * 7 + [True] * 9)
-    assert fine_tune(made(base, tmp_path, **sft), traces, tmp_path / "run", lambda: next(asked)) is None
+    assert tune(SFT, made(base, tmp_path, **sft), traces, tmp_path / "run", lambda: next(asked)) is None
     resumed = made(base, tmp_path, **sft)
-    metrics = fine_tune(resumed, traces, tmp_path / "run", never)
+    metrics = tune(SFT, resumed, traces, tmp_path / "run", never)
     assert metrics is not None and whole is not None
     for name in ("loss", "held_out_loss", "held_out_loss_before", "optimizer_steps"):
         assert metrics[name] == pytest.approx(whole[name], abs=1e-6), name
@@ -352,7 +355,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -
 def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path) -> None:
     trainer = made(base, tmp_path, learning_rate=1e30, epochs=8)
     with pytest.raises(LightningError, match=r"diverged .* lower trainer.sft.learning_rate"):
-        fine_tune(trainer, Traces(ROWS, (), {}), tmp_path / "run", never)
+        tune(SFT, trainer, Traces(ROWS, (), {}), tmp_path / "run", never)
     assert not (tmp_path / "run").exists()
 
 
@@ -375,7 +378,7 @@ async def test_rl_goes_on_from_the_fine_tuned_weights_with_every_rollout_of_its_
             await kind(config, r.store, trainer, NoPublisher()).run(asyncio.Event(), **once)
             return trainer
 
-        tuned = (await run(SftRun)).adapter()
+        tuned = (await run(partial(TuningRun, SFT))).adapter()
         (step,) = await r.store.steps.all()
         assert (step.step, step.metrics["method"], step.metrics["rollouts_trained"]) == (1, "sft", 4)
         assert not any((tmp_path / "policy" / "sft").iterdir()), "a finished run leaves nothing behind"
@@ -389,7 +392,7 @@ async def test_rl_goes_on_from_the_fine_tuned_weights_with_every_rollout_of_its_
         assert [s.metrics.get("method") for s in await r.store.steps.all()] == ["sft", None]
         assert len(await r.store.steps.rollouts_of(2)) == 8, "RL takes all of them, those that were imitated too"
         assert any(not torch.equal(weight, tuned[name]) for name, weight in after.items())
-        await run(SftRun)
+        await run(partial(TuningRun, SFT))
         assert [s.metrics.get("method") for s in await r.store.steps.all()] == ["sft", None, "sft"]
 
 
@@ -411,7 +414,7 @@ async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
             return await claim(*args)
 
         monkeypatch.setattr(r.store.steps, "claim", locked_once)
-        step = await SftRun(config, r.store, trainer, NoPublisher()).run(asyncio.Event())
+        step = await TuningRun(SFT, config, r.store, trainer, NoPublisher()).run(asyncio.Event())
         assert step is not None and not failures
         assert (step.step, step.metrics["optimizer_steps"]) == (1, 20)
         assert step.metrics["held_out_loss_before"] == pytest.approx(untuned), "it was done again from the beginning"

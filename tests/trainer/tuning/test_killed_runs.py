@@ -12,14 +12,14 @@ import torch
 
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.trainer.preferences.dpo import prefer
-from lightning_proxy.trainer.preferences.kto import heed
+from lightning_proxy.trainer.preferences.dpo import DPO
+from lightning_proxy.trainer.preferences.kto import KTO
 from lightning_proxy.trainer.preferences.pairs import Pair, Pairs
 from lightning_proxy.trainer.preferences.thumbs import Thumb, Thumbs
-from lightning_proxy.trainer.sft.sft import fine_tune
+from lightning_proxy.trainer.sft.sft import SFT
 from lightning_proxy.trainer.sft.traces import Traces
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from lightning_proxy.trainer.tuning.fit import last_epoch
+from lightning_proxy.trainer.tuning.fit import last_epoch, tune
 from lightning_proxy.trainer.types import Sample
 
 Tune = Callable[[LightningTrainer, Path, Callable[[], bool]], dict[str, float] | None]
@@ -36,9 +36,9 @@ ROWS = tuple(row(str(n), 9 + n, 8 + n, 1) for n in range(6))
 PAIRS = Pairs(tuple(Pair(a, b) for a, b in zip(ROWS[::2], ROWS[1::2], strict=True)), (Pair(ROWS[0], ROWS[1]),), {})
 THUMBS = Thumbs(tuple(Thumb(sample, n % 2 == 0) for n, sample in enumerate(ROWS)), (), {})
 METHODS: dict[str, Tune] = {
-    "sft": lambda trainer, out, stopped: fine_tune(trainer, Traces(ROWS, ROWS[:1], {}), out, stopped),
-    "dpo": lambda trainer, out, stopped: prefer(trainer, PAIRS, out, stopped),
-    "kto": lambda trainer, out, stopped: heed(trainer, THUMBS, out, stopped),
+    "sft": lambda trainer, out, stopped: tune(SFT, trainer, Traces(ROWS, ROWS[:1], {}), out, stopped),
+    "dpo": lambda trainer, out, stopped: tune(DPO, trainer, PAIRS, out, stopped),
+    "kto": lambda trainer, out, stopped: tune(KTO, trainer, THUMBS, out, stopped),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.offline.offline import train_offline
 from lightning_proxy.trainer.plugins.hooks import Offline, Run
-from lightning_proxy.trainer.preferences.dpo import DpoRun
-from lightning_proxy.trainer.preferences.kto import KtoRun
-from lightning_proxy.trainer.sft.sft import SftRun
+from lightning_proxy.trainer.preferences.dpo import DPO
+from lightning_proxy.trainer.preferences.kto import KTO
+from lightning_proxy.trainer.sft.sft import SFT
+from lightning_proxy.trainer.tuning.run import TuningRun
 from support.training import bench
 
-RUNS: dict[str, Any] = {"rl": TrainingLoop, "sft": SftRun, "dpo": DpoRun, "kto": KtoRun}
+RUNS: dict[str, Any] = {
+    "rl": TrainingLoop,
+    "sft": partial(TuningRun, SFT),
+    "dpo": partial(TuningRun, DPO),
+    "kto": partial(TuningRun, KTO),
+}
 RATES: dict[str, Any] = {name: {"learning_rate": 0.005, "epochs": 2, "held_out": 0.0} for name in ("sft", "dpo", "kto")}
 
 
