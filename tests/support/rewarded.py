@@ -17,7 +17,6 @@ from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.judge.judge import Judge
 from lightning_proxy.trainer.types import Batch
 
 from .stores import store_url
@@ -73,7 +72,11 @@ class Traffic:
     async def batch(self, **changed: Any) -> Batch | None:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
         config = TrainerConfig.model_validate(settings)
-        judge = Judge(config, self.store).missing if config.judged else None
+        judge = None
+        if config.judged:
+            from lightning_proxy.trainer.judge.judge import Judge
+
+            judge = Judge(config, self.store).missing
         collector = Collector(config, self.store, judge=judge)
         return await collector.next_batch(0, fewer=True)
 

@@ -21,21 +21,17 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.policy.swap import Swap, all_live
+from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
-from lightning_proxy.proxy.promotion.promotions import Promotions
-from lightning_proxy.proxy.promotion.splitting import candidates_server
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
-from lightning_proxy.trainer.backends.tinker_trainer import TinkerTrainer
-from lightning_proxy.trainer.judge.judge import Judge
 from lightning_proxy.trainer.loop import TrainingLoop
-from lightning_proxy.trainer.promotion.gated import GatedPublisher
+from lightning_proxy.trainer.opening import engine_of
+from lightning_proxy.trainer.plugins.on_board import plugins_of
 from lightning_proxy.trainer.publish import Publisher
-from lightning_proxy.trainer.step.trainer import LightningTrainer
 from support.small_model import VOCABULARY
 from support.stores import store_url
 
@@ -127,16 +123,25 @@ class Bench:
 
     def loop(self, runs: Any = TrainingLoop, **trainer: Any) -> Any:
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
-        is_gated = config.policy.is_gated
-        placed = candidates_server(self.config, Promotions(self.store.database)) if is_gated else all_live
-        swap = Swap(self.store, self.vllm, self.mode, config.policy.directory, placed)
-        engine = TinkerTrainer if config.trainer.backend == "tinker" else LightningTrainer
-        self.trainer: Any = engine(config.trainer, config.policy)
-        publisher: Publisher = Publisher(config.policy, self.store, swap, self.trainer)
-        if is_gated:
-            publisher = GatedPublisher(config, self.store, swap, self.trainer)
-        judge = {"judge": Judge(config.trainer, self.store).missing} if config.trainer.judged else {}
-        return runs(config, self.store, self.trainer, publisher, **judge)
+        self.trainer: Any = engine_of(config, plugins_of(config))
+        judge: dict[str, Any] = {}
+        if config.trainer.judged:
+            from lightning_proxy.trainer.judge.judge import Judge
+
+            judge = {"judge": Judge(config.trainer, self.store).missing}
+        return runs(config, self.store, self.trainer, self._publisher(config), **judge)
+
+    def _publisher(self, config: Config) -> Publisher:
+        directory = config.policy.directory
+        if not config.policy.is_gated:
+            return Publisher(config.policy, self.store, Swap(self.store, self.vllm, self.mode, directory), self.trainer)
+        from lightning_proxy.proxy.promotion.promotions import Promotions
+        from lightning_proxy.proxy.promotion.splitting import candidates_server
+        from lightning_proxy.trainer.promotion.gated import GatedPublisher
+
+        placed = candidates_server(self.config, Promotions(self.store.database))
+        swap = Swap(self.store, self.vllm, self.mode, directory, placed)
+        return GatedPublisher(config, self.store, swap, self.trainer)
 
     @property
     def mode(self) -> Any:

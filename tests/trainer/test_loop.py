@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.proxy.types import Choice, Reward, Rollout, RolloutName
-from lightning_proxy.trainer.judge.judge import Judge
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.report.metric_schema import METRICS
 from lightning_proxy.trainer.types import Batch
-from lightning_proxy.trainer.waiting import GuideError, JudgeError
+from lightning_proxy.trainer.waiting import GuideError
 from support.small_model import VOCABULARY
 from support.training import (
     bench,
@@ -89,22 +88,6 @@ async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_noth
         await loop.resume()
         assert not await loop.train_once()  # without `once` it waits for more
         assert await b.steps_of(alone) == {None}
-
-
-async def test_once_waits_for_a_judge_that_is_away(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def ask(self: Judge, question: str) -> str:
-        if "the step waits" not in caplog.text:
-            raise JudgeError("trainer.judge: no answer")
-        return "8"
-
-    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-    monkeypatch.setattr(Judge, "_ask", ask)
-    async with bench(base, tmp_path, credit="judge", judge={"model": "scripted"}) as b:
-        judged = await b.groups("t1")
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(judged) == {1}
 
 
 async def test_tokens_of_another_tokenizer_end_no_step(base: Path, tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ from lightning_proxy.proxy.groups import Group, Grouping, Member, formed
 from lightning_proxy.proxy.returns import Rules
 from lightning_proxy.proxy.types import Limits, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.preferences.pairs import PairReader
-from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
 from support.rewarded import Traffic, advantages, traffic
 
 __all__ = ["traffic"]
@@ -203,16 +201,6 @@ async def test_a_running_baseline_has_no_rewards_of_another_tenant(traffic: Traf
     await traffic.rollout("b4", task, 1.0)
     found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
     assert advantages(found) == {"b4-0": pytest.approx(0.8)}
-
-
-async def test_no_pair_is_made_of_two_tenants_rollouts(traffic: Traffic) -> None:
-    first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
-    await of_key(traffic, first, "t", "a")
-    await of_key(traffic, second, "t", "b")
-    for name, reward in (("a", 1.0), ("b", 0.0)):
-        await traffic.rollout(name, "t", reward)
-    with pytest.raises(NothingToLearn, match="in none of 2 tasks"):
-        await PairReader(TrainerConfig(), traffic.store, 100).read()
 
 
 async def test_older_rewards_count_as_the_nearer_end_of_the_range(traffic: Traffic) -> None:

@@ -24,7 +24,7 @@ from lightning_proxy.proxy.policy.vllm import VllmServer
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Limits, Reward, RolloutName
 from lightning_proxy.trainer.offline.offline import train_offline
 from lightning_proxy.trainer.plugins.hooks import Offline, Run
 from lightning_proxy.trainer.preferences import dpo
@@ -35,7 +35,10 @@ from lightning_proxy.trainer.tuning.fit import tune
 from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
 from lightning_proxy.trainer.tuning.run import TuningRun
 from lightning_proxy.trainer.types import Sample
+from support.rewarded import Traffic, traffic
 from support.training import bench
+
+__all__ = ["traffic"]
 
 PROMPT = (0, 5, 6)
 BETA = 0.5
@@ -298,3 +301,12 @@ def test_a_step_takes_nearly_as_many_pairs_as_it_may(base: Path, tmp_path: Path,
     in_a_pass = config.per_device_train_batch_size
     assert in_a_pass <= together
     assert pairs - in_a_pass < in_a_pass * config.gradient_accumulation_steps <= pairs
+
+
+async def test_no_pair_is_made_of_two_tenants_rollouts(traffic: Traffic) -> None:
+    for name, reward in (("a", 1.0), ("b", 0.0)):
+        _, key = await traffic.store.keys.create(name, "agent", Limits(), recording=True, scope="own")
+        await traffic.store.rollouts.open([(RolloutName(name, "t"), f"hash of {name}")], {}, key.key_id)
+        await traffic.rollout(name, "t", reward)
+    with pytest.raises(NothingToLearn, match="in none of 2 tasks"):
+        await PairReader(TrainerConfig(), traffic.store, 100).read()
