@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_proxy.commands.export.policy import where
 from lightning_proxy.trainer.preferences.kto import KTO
 from lightning_proxy.trainer.sft.sft import SFT
+from lightning_proxy.trainer.tuning.fit import Recipe
 from lightning_proxy.trainer.tuning.run import TuningRun
 from support.command_line import lightning
 from support.small_model import save_small_model
@@ -101,25 +102,19 @@ async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path
 
 
 @pytest.mark.parametrize(
-    ("run", "learned"),
+    ("recipe", "learned"),
     [
-        (
-            partial(TuningRun, SFT),
-            r"step 1, `sft`: 4 rows of 4 rollouts, the best of 8 rewarded rollouts, of 2 tasks\.",
-        ),
-        (
-            partial(TuningRun, KTO),
-            r"step 1, `kto`: 8 rows of 8 rollouts: 4 rows with thumbs up, 4 rows with thumbs down, of 2 tasks\.",
-        ),
+        (SFT, r"step 1, `sft`: 4 rows of 4 rollouts, the best of 8 rewarded rollouts, of 2 tasks\."),
+        (KTO, r"step 1, `kto`: 8 rows of 8 rollouts: 4 rows with thumbs up, 4 rows with thumbs down, of 2 tasks\."),
     ],
 )
 async def test_the_card_names_the_data_and_the_method_of_fine_tuning(
-    base: Path, tmp_path: Path, run: Any, learned: str
+    base: Path, tmp_path: Path, recipe: Recipe[Any], learned: str
 ) -> None:
-    method = run.method
+    method = recipe.method
     async with bench(base, tmp_path, "lora", **{method: {"epochs": 1, "held_out": 0.0}}) as b:
         await b.groups("t1", "t2")
-        await b.loop(run).run(asyncio.Event())
+        await b.loop(partial(TuningRun, recipe)).run(asyncio.Event())
         assert (await asyncio.to_thread(command, b, tmp_path, "policy", "export", "1", tmp_path / "out"))[0] == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert method in yaml.safe_load(card.split("---")[1])["tags"]
