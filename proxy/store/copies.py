@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..errors import LightningError
-from .migrate import require_ours, require_up_to_date
+from .sqlite.migrate import require_ours, require_up_to_date
 
 FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from ...config.server import StoreConfig
 from ...errors import LightningError
 from ..copies import FILES, connect_to_read, make_private, remove_store, rename_store
-from ..migrate import migrate
 from ..sqlite.locks import keeping
+from ..sqlite.migrate import migrate
 from .tables import BATCH, ORDERS, Record, Table, quoted
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ...config.server import StoreConfig
 from ...errors import ConfigError, LightningError, StoreUnavailable
-from ..migrate import migrate
+from ..sqlite.migrate import migrate
 from .file import file_to_read, new_file
 from .tables import NewStore, Record, Source, Table, read_tables
 

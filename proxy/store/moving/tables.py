@@ -46,6 +46,7 @@ ORDERS = {
     "conversation_tips": "digest at call_id",
     "feed": "n",
 }
+_OWN = ("room_migrations", "sqlite_sequence")  # of each store
 BATCH = 200  # rows; those of `calls` may be large
 
 
@@ -84,8 +85,17 @@ class NewStore(Source, Protocol):
 
 
 def read_tables(schema: sqlite3.Connection) -> list[Table]:
-    """Return the tables by the schema of an SQLite store."""
-    return [_table(schema, name, tuple(order.split())) for name, order in ORDERS.items()]
+    """Return the tables by the schema of an SQLite store: the numbered ones, and those of rooms by their keys."""
+    names = [name for (name,) in schema.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY rowid")]
+    of_rooms = [name for name in names if name not in ORDERS and name not in _OWN]
+    orders = {name: tuple(order.split()) for name, order in ORDERS.items()}
+    orders |= {name: _key(schema, name) for name in of_rooms}
+    return [_table(schema, name, order) for name, order in orders.items()]
+
+
+def _key(schema: sqlite3.Connection, name: str) -> tuple[str, ...]:
+    key = sorted((row[5], row[1]) for row in schema.execute(f"PRAGMA table_info({name})") if row[5])
+    return tuple(column for _, column in key)
 
 
 def _table(schema: sqlite3.Connection, name: str, order: tuple[str, ...]) -> Table:

@@ -1,13 +1,12 @@
-"""The schema in PostgreSQL: numbered scripts in `migrations/`, whose numbers are those of SQLite's."""
+"""The schema in PostgreSQL: numbered scripts in `migrations/`, whose numbers are those of SQLite's, and of rooms."""
 
 from __future__ import annotations
-
-import re
-from importlib import resources
 
 import asyncpg
 
 from ...errors import StoreUnavailable
+from ..scripts import HOUSE, MAKE_ROOMS, ROOM_SEEN, ROOMS_SEEN, RoomScripts, Scripts, scripts_in
+from .translate import translated
 
 LOCK = "SET LOCAL lock_timeout = 0; SELECT pg_advisory_xact_lock(hashtextextended(current_schema() || ':migration', 0))"
 
@@ -17,8 +16,8 @@ async def migrate(connection: asyncpg.Connection, where: str) -> None:
 
     Raise StoreUnavailable for a schema that is not ours to use. Nothing is written to it.
     """
-    scripts = _scripts()
-    if await _version(connection, where) == max(scripts):
+    scripts, rooms = _scripts(), RoomScripts("postgres")
+    if await _version(connection, where) == max(scripts) and not rooms.unseen(await _rooms_seen(connection)):
         return
     async with connection.transaction():
         await connection.execute(LOCK)
@@ -30,6 +29,10 @@ async def migrate(connection: asyncpg.Connection, where: str) -> None:
             if number > version:
                 await connection.execute(script)
         await connection.execute("UPDATE lightning_store SET version = $1", max(scripts))
+        for room, number, script in rooms.unseen(await _rooms_seen(connection)):
+            await connection.execute(script)
+            await connection.execute(MAKE_ROOMS)
+            await connection.execute(translated(ROOM_SEEN).text, room, number)
 
 
 async def require_empty(connection: asyncpg.Connection, where: str) -> None:
@@ -44,7 +47,7 @@ async def require_up_to_date(connection: asyncpg.Connection, where: str) -> None
     version = await _version(connection, where)
     if version == 0:
         raise StoreUnavailable(f"there is no store at {where}")
-    if version < max(_scripts()):
+    if version < max(_scripts()) or RoomScripts("postgres").unseen(await _rooms_seen(connection)):
         raise StoreUnavailable(
             f"store {where} cannot be opened: an earlier lightning-proxy worked on it last; "
             "`lightning-proxy serve` brings it up to date"
@@ -63,7 +66,7 @@ async def _version(connection: asyncpg.Connection, where: str) -> int:
                 f"store {where} cannot be opened: it belongs to another program; set store.url to another database"
             )
     version = int(await connection.fetchval("SELECT version FROM lightning_store"))
-    if version > max(_scripts()):
+    if version > max(_scripts()) or RoomScripts("postgres").is_newer(await _rooms_seen(connection)):
         raise StoreUnavailable(
             f"store {where} cannot be opened: a newer lightning-proxy has worked on it; update this one, or set "
             "store.url"
@@ -71,6 +74,12 @@ async def _version(connection: asyncpg.Connection, where: str) -> int:
     return version
 
 
-def _scripts() -> dict[int, str]:
-    files = resources.files("lightning_proxy.proxy.store.postgres").joinpath("migrations").iterdir()
-    return {int(match[1]): file.read_text() for file in files if (match := re.match(r"(\d{4})_.*\.sql", file.name))}
+async def _rooms_seen(connection: asyncpg.Connection) -> dict[str, int]:
+    """By room: its last script that this store has seen."""
+    if await connection.fetchval("SELECT to_regclass(current_schema() || '.room_migrations') IS NULL"):
+        return {}
+    return {row["room"]: row["number"] for row in await connection.fetch(ROOMS_SEEN)}
+
+
+def _scripts() -> Scripts:
+    return scripts_in(HOUSE / "store" / "postgres" / "migrations")

@@ -18,8 +18,8 @@ from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
 from ..copies import connect_to_read, make_private
 from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
-from ..migrate import migrate, require_ours
 from .locks import keeping
+from .migrate import migrate, require_ours
 from .place import Place
 from .transaction import SqliteTransaction, finish
 

@@ -16,9 +16,9 @@ import pytest
 
 from lightning_proxy.proxy.store.database import ConstraintRefused
 from lightning_proxy.proxy.store.keys import Keyring, Scope, hash_key, new_key
-from lightning_proxy.proxy.store.migrate import FIRST
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
+from lightning_proxy.proxy.store.sqlite.migrate import FIRST
 from lightning_proxy.proxy.store.training import ComparedGroup
 from lightning_proxy.proxy.types import Limits
 from support.paths import ROOT

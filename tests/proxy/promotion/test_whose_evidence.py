@@ -17,8 +17,8 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.promotion import gate
 from lightning_proxy.proxy.prompts.prompt_tests import PromptTests
 from lightning_proxy.proxy.store.keys import Keyring
-from lightning_proxy.proxy.store.migrate import FIRST
 from lightning_proxy.proxy.store.opening import opened
+from lightning_proxy.proxy.store.sqlite.migrate import FIRST
 from lightning_proxy.proxy.types import Limits
 from support.paths import ROOT
 

@@ -13,10 +13,10 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store.database import Database, Statement
-from lightning_proxy.proxy.store.migrate import migrate
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT, RolloutSearch
 from lightning_proxy.proxy.store.rollouts import _search_statement as search_statement
+from lightning_proxy.proxy.store.sqlite.migrate import migrate
 from support.postgres import Server, postgres_server
 from support.statements import statements
 

@@ -15,8 +15,8 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.returns import Rules, earned
 from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.migrate import FIRST, _statements
 from lightning_proxy.proxy.store.opening import open_database
+from lightning_proxy.proxy.store.sqlite.migrate import FIRST, _statements
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
 from support.stores import do_again, store_url

@@ -1,11 +1,11 @@
-"""The schema of the store: numbered scripts in `migrations/`, each run once on every store."""
+"""The schema in SQLite: numbered scripts in `store/migrations/`, each run once on every store, then those of rooms."""
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections.abc import Iterator
-from importlib import resources
+
+from ..scripts import HOUSE, MAKE_ROOMS, ROOM_SEEN, ROOMS_SEEN, RoomScripts, Scripts, scripts_in
 
 # `user_version` of a store is this and the number of its last script. Development versions before 0.1.0 counted from 0.
 FIRST = 100
@@ -16,7 +16,7 @@ def require_ours(connection: sqlite3.Connection) -> None:
     # In this order: another process that makes the store commits its tables and its version at once.
     has_tables = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
     version = _version(connection)
-    if version > FIRST + max(_scripts()):
+    if version > FIRST + max(_scripts()) or RoomScripts("sqlite").is_newer(_rooms_seen(connection)):
         raise sqlite3.NotSupportedError("a newer lightning-proxy has worked on it; update this one, or set store.url")
     if 0 < version <= FIRST:
         raise sqlite3.NotSupportedError(
@@ -29,7 +29,7 @@ def require_ours(connection: sqlite3.Connection) -> None:
 
 def require_up_to_date(connection: sqlite3.Connection) -> None:
     """Raise NotSupportedError for a store that has to be migrated first."""
-    if _version(connection) < FIRST + max(_scripts()):
+    if _version(connection) < FIRST + max(_scripts()) or RoomScripts("sqlite").unseen(_rooms_seen(connection)):
         raise sqlite3.NotSupportedError(
             "an earlier lightning-proxy worked on it last; `lightning-proxy serve` brings it up to date"
         )
@@ -37,16 +37,19 @@ def require_up_to_date(connection: sqlite3.Connection) -> None:
 
 def migrate(connection: sqlite3.Connection) -> None:
     """Run the scripts that this store has not seen, in one transaction: several processes may start at once."""
-    scripts = _scripts()
-    if _version(connection) == FIRST + max(scripts):
+    scripts, rooms = _scripts(), RoomScripts("sqlite")
+    if _version(connection) == FIRST + max(scripts) and not rooms.unseen(_rooms_seen(connection)):
         return
     connection.execute("BEGIN IMMEDIATE")
     version = _version(connection)
     for number, script in sorted(scripts.items()):
         if FIRST + number > version:
-            for statement in _statements(script):
-                connection.execute(statement)
+            _run(connection, script)
             connection.execute(f"PRAGMA user_version = {FIRST + number}")
+    for room, number, script in rooms.unseen(_rooms_seen(connection)):
+        _run(connection, script)
+        connection.execute(MAKE_ROOMS)
+        connection.execute(ROOM_SEEN, {"room": room, "number": number})
     connection.execute("COMMIT")
 
 
@@ -54,9 +57,19 @@ def _version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _scripts() -> dict[int, str]:
-    files = resources.files("lightning_proxy.proxy.store").joinpath("migrations").iterdir()
-    return {int(match[1]): file.read_text() for file in files if (match := re.match(r"(\d{4})_.*\.sql", file.name))}
+def _rooms_seen(connection: sqlite3.Connection) -> dict[str, int]:
+    """By room: its last script that this store has seen."""
+    has_any = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'room_migrations'").fetchone() is not None
+    return dict(connection.execute(ROOMS_SEEN)) if has_any else {}
+
+
+def _scripts() -> Scripts:
+    return scripts_in(HOUSE / "store" / "migrations")
+
+
+def _run(connection: sqlite3.Connection, script: str) -> None:
+    for statement in _statements(script):
+        connection.execute(statement)
 
 
 def _statements(script: str) -> Iterator[str]:
