@@ -123,7 +123,7 @@ bench-page: setup  ## how long the routes that the page reads take with a long r
 	$(BIN)/python benchmarks/page.py $(ARGS)
 
 bench-credit: setup  ## what each credit strategy, choice of agents and baseline learns: small problems, a minute
-	$(BIN)/python benchmarks/credit.py
+	$(BIN)/python benchmarks/credit.py $(ARGS)
 
 bench-promotion: setup  ## how often the gate before a new version is wrong, and how many pairs it takes: minutes
 	$(BIN)/python benchmarks/promotion.py $(ARGS)
