@@ -74,7 +74,7 @@ def migrate_store(
     the end, or not at all.
     """
     from .formats import count
-    from .moving import moved
+    from .moving.command import moved
     from .signals import run_until_signal
 
     rows = run_until_signal(moved(source, target))

@@ -16,7 +16,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "proxy/otel": {"otel"},
     "proxy/store/postgres": {"postgres"},
-    "proxy/store/moving": {"postgres"},
     "proxy/upstreams/litellm": {"providers"},
     "trainer": {"train"},
     "trainer/backends": {"tinker"},
@@ -24,6 +23,7 @@ EXTRAS = {
     "trainer/offline": {"parquet"},
     "commands/demo": {"demo", "train"},
     "commands/export": {"parquet", "train"},
+    "commands/moving": {"postgres"},
     "commands/optimize": {"optimize", "providers"},
     "commands/run/executors/kubernetes": {"kubernetes"},
     "commands/run/executors/ray": {"ray"},

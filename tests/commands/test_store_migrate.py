@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.commands.moving.file import file_to_read, new_file
+from lightning_proxy.commands.moving.tables import ORDERS
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
-from lightning_proxy.proxy.store.moving.file import file_to_read, new_file
-from lightning_proxy.proxy.store.moving.tables import ORDERS
 from lightning_proxy.proxy.store.opening import open_database, opened
 from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
@@ -270,7 +270,7 @@ async def test_a_row_that_is_read_back_differently_undoes_the_move(
 ) -> None:
     file = in_file(tmp_path / "s.db")
     await filled(file)
-    ServerStore = pytest.importorskip("lightning_proxy.proxy.store.moving.server").ServerStore
+    ServerStore = pytest.importorskip("lightning_proxy.commands.moving.server").ServerStore
     fill_table = ServerStore.fill
 
     async def wrongly(self: Any, table: Any, records: Any) -> None:

@@ -163,7 +163,7 @@ async def test_a_beginning_of_an_id_is_read_off_the_index_of_ids(database: Datab
 
 def test_no_statement_stands_outside_of_the_store_and_the_side_rooms() -> None:
     root = Path(store.__path__[0]).parents[1]
-    allowed = [root / "proxy" / room for room in ("store", *ON_BOARD)]
+    allowed = [root / "commands/moving", *(root / "proxy" / room for room in ("store", *ON_BOARD))]
     sources = [file for room in ("proxy", "trainer", "commands", "client") for file in (root / room).rglob("*.py")]
     for file in (file for file in sources if not any(file.is_relative_to(room) for room in allowed)):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_proxy.commands.moving.move import move
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.store import scripts
-from lightning_proxy.proxy.store.moving.move import move
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.sqlite.migrate import FIRST, _statements
 from lightning_proxy.proxy.store.store import Store

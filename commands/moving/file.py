@@ -7,11 +7,11 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
-from ...config.server import StoreConfig
-from ...errors import LightningError
-from ..copies import FILES, connect_to_read, make_private, remove_store, rename_store
-from ..sqlite.locks import keeping
-from ..sqlite.migrate import migrate
+from ...proxy.config.server import StoreConfig
+from ...proxy.errors import LightningError
+from ...proxy.store.copies import FILES, connect_to_read, make_private, remove_store, rename_store
+from ...proxy.store.sqlite.locks import keeping
+from ...proxy.store.sqlite.migrate import migrate
 from .tables import BATCH, ORDERS, Record, Table, quoted
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import asyncpg
 
-from ...config.server import StoreConfig
-from ..postgres.migrate import migrate, require_empty, require_up_to_date
-from ..postgres.transaction import storable
+from ...proxy.config.server import StoreConfig
+from ...proxy.store.postgres.migrate import migrate, require_empty, require_up_to_date
+from ...proxy.store.postgres.transaction import storable
 from .tables import BATCH, ORDERS, Record, Table, quoted
 
 # What is not numbered yet gets the numbers after the highest. Nobody has seen those.

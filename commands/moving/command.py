@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 from pydantic import ValidationError
 
-from ..proxy.config.server import StoreConfig
-from ..proxy.errors import ConfigError
-from .formats import count, progress_bar
+from ...proxy.config.server import StoreConfig
+from ...proxy.errors import ConfigError
+from ..formats import count, progress_bar
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 async def moved(source: str, target: str) -> int:
     """Move a store between two addresses; return how many rows it has."""
-    from ..proxy.store.moving.move import move
+    from .move import move
 
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # a line for each write to a server that has gone
     with progress_bar() as progress:

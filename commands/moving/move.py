@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from itertools import count
 from typing import Protocol
 
-from ...config.server import StoreConfig
-from ...errors import ConfigError, LightningError, StoreUnavailable
-from ..sqlite.migrate import migrate
+from ...proxy.config.server import StoreConfig
+from ...proxy.errors import ConfigError, LightningError, StoreUnavailable
+from ...proxy.store.sqlite.migrate import migrate
 from .file import file_to_read, new_file
 from .tables import NewStore, Record, Source, Table, read_tables
 
