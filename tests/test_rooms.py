@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.trainer.plugins.on_board import ON_BOARD
+from lightning_proxy.proxy.plugins import on_board as proxys
+from lightning_proxy.trainer.plugins import on_board as trainers
 from support.paths import ROOT
 
 TOPS = ("proxy", "trainer", "commands", "client")
@@ -45,16 +46,13 @@ LEVELS = {
         {"types", "waiting", "hooks"},
     ],
 }
-# Rooms that are plugged in where the program is put together, by the files that may do so.
+# Nothing of the core imports them: `plugins/on_board.py` has their names.
 SIDE_ROOMS = {
-    "proxy": ({"upstreams/litellm", "otel", "reward_function", "page", "prompts", "promotion"}, set[str]()),
-    "trainer": (
-        {"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed", "backends"},
-        set[str](),
-    ),
+    "proxy": {"upstreams/litellm", "otel", "reward_function", "page", "gate", "prompts", "promotion"},
+    "trainer": {"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed", "backends"},
 }
 # What several side rooms share. It plugs nothing in by itself.
-SHARED = {"trainer": {"tuning"}}
+SHARED = {"proxy": {"gate"}, "trainer": {"tuning"}}
 # What each top-level package may import besides itself.
 BELOW = {"proxy": set[str](), "trainer": {"proxy"}, "commands": {"proxy", "trainer", "client"}, "client": set[str]()}
 
@@ -89,7 +87,7 @@ def level(top: str, room: str) -> int | None:
 
 def side_room(top: str, inside: tuple[str, ...]) -> str | None:
     """The side room that a path below the top-level package is in."""
-    return next((room for room in SIDE_ROOMS[top][0] if inside[: room.count("/") + 1] == tuple(room.split("/"))), None)
+    return next((room for room in SIDE_ROOMS[top] if inside[: room.count("/") + 1] == tuple(room.split("/"))), None)
 
 
 def test_each_top_level_package_imports_only_those_below_it() -> None:
@@ -126,7 +124,7 @@ def test_the_core_imports_no_side_room(top: str) -> None:
     wrong = []
     for path in modules(top):
         inside = path.relative_to(ROOT / top).with_suffix("").parts
-        if side_room(top, inside) is None and inside[0] not in SIDE_ROOMS[top][1]:
+        if side_room(top, inside) is None:
             wrong += [
                 f"{path.relative_to(ROOT)}:{line}: {'.'.join(names)}"
                 for line, names in imported(path)
@@ -135,19 +133,21 @@ def test_the_core_imports_no_side_room(top: str) -> None:
     assert wrong == []
 
 
-def test_no_side_room_of_the_trainer_imports_another() -> None:
+@pytest.mark.parametrize("top", sorted(SIDE_ROOMS))
+def test_no_side_room_imports_another(top: str) -> None:
     wrong = []
-    for path in modules("trainer"):
-        mine = side_room("trainer", path.relative_to(ROOT / "trainer").with_suffix("").parts)
+    for path in modules(top):
+        mine = side_room(top, path.relative_to(ROOT / top).with_suffix("").parts)
         for line, names in imported(path) if mine else ():
-            theirs = side_room("trainer", names[1:]) if names[0] == "trainer" else None
-            if theirs not in (None, mine, *SHARED["trainer"]):
+            theirs = side_room(names[0], names[1:]) if names[0] in SIDE_ROOMS else None
+            if theirs not in (None, mine, *SHARED[names[0]]):
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {'.'.join(names)}")
     assert wrong == []
 
 
-def test_every_side_room_of_the_trainer_is_on_board() -> None:
-    assert set(ON_BOARD) == SIDE_ROOMS["trainer"][0] - SHARED["trainer"]
+def test_every_side_room_is_on_board() -> None:
+    for top, on_board in (("proxy", proxys.ON_BOARD), ("trainer", trainers.ON_BOARD)):
+        assert {room.replace(".", "/") for room in on_board} == SIDE_ROOMS[top] - SHARED[top]
 
 
 def test_no_modules_import_in_a_circle() -> None:

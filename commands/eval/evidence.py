@@ -1,6 +1,6 @@
 """What the tasks say of a drop: is there one, and is a drop of more than the margin excluded? Plain data, and a line.
 
-The same statistics decide whether a new version goes live (proxy/promotion).
+The same statistics decide whether a new version goes live (proxy/gate).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...proxy.promotion.evidence import Evidence, difference
+from ...proxy.gate.evidence import Evidence, difference
 
 MARGIN, LEVEL = 0.1, 0.05
 

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
+from ..gate.gate import Gate, rules
 from ..plugins.hooks import Core, Hooks, ProxyPlugin
 from ..store.store import Store
 from .beside import PromotionBeside
-from .gate import Gate, rules
 from .promotions import NOT_GATED, Promotions
 from .splitting import PolicySplit, candidates_server
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from functools import partial
 
-from ..config.promotion import GateConfig
 from ..config.root import Config
+from ..gate.sides import sides_of
 from ..policy.swap import Placed
 from ..types import PolicyVersion, RolloutName
-from .promotions import Chooser, Promotion, Promotions
-from .sides import choose
+from .promotions import Promotions
 
 KEPT = 20_000  # rollouts whose version is in memory
 
@@ -53,8 +51,3 @@ def candidates_server(config: Config, tests: Promotions) -> Placed:
         return {} if candidate is None or upstream is None else {upstream.published_to[-1]: candidate}
 
     return placed
-
-
-def sides_of(test: Promotion, gate: GateConfig, group_size: int) -> Chooser:
-    """Return what chooses the side of a rollout in a test."""
-    return partial(choose, test, group_size=group_size, share=gate.share)

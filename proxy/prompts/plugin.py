@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from ..gate.gate import Gate, rules
 from ..plugins.hooks import Core, Hooks, ProxyPlugin, Work
-from ..promotion.gate import Gate, rules
 from . import routes
 from .beside import PromptsBeside
 from .prompt_tests import NOT_GATED, PromptTests

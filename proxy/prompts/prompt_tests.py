@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Conflict
+from ..gate.tests import FACTS, Chooser, Observed, Outcome, Promotion, opened, with_rewards
 from ..json_text import dumps, loads
-from ..promotion.promotions import FACTS, Chooser, Observed, Outcome, Promotion, opened, with_rewards
 from ..store.database import Database, Row, Transaction
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.rows import read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config.root import Config
-from ..promotion.splitting import sides_of
+from ..gate.sides import sides_of
 from ..types import RolloutName
 from .prompt_tests import PromptTests
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from ...proxy.config.root import Config
 from ...proxy.errors import Conflict, PublishError, UpstreamTimeout, UpstreamUnreachable
+from ...proxy.gate.tests import Promotion
 from ...proxy.policy.mode import has_gpu
 from ...proxy.policy.swap import Superseded, Swap
 from ...proxy.policy.vllm import VllmFault
-from ...proxy.promotion.promotions import Promotion, Promotions
+from ...proxy.promotion.promotions import Promotions
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ...proxy.types import PolicyVersion

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.gate.sides import choose
 from lightning_proxy.proxy.promotion.promotions import Promotions
-from lightning_proxy.proxy.promotion.sides import choose
 from lightning_proxy.proxy.prompts.prompt_tests import PromptTests
 from lightning_proxy.proxy.prompts.table import PromptTable
 from lightning_proxy.proxy.store.opening import open_database

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.promotion import gate
-from lightning_proxy.proxy.promotion.gate import Gate, rules
+from lightning_proxy.proxy.gate import gate
+from lightning_proxy.proxy.gate.gate import Gate, rules
+from lightning_proxy.proxy.gate.tests import Assigned
 from lightning_proxy.proxy.promotion.plugin import stopped
-from lightning_proxy.proxy.promotion.promotions import Assigned, Promotions, Trial
+from lightning_proxy.proxy.promotion.promotions import Promotions, Trial
 from lightning_proxy.proxy.promotion.splitting import PolicySplit
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store

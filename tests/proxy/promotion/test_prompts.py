@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.gate import gate
 from lightning_proxy.proxy.policy.routing import PolicyRouter
 from lightning_proxy.proxy.policy.swap import NotServed
-from lightning_proxy.proxy.promotion import gate
 from lightning_proxy.proxy.prompts.prompt_tests import PromptTest, PromptTests
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.proxy.gate import gate
 from lightning_proxy.proxy.prompts.prompt_tests import PromptTests
 from lightning_proxy.proxy.store.keys import Keyring
 from lightning_proxy.proxy.store.opening import opened

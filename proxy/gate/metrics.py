@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..returns import LARGEST, Rules, earned
 from .evidence import difference, sign_difference
-from .promotions import Observed
+from .tests import Observed
 
 UNCUT = (-LARGEST, LARGEST)  # a gate has a range of its own
 TRAINED = "reward"  # what the trainer counts: named rewards, times their weights

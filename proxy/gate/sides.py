@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import blake2b
 
-from .promotions import Assigned, Promotion
+from ..config.promotion import GateConfig
+from .tests import Assigned, Chooser, Promotion
 
 LONE = 2  # rollouts without a task are compared in pairs
 
@@ -33,3 +35,8 @@ def _drawn(*what: object) -> float:
     """A number in [0, 1) that is always the same for the same."""
     digest = blake2b("\n".join(map(repr, what)).encode(), digest_size=7).digest()
     return int.from_bytes(digest) / 256**7
+
+
+def sides_of(test: Promotion, gate: GateConfig, group_size: int) -> Chooser:
+    """Return what chooses the side of a rollout in a test."""
+    return partial(choose, test, group_size=group_size, share=gate.share)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from .evidence import Evidence, interval
 from .metrics import GuardedMetric
-from .promotions import Observed, Outcome, Promotion
 from .sides import LONE, group_of
+from .tests import Observed, Outcome, Promotion
 
 Key = tuple[str, str | None, int]  # who opened it, a task, and the number of a group
 

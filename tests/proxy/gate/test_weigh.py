@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.promotion.metrics import metrics
-from lightning_proxy.proxy.promotion.promotions import Observed, Promotion
-from lightning_proxy.proxy.promotion.sides import choose
-from lightning_proxy.proxy.promotion.weigh import GateRules, Weighed, weigh
+from lightning_proxy.proxy.gate.metrics import metrics
+from lightning_proxy.proxy.gate.sides import choose
+from lightning_proxy.proxy.gate.tests import Observed, Promotion
+from lightning_proxy.proxy.gate.weigh import GateRules, Weighed, weigh
 from lightning_proxy.proxy.types import Reward
 
 TEST = Promotion(1, version=2, against=1, status="testing", began_at=0.0)

@@ -15,7 +15,7 @@ from ..config.trainer import TrainerConfig
 from ..errors import LightningError
 from ..store.database import Database
 from .metrics import metrics
-from .promotions import Observed, Outcome, Promotion
+from .tests import Observed, Outcome, Promotion
 from .weigh import GateRules, Weighed, weigh
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,107 @@
+"""Defines what tests of the policy's versions and of prompts' have in common: their rollouts, sides and outcomes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ..store.database import Row
+from ..store.rewards import read_reward
+from ..store.rows import read
+from ..types import Reward, RolloutStatus
+
+Outcome = Literal["promoted", "rejected"]
+PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
+NO_STORED_KEY = "configured"  # `opened_by` of what was opened with one of proxy.api_keys
+# What is known of a rollout so far, whatever is tested by it. That it failed or was discarded counts only where a key
+# that gives evidence has said so.
+FACTS = """
+CASE WHEN end_counts = 0 AND status <> 'running' THEN 'completed' ELSE status END AS status, ended_at, calls, tokens,
+    (SELECT AVG(CASE WHEN finish_reason = 'length' THEN 1.0 ELSE 0.0 END) FROM calls
+        WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok') AS truncated,
+    (SELECT AVG(latency_ms) FROM calls
+        WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok') AS latency_ms,
+    (SELECT AVG(CASE WHEN is_error = 1 THEN 1.0 ELSE 0.0 END) FROM tool_calls
+        WHERE tool_calls.rollout_id = rollouts.rollout_id) AS tool_errors
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/promotion.md).
+
+    `ended`: not decided, but broken off, because somebody made a version live, for one. `reason` says why.
+    """
+
+    n: int
+    version: int
+    against: int
+    status: PromotionStatus
+    began_at: float
+    decided_at: float | None = None
+    reason: str | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> int | str:
+        """Return what tells this test from all others."""
+        return self.n
+
+    @property
+    def candidate(self) -> str:
+        """Return what is tested, in words."""
+        return f"policy version {self.version}"
+
+
+class Assigned(NamedTuple):
+    """Where a rollout stands in a test, and the version that answers it. Not `compared`: left to the live version."""
+
+    place: int
+    version: int
+    compared: bool
+
+
+Chooser = Callable[[str | None, int], Assigned]  # by a rollout's task, and its place among those of the task
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A rollout that is evidence in a test, as it is now. `rewards`: those that are evidence.
+
+    `opened_by`: places are counted apart for each. `shown`: so many calls were answered by `version`, `mixed`: so many
+    by another one. `truncated`, `tool_errors`: the share of answers that were cut off, and of tool calls that failed.
+    """
+
+    rollout_id: str
+    task_id: str | None
+    place: int
+    version: int
+    status: RolloutStatus
+    created_at: float
+    ended_at: float | None
+    foreign_calls: int
+    calls: int
+    tokens: int
+    mixed: int
+    truncated: float | None
+    latency_ms: float | None
+    tool_errors: float | None
+    rewards: tuple[Reward, ...] = ()
+    opened_by: str = ""
+    shown: int = 1
+
+
+def opened(rollout: Row | Mapping[str, Any]) -> dict[str, Any]:
+    """Return in whose name a rollout is counted, and whether it is evidence already."""
+    evidence = bool(rollout["evidence"])
+    return {"opened_by": "" if evidence else rollout["key_id"] or NO_STORED_KEY, "evidence": evidence}
+
+
+def with_rewards(rollouts: Sequence[Row], rewards: Sequence[Row]) -> list[Observed]:
+    """Return observed rollouts in their order, each with its rewards."""
+    earned = defaultdict[str, list[Reward]](list)
+    for row in rewards:
+        earned[row["rollout_id"]].append(read_reward(row))
+    return [read(Observed, row, rewards=tuple(earned[row["rollout_id"]])) for row in rollouts]
