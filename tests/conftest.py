@@ -32,7 +32,6 @@ from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.policy.operator import KEY_HEADER
-from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from support import fuzzing, network, stores  # noqa: F401  (fuzzing registers the profiles)
@@ -338,6 +337,8 @@ class System:
         path = directory / f"v{version}"
         path.mkdir()
         await store.versions.saved(version, str(path), f"policy-v{version}")
+        from lightning_proxy.proxy.promotion.promotions import Promotions
+
         await Promotions(store.database).wait(version, 1)
         await Promotions(store.database).begin(version, live)
         return version

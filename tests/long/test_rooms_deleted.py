@@ -1,0 +1,87 @@
+"""Each side room can be deleted: its folders, its line, its tests. What is left imports, helps, and learns."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.proxy.plugins import on_board as proxys
+from lightning_proxy.trainer.plugins import on_board as trainers
+from support.paths import ROOT
+
+ON_BOARD = {"proxy": proxys.ON_BOARD, "trainer": trainers.ON_BOARD}
+ROOMS = sorted({room.replace(".", "/") for rooms in ON_BOARD.values() for room in rooms})
+# Rooms and commands that are there for side rooms alone.
+SHARED = ("gate", "tuning")
+COMMANDS = {"reward_function": "rescore"}
+LEFT = """
+import importlib, pkgutil, lightning_proxy as root
+assert root.__file__.startswith({place!r}), root.__file__
+for module in pkgutil.walk_packages(root.__path__, "lightning_proxy."):
+    if module.name.split(".")[1] in ("proxy", "trainer", "commands", "client", "cli"):
+        if not module.name.endswith("executors.ray.driver"):
+            importlib.import_module(module.name)
+"""
+LEARNS = "tests/trainer/test_loop.py::test_a_step_makes_verified_weights_live"
+REALLY = "tests/end_to_end/test_loop.py"
+
+
+class Copy:
+    """A copy of the tree without some side rooms."""
+
+    def __init__(self, directory: Path, rooms: list[str]) -> None:
+        self.directory, self.tree = directory, directory / "lightning_proxy"
+        self.tree.mkdir()
+        names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+        for name in names:
+            if (ROOT / name).is_file():
+                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, self.tree / name)
+        for room in rooms:
+            self._delete(room)
+
+    def _delete(self, room: str) -> None:
+        for top in ("proxy", "trainer", "commands"):
+            for place in (top, f"tests/{top}"):
+                shutil.rmtree(self.tree / place / room, ignore_errors=True)
+        for top in ON_BOARD if room not in SHARED else ():
+            self._drop(f"{top}/plugins/on_board.py", re.escape(f'    "{room.replace("/", ".")}",'))
+        if (command := COMMANDS.get(room)) is not None:
+            shutil.rmtree(self.tree / "commands" / command)
+            self._drop("cli.py", rf".*\b{command}\b.*")
+
+    def _drop(self, file: str, line: str) -> None:
+        path = self.tree / file
+        path.write_text(re.sub(rf"^{line}\n", "", path.read_text(), flags=re.MULTILINE))
+
+    def run(self, *arguments: str) -> str:
+        """Run Python on the copy; return what it prints."""
+        command = [sys.executable, *arguments]
+        environment = {"PYTHONPATH": str(self.directory), "PATH": "/usr/bin:/bin", "HOME": str(self.directory)}
+        done = subprocess.run(
+            command, cwd=self.tree, env=environment, check=False, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_side_room_can_be_deleted(tmp_path: Path, room: str) -> None:
+    copy = Copy(tmp_path, [room])
+    copy.run("-W", "ignore", "-c", LEFT.format(place=str(tmp_path)))
+    assert "train" in copy.run("-m", "lightning_proxy.cli", "--help")
+    assert "2 passed" in copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", LEARNS)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+def test_all_side_rooms_can_be_deleted_and_an_agent_gets_better(tmp_path: Path) -> None:
+    copy = Copy(tmp_path, [*ROOMS, *SHARED])
+    copy.run("-W", "ignore", "-c", LEFT.format(place=str(tmp_path)))
+    assert "passed" in copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", REALLY)
