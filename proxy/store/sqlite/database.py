@@ -6,12 +6,12 @@ import asyncio
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn, TypeVar
 
+import aiosqlite
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...config.server import StoreConfig
@@ -36,7 +36,7 @@ CHECKPOINT_S = 0.05  # that a checkpoint waits for others
 
 
 class SqliteDatabase(Database):
-    """One connection that writes and one that reads, each with a thread; readers never wait for the writer (WAL).
+    """One connection that writes and one that reads, each in aiosqlite's thread; readers never wait for the writer.
 
     What every call needs is done in the event loop's thread instead (`commit`, `quick`): that takes less time than
     the way to another thread. It never waits there: a commit that is large or synced, or that finds the store locked,
@@ -47,8 +47,8 @@ class SqliteDatabase(Database):
         self.path, self.where = path, str(path)
         self._place = Place(path)
         self._config = config
-        self._writer, self._reader, self._quick = connections
-        self._writing, self._reading = ThreadPoolExecutor(1, "store-writer"), ThreadPoolExecutor(1, "store-reader")
+        self._writer, reader, self._quick = connections
+        self._writing, self._reading = _threaded(self._writer), _threaded(reader)
         self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
         self._writes = Writing()
         self._commits = self._written = 0  # since the last checkpoint; bytes, about
@@ -64,7 +64,7 @@ class SqliteDatabase(Database):
             connections = await asyncio.to_thread(_connect_all, path, config)
         except (OSError, sqlite3.Error) as error:
             raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
-        return cls(path, config, connections)
+        return await cls(path, config, connections)._started()
 
     @classmethod
     async def open_as_it_is(cls, config: StoreConfig) -> SqliteDatabase:
@@ -76,19 +76,19 @@ class SqliteDatabase(Database):
             )
         except (OSError, sqlite3.Error) as error:
             raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
-        return cls(path, config, connections)
+        return await cls(path, config, connections)._started()
+
+    async def _started(self) -> SqliteDatabase:
+        await self._writing
+        await self._reading
+        return self
 
     async def close(self) -> None:
         """Close the file when what is under way has ended."""
         if self._checkpoint is not None:
             await asyncio.wait([self._checkpoint])
-        await asyncio.shield(asyncio.to_thread(self._close))
-
-    def _close(self) -> None:
-        self._writing.shutdown()
-        self._reading.shutdown()
-        for connection in (self._writer, self._reader, self._quick):
-            connection.close()
+        await asyncio.shield(asyncio.gather(self._writing.close(), self._reading.close()))
+        self._quick.close()
 
     # Writes --------------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,8 @@ class SqliteDatabase(Database):
 
     async def _in_writers_thread(self, job: Callable[..., T], *args: Any) -> T:
         """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
-        done = asyncio.get_running_loop().run_in_executor(self._writing, job, *args)
+        # aiosqlite's own methods run one statement each, between which the event loop would hold the file's lock.
+        done = asyncio.ensure_future(self._writing._execute(job, *args))
         self._in_thread += 1
         done.add_done_callback(self._job_ended)
         return await asyncio.shield(done)
@@ -183,10 +184,8 @@ class SqliteDatabase(Database):
 
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
         """Return all rows of a query. Raise StoreUnavailable if SQLite cannot read."""
-        fetch = self._reader.execute
-        loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._reading, lambda: fetch(sql, params or {}).fetchall())
+            return list(await self._reading.execute_fetchall(sql, params or {}))
         except sqlite3.DatabaseError as error:
             _raise_ours(error, "read")
 
@@ -202,6 +201,10 @@ class SqliteDatabase(Database):
     async def alone(self, work: str) -> AsyncIterator[bool]:
         with keeping(self.path, work) as alone:
             yield alone
+
+
+def _threaded(connection: sqlite3.Connection) -> aiosqlite.Connection:
+    return aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
 
 
 def _has_room(directory: Path) -> bool:
