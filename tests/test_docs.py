@@ -87,7 +87,7 @@ def test_the_index_links_every_page() -> None:
 def test_the_way_of_a_step_is_short_and_leads_through_files_that_exist() -> None:
     document = (ROOT / "docs" / "architecture.md").read_text()
     section = document.partition("## The way of a step\n")[2].partition("\n## ")[0]
-    files = re.findall(r"^\| \d+ \| `([^`]+)` \|", section, re.MULTILINE)
+    files = re.findall(r"^\d+\. `([^`]+)`:", section, re.MULTILINE)
     assert 5 < len(files) <= 20
     assert [file for file in files if not (ROOT / file).is_file()] == []
 

@@ -68,10 +68,10 @@ async def walk_of(agent: aiohttp.ClientSession, what: str) -> Walk:
 
 
 def told(heading: str) -> list[str]:
-    """The files of the section's tables, in order."""
+    """The files of the section's list, in order."""
     document = (ROOT / "docs" / "architecture.md").read_text()
     section = document.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| `([^`]+\.py)` \|", section, re.MULTILINE)
+    return re.findall(r"^\d+\. `([^`]+\.py)`:", section, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("what", "heading"), [("call", "The way of a call"), ("reward", "The way of a reward")])
