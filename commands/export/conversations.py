@@ -44,7 +44,7 @@ def ends(turns: Sequence[ChatTurn]) -> list[int]:
         digests = [*beginnings(turn.whole)]
         latest.update(dict.fromkeys(digests, i))
         wholes.append(digests[-1])
-    return [i for i, (turn, whole) in enumerate(zip(turns, wholes, strict=True)) if turn.said and latest[whole] == i]
+    return [i for i, (turn, whole) in enumerate(zip(turns, wholes, strict=True)) if turn.answer and latest[whole] == i]
 
 
 def _ended(call: ModelCall) -> bool:

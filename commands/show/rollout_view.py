@@ -60,8 +60,8 @@ def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
             parts += [Text(""), *_event(events.popleft(), full)]
         parts += [Text(""), _call_line(call)]
         parts += [line for message in added for line in _message(message, full)]
-        parts += [line for message in turn.said for line in _said(message, full)]
-        if not turn.said:
+        parts += [line for message in turn.answer for line in _said(message, full)]
+        if not turn.answer:
             parts.append(plain(f"  no answer: {call['error'] or call['status']}", "red"))
         parts += _tools(call, full)
     for event in events:

@@ -1,4 +1,4 @@
-"""Assembles the output items of a streamed response from all that its events tell of them. Pure.
+"""Assembles the output items of a streamed response from its events. Pure.
 
 An item that is done counts as it is; what it lacks, or what never was done, is made of what was added and of deltas.
 """
@@ -41,11 +41,11 @@ class ResponseItems:
         self._at: dict[int | None, _Item] = {}  # by index: the item that came there last
 
     def feed(self, kind: str, event: Json) -> None:
-        """Keep what an event of this type says of an item, if it does."""
+        """Keep the part of an item that an event of this type brings, if it does."""
         name, _, what = kind.removeprefix("response.").rpartition(".")
         item = event.get("item")
         if name == "output_item" and isinstance(item, dict) and what in ("added", "done"):
-            self._of(event, item, what == "done").told(item, is_done=what == "done")
+            self._of(event, item, what == "done").keep(item, is_done=what == "done")
         elif text := _TEXTS.get(name) or _text_of(event.get("part")):
             self._of(event, {"type": text.item, "id": event.get("item_id")}, None).add(text, what, event)
 
@@ -75,14 +75,14 @@ class _Item:
         self._texts: dict[tuple[_Text, int], list[str]] = {}
 
     def differs(self, item: Json, is_done: bool | None) -> bool:
-        """Return whether what is told under another id, at the same place, is of another item."""
+        """Return whether a piece with another id, at the same place, belongs to another item."""
         if self.id is not None and item.get("id") == self.id:
             return False
         if item.get("type") != self._type:
             return True
         return self._is_done or (is_done is False and self._item is not None)
 
-    def told(self, item: Json, *, is_done: bool) -> None:
+    def keep(self, item: Json, *, is_done: bool) -> None:
         if is_done or self._item is None:
             self._item, self._is_done, self._type = item, self._is_done or is_done, item.get("type")
 
@@ -96,23 +96,23 @@ class _Item:
     def result(self) -> Json:
         if self._item is not None:
             return filled(self._item, self._made()) if self._texts else self._item
-        said = {"type": self._type} | ({"id": self.id} if self.id else {})
-        return said | ({"role": "assistant"} if self._type == "message" else {}) | self._made()
+        bare = {"type": self._type} | ({"id": self.id} if self.id else {})
+        return bare | ({"role": "assistant"} if self._type == "message" else {}) | self._made()
 
     def _made(self) -> Json:
         """What its texts make of it."""
         made: Json = {}
         for (text, _), pieces in sorted(self._texts.items(), key=lambda entry: entry[0][1]):
-            said = "".join(pieces)
+            joined = "".join(pieces)
             if text.in_list:
-                made.setdefault(text.in_list, []).append({"type": text.part, text.field: said})
+                made.setdefault(text.in_list, []).append({"type": text.part, text.field: joined})
             else:
-                made[text.field] = said
+                made[text.field] = joined
         return made
 
 
 def _text_of(part: Any) -> _Text | None:
-    """Where the text of a part belongs that is told of as a whole."""
+    """Where the text of a part belongs that comes as a whole."""
     kind = part.get("type") if isinstance(part, dict) else None
     return next((text for text in _TEXTS.values() if text.part and text.part == kind), None)
 

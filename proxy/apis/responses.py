@@ -86,7 +86,7 @@ class ResponsesStream:
         return raw
 
     def response(self) -> Any:
-        """Return the newest response that was sent, with the items that it lacks and other events told of."""
+        """Return the newest response that was sent, with items added that only other events had."""
         items = self._items.result()
         if self._response is None:
             return {"object": "response", "output": items} if items else None

@@ -10,7 +10,7 @@ from .dialects import Dialect, Stream
 from .inject import Injection
 from .sse import Frame, SSEDecoder
 from .tokens import Tokens
-from .values import message_of_error, told_error
+from .values import message_of_error, named_error
 
 Json = dict[str, Any]
 
@@ -158,7 +158,7 @@ class WholeTranscript:
 
     def _read(self, body: Json, data: bytes) -> tuple[Json, bytes]:
         """Read the tokens, and return the agent's answer: without what was injected."""
-        if (error := told_error(body)) is not None:
+        if (error := named_error(body)) is not None:
             self.error = message_of_error(error)
         if not self.unkept:
             self.tokens = self._dialect.tokens(body)

@@ -38,8 +38,8 @@ class ToolCalls:
         """Return the calls. One without a name is no call: its pieces came under another id."""
         named: list[ToolCallPieces] = []
         for call in self._calls:
-            goes_on = named and not call.name and named[-1].may_be_followed_by(call)
-            named.append(named.pop().with_more(call) if goes_on else call)
+            continues = named and not call.name and named[-1].may_be_followed_by(call)
+            named.append(named.pop().with_more(call) if continues else call)
         return named
 
     def result(self) -> list[Json]:
@@ -60,7 +60,7 @@ class ToolCalls:
         at_index, call_id = self._at.get(index) if index is not None else None, delta.get("id")
         if call_id and (at_index is None or at_index.id != call_id):
             same = next((call for call in reversed(self._calls) if call.id == call_id), None)
-            if same is not None and (index is None or same.goes_on_with(delta)):
+            if same is not None and (index is None or same.is_continued_by(delta)):
                 return same
         if at_index is not None:
             return at_index
@@ -77,7 +77,7 @@ class ToolCallPieces:
         self.index = index
         self.id: Any = None
         self.name = ""
-        self._said: Any = None  # the arguments: a text, or by some servers an object
+        self._arguments: Any = None  # the arguments: a text, or by some servers an object
         self._may_be_none = False  # they are an empty object that came with the name: some servers begin so
         self._fields: Json = {}
 
@@ -94,16 +94,16 @@ class ToolCallPieces:
 
     def ends_before(self, delta: Json, index: int | None) -> bool:
         """Return whether a piece that came to this call's place belongs to a new call."""
-        call_id, (name, said) = delta.get("id"), _named(delta)
+        call_id, (name, arguments) = delta.get("id"), _named(delta)
         if call_id and self.id and call_id != self.id:
             return True
         if not name or not self.name or self._is_again(delta):
             return False
-        if _is_said(said) and self.is_whole:
+        if _is_given(arguments) and self.is_whole:
             return True
-        return not name.startswith(self.name) and (index is None or _is_said(self._said))
+        return not name.startswith(self.name) and (index is None or _is_given(self._arguments))
 
-    def goes_on_with(self, delta: Json) -> bool:
+    def is_continued_by(self, delta: Json) -> bool:
         """Return whether a piece that has this call's id, and another's index, does not begin a call."""
         name, _ = _named(delta)
         return not name or (name == self.name and not self.is_whole)
@@ -112,7 +112,7 @@ class ToolCallPieces:
         """Return whether the pieces of a call without a name may be of this one."""
         if other.index == self.index:
             return True
-        return other.id in (None, "", self.id) and not (_is_said(other.text) and self.is_whole)
+        return other.id in (None, "", self.id) and not (_is_given(other.text) and self.is_whole)
 
     def with_more(self, other: ToolCallPieces) -> ToolCallPieces:
         """Return this call with the arguments of another after its own."""
@@ -123,33 +123,39 @@ class ToolCallPieces:
 
     def result(self) -> Json:
         """Return the call as an answer has it."""
-        text = None if self._said is None else self.text
-        said = {kind: self._fields[kind] | {name: text} for kind, name in _TEXTS.items() if self._has(kind, name)}
-        return self._fields | said
+        text = None if self._arguments is None else self.text
+        texts = {kind: self._fields[kind] | {name: text} for kind, name in _TEXTS.items() if self._has(kind, name)}
+        return self._fields | texts
 
     @property
     def text(self) -> str:
         """Return the arguments so far; those that came as an object are JSON text, as models write them."""
-        return self._said if isinstance(self._said, str) else "" if self._said is None else dumps(self._said)
+        return (
+            self._arguments
+            if isinstance(self._arguments, str)
+            else ""
+            if self._arguments is None
+            else dumps(self._arguments)
+        )
 
     @property
     def may_change(self) -> bool:
         """Return whether more pieces may do else than make the text longer."""
-        return self._may_be_none or not isinstance(self._said, str | None)
+        return self._may_be_none or not isinstance(self._arguments, str | None)
 
     @property
     def is_whole(self) -> bool:
-        if not isinstance(self._said, str):
-            return self._said is not None
+        if not isinstance(self._arguments, str):
+            return self._arguments is not None
         try:
-            return self._said.rstrip().endswith("}") and isinstance(loads(self._said), dict)
+            return self._arguments.rstrip().endswith("}") and isinstance(loads(self._arguments), dict)
         except ValueError:
             return False
 
     def _is_again(self, delta: Json) -> bool:
         """Whether this is the whole call once more, or all its arguments."""
-        name, said = _named(delta)
-        if said != self._said or delta.get("id") not in (None, "", self.id):
+        name, arguments = _named(delta)
+        if arguments != self._arguments or delta.get("id") not in (None, "", self.id):
             return False
         return (not name or (name == self.name and bool(self.id))) and self.is_whole
 
@@ -159,9 +165,9 @@ class ToolCallPieces:
     def _add_named(self, into: Json, text: str, function: Json) -> None:
         for name, value in function.items():
             if name == text:
-                before = None if self._may_be_none and _is_said(value) else self._said
-                self._may_be_none = value == "{}" and bool(function.get("name")) and not _is_said(before)
-                into[name] = self._said = _longer(before, value)
+                before = None if self._may_be_none and _is_given(value) else self._arguments
+                self._may_be_none = value == "{}" and bool(function.get("name")) and not _is_given(before)
+                into[name] = self._arguments = _longer(before, value)
             elif name == "name" and isinstance(value, str):
                 # Repeated, sent as far as it has come, or in pieces.
                 self.name = into[name] = value if value.startswith(self.name) else self.name + value
@@ -178,13 +184,13 @@ def _named(delta: Json) -> tuple[str, Any]:
     return "", None
 
 
-def _is_said(arguments: Any) -> bool:
+def _is_given(arguments: Any) -> bool:
     return bool(arguments.strip()) if isinstance(arguments, str) else arguments is not None
 
 
 def _longer(before: Any, more: Any) -> Any:
     """The arguments with another piece of them."""
-    if not _is_said(more):
+    if not _is_given(more):
         return (
             before + more if isinstance(before, str) and isinstance(more, str) else more if before is None else before
         )

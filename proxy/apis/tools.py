@@ -123,10 +123,10 @@ def _of_messages(response: Json) -> Iterator[ToolCall]:
 
 def written_results(items: Sequence[Any]) -> Iterator[ToolResult]:
     """Yield the results that smolagents writes into a text, where that is the result of one call only."""
-    for said, told in pairwise(items):
-        _, calling, calls = _words(said, "assistant").rpartition("Calling tools:\n")
+    for answer, reply in pairwise(items):
+        _, calling, calls = _words(answer, "assistant").rpartition("Calling tools:\n")
         ids = _WRITTEN_CALL.findall(calls) if calling else []
-        text = _words(told, "user") if len(ids) == 1 else ""
+        text = _words(reply, "user") if len(ids) == 1 else ""
         if begin := _WRITTEN_RESULT.match(text):
             content, _, _ = text[begin.end() :].partition("\nNew task:\n")
             yield ToolResult(ids[0], content, begin[1] == "Error")

@@ -81,7 +81,7 @@ def _with_text(old: Any, text: str, *, is_word: bool) -> Any:
 
 
 def _with_items(old: list[Any], new: list[Any]) -> list[Any]:
-    """The list, longer by the new items. An item that goes on with one of before is joined to it."""
+    """The list with the new items added. An item that continues an old one is joined to it."""
     items = old  # ours
     for place, item in enumerate(new):
         at = _continued(items, item, first=place == 0)
@@ -96,7 +96,7 @@ def _with_items(old: list[Any], new: list[Any]) -> list[Any]:
 
 
 def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
-    """The place of the item that this one goes on with: that of its index, or the last, of the same type."""
+    """The place of the item that this one continues: that of its index, or the last, of the same type."""
     if not isinstance(item, dict) or not items:
         return None
     kind, index = item.get("type"), item.get("index")
@@ -115,27 +115,29 @@ _BESIDE = frozenset({"code", "status", "status_code", "type", "param", "request_
 
 def error_in(raw: bytes, event: Json) -> Any:
     """Return the error that an event has or is, whether or not it says that it is one; None if there is none."""
-    if (error := told_error(event)) is not None:
+    if (error := named_error(event)) is not None:
         return error
     if event.get("choices") is not None:
         return None
     if "error" in (event.get("type"), event.get("object")) or event_name(raw) == "error":
         return event
-    told = any(event.get(name) for name in _MESSAGES)
-    return event if told and all(name in _MESSAGES or name in _BESIDE for name in event) else None
+    has_message = any(event.get(name) for name in _MESSAGES)
+    return event if has_message and all(name in _MESSAGES or name in _BESIDE for name in event) else None
 
 
-def told_error(body: Json) -> Any:
+def named_error(body: Json) -> Any:
     """Return the error that an answer or an event names, or one of its choices; None if there is none."""
     if error := body.get("error") or body.get("errors"):
         return error
     choices = body.get("choices")
-    told = (choice.get("error") for choice in choices if isinstance(choice, dict)) if isinstance(choices, list) else ()
-    return next(filter(None, told), None)
+    errors = (
+        (choice.get("error") for choice in choices if isinstance(choice, dict)) if isinstance(choices, list) else ()
+    )
+    return next(filter(None, errors), None)
 
 
 def message_of_error(error: Any) -> str:
-    """Return what an error says, for the record."""
+    """Return an error's message, for the record."""
     if isinstance(error, dict):
         message = next((error[name] for name in _MESSAGES if error.get(name)), None)
         error = dumps(error) if message is None else message

@@ -14,9 +14,9 @@ from unicodedata import normalize
 from ..apis.atoms import Atom, parsed, same_arguments, same_json
 from ..apis.marks import is_counted
 
-# Bytes below which something tells nothing of where it comes from: "ok" is said in many rollouts.
+# Fewer bytes do not show which rollout a text comes from: "ok" is in many.
 TELLING, TELLING_ORDER = 24, 12
-# Of a long text that the model says, as many fragments are remembered from either end.
+# As many fragments of a long answer are remembered from either end.
 FRAGMENTS = 4
 # How much of a long text's ends is searched for fragments.
 QUOTING_CHARACTERS = 20_000
@@ -36,7 +36,7 @@ def digest(caller: str, *parts: bytes | str) -> bytes:
 
 
 class State(NamedTuple):
-    """Digests of a conversation up to a point: with the results of tools (`exact`), and as if they did not count."""
+    """Digests of a conversation up to a point: with the results of tools (`exact`), and without (`loose`)."""
 
     exact: bytes = b""
     loose: bytes = b""
@@ -51,36 +51,36 @@ class State(NamedTuple):
 
 
 def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
-    """Return a state for every beginning of the conversation. `state`: of what was said before these atoms.
+    """Return a state for every beginning of the conversation. `state`: of the conversation before these atoms.
 
-    The ids of calls do not count: clients write them anew. What an assistant says in pieces is one text: a client may
-    have the model write on where an answer ended.
+    The ids of calls do not count: clients write them anew. Adjacent texts of the assistant are one: a client may have
+    the model continue where an answer ended.
     """
-    states, before, said = [], state, ""
+    states, before, text = [], state, ""
     for atom in atoms:
         if atom.kind == "text" and atom.who == "assistant":
-            said += atom.what
-            state = before.then(atom, same_json(said) or "".join(normalize("NFC", said).split()))
+            text += atom.what
+            state = before.then(atom, same_json(text) or "".join(normalize("NFC", text).split()))
         else:
             state = state.then(atom, same_arguments(atom.what) if atom.kind == "call" else atom.what)
-            before, said = state, ""
+            before, text = state, ""
         states.append(state)
     return states
 
 
 def origins(
-    caller: str, told: str, answer: Iterable[Atom], question: str = "", marks: Iterable[str] = ()
+    caller: str, request_text: str, answer: Iterable[Atom], question: str = "", marks: Iterable[str] = ()
 ) -> set[bytes]:
-    """Return digests that identify this answer: of its ids, and of text that the model alone produced.
+    """Return digests that identify this answer: of its ids, and of text that is not in the request.
 
-    `told`: all that the request says, in one text. `question`: the last of it that was said to the model. `marks`: what
-    only this answer has.
+    `request_text`: all texts of the request, joined. `question`: the last of them that is not an answer. `marks`: ids
+    that only this answer has.
     """
     digests = {identified(caller, mark) for mark in marks}
 
     def add(name: str, text: str, telling: int) -> None:
         """Add a text, unless it is short or repeated. The question and a shared page are repeated, for example."""
-        if len(raw := _bytes(text)) >= telling and text not in told:
+        if len(raw := _bytes(text)) >= telling and text not in request_text:
             digests.add(digest(caller, name, raw))
 
     for kind, who, what, _ in answer:
@@ -89,9 +89,9 @@ def origins(
         orders = list(_strings(parsed(what))) if kind == "call" else []
         for order in orders:
             add("order", order, TELLING_ORDER)
-        if said := same_json(what):
-            digests.add(digest(caller, "json", question, said))
-            add("json", said, TELLING)
+        if as_json := same_json(what):
+            digests.add(digest(caller, "json", question, as_json))
+            add("json", as_json, TELLING)
         for text in [who, *orders] if kind == "call" else [what]:
             for fragment in _ends(list(_fragments(text))):
                 add("said", fragment, TELLING)
@@ -106,24 +106,24 @@ def identified(caller: str, mark: str) -> bytes:
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
     """Yield digests that may show which rollout a request quotes. Those of the request's own rollout come first.
 
-    A prompt tells nothing: what one rollout found may be in the prompt of all that follow.
+    System prompts do not count: findings of one rollout may be in the prompt of all later ones.
     """
     question = ""
     for kind, who, what, _ in atoms:
         if who == "system":
             continue
         if kind == "call" or who == "assistant":
-            # A short one says nothing without its question: "ok": true is the answer to many.
-            if said := same_json(what):
-                yield digest(caller, "json", question, said)
-                yield digest(caller, "json", said)
+            # A short one identifies nothing without its question: "ok": true is the answer to many.
+            if as_json := same_json(what):
+                yield digest(caller, "json", question, as_json)
+                yield digest(caller, "json", as_json)
         else:
             question = what
         if kind != "text":
             if who and not is_counted(who):
                 yield identified(caller, who)
             continue
-        if who == "user":  # it may be what a tool call told a sub-agent to do
+        if who == "user":  # it may be the order that a tool call gave to a sub-agent
             yield digest(caller, "order", what)
         whole = len(what) <= 2 * QUOTING_CHARACTERS
         for fragment in _fragments(what if whole else f"{what[:QUOTING_CHARACTERS]}\n{what[-QUOTING_CHARACTERS:]}"):
@@ -141,15 +141,15 @@ def _fragments(text: str) -> Iterator[str]:
     return (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
 
 
-def without_thoughts(said: str) -> str:
-    """Return what a text says after `</think>`; models whose prompt opens the thoughts write that tag alone."""
-    return said.rpartition("</think>")[2].strip()
+def without_thoughts(text: str) -> str:
+    """Return the text after `</think>`; models whose prompt opens the thoughts write that tag alone."""
+    return text.rpartition("</think>")[2].strip()
 
 
 def last_question(atoms: Iterable[Atom]) -> str:
-    """Return the last thing that was said to the model; a prompt of the system is no question."""
-    asked = [what for kind, who, what, _ in atoms if kind != "call" and who not in ("assistant", "system")]
-    return asked[-1] if asked else ""
+    """Return the last text that is neither an answer nor a system prompt."""
+    questions = [what for kind, who, what, _ in atoms if kind != "call" and who not in ("assistant", "system")]
+    return questions[-1] if questions else ""
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Finds what was said up to a response of /v1/responses, where a request only refers to it."""
+"""Finds the conversation that `previous_response_id` of a request to /v1/responses refers to."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Json = dict[str, Any]
 LATELY = 64  # calls of a rollout that are looked at for answers of other workers
 
 
-class Said(NamedTuple):
-    """What a call added to its conversation: what was asked and answered after the response `previous`.
+class Exchange(NamedTuple):
+    """The items that one call added to its conversation, after the response `previous`: input and output.
 
-    `by_chat`: it went through the chat route, so that the server does not know the response. `redacted`: its record
-    lacks something that the model was shown, or said. `size`: bytes, about; 0 if not known yet.
+    `by_chat`: it went through the chat route, so the server does not know the response. `redacted`: its record lacks
+    something of the input or output. `size`: bytes, about; 0 if not known yet.
     """
 
     call_id: str
@@ -39,7 +39,7 @@ class Said(NamedTuple):
 
 
 class Earlier:
-    """Keeps in memory what was said in the rollouts that were asked last, as it was said. The store has all others."""
+    """Keeps the exchanges of the rollouts used last in memory, unredacted. The store has all others."""
 
     def __init__(self, store: Store, *, memory: int = 2**25) -> None:
         """About `memory` bytes are kept."""
@@ -48,17 +48,17 @@ class Earlier:
         self._memory = memory
         self._size = 0
 
-    async def up_to(self, rollout_id: str, previous: str) -> list[Said]:
-        """Return what was said up to a response, oldest first. Raise NotFound if it is unknown."""
+    async def up_to(self, rollout_id: str, previous: str) -> list[Exchange]:
+        """Return the exchanges up to a response, oldest first. Raise NotFound if it is unknown."""
         try:
-            found = conversation(self._of(rollout_id), previous)
+            found = exchanges_up_to(self._of(rollout_id), previous)
             if await self._calls.is_kept(found[-1].call_id):
                 return found
             self._forget(rollout_id)  # it was deleted, perhaps by another process
         except NotFound:
             pass
         if (kept := self._rollouts.get(rollout_id)) is not None:
-            seen = {said.call_id for said in kept.said.values()}
+            seen = {exchange.call_id for exchange in kept.exchanges.values()}
             others = await self._calls.answered(rollout_id, LATELY) - seen
             with suppress(NotFound):
                 return await self._read(rollout_id, previous, await self._calls.some(others, kept.parents))
@@ -66,14 +66,14 @@ class Earlier:
 
     def has_lately(self, rollout_id: str, response_id: Any) -> bool:
         """Return whether a response is in memory, and went through the chat route."""
-        said = self._of(rollout_id).get(response_id) if isinstance(response_id, str) else None
-        return said is not None and said.by_chat
+        exchange = self._of(rollout_id).get(response_id) if isinstance(response_id, str) else None
+        return exchange is not None and exchange.by_chat
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
         """Note that a call was answered, and that its record is durable."""
         if end.status == "ok" and isinstance(end.response, dict):
             size = len(start.request_text or b"") + 8 * sum(len(choice.token_ids) for choice in end.choices)
-            self._add(end.rollout_id, [said_in(start.call_id, start.request, end.response)._replace(size=size)])
+            self._add(end.rollout_id, [exchange_of(start.call_id, start.request, end.response)._replace(size=size)])
 
     async def _recorded(self, rollout_id: str) -> list[ModelCall]:
         try:
@@ -81,24 +81,26 @@ class Earlier:
         except NotFound:
             return []
 
-    async def _read(self, rollout_id: str, previous: str, calls: Sequence[ModelCall]) -> list[Said]:
-        """Keep what recorded calls say, and return what was said up to a response."""
+    async def _read(self, rollout_id: str, previous: str, calls: Sequence[ModelCall]) -> list[Exchange]:
+        """Keep the exchanges of recorded calls, and return those up to a response."""
         recorded = await asyncio.to_thread(_sized, calls)
-        remembered = self._of(rollout_id)  # as it was said
-        found = conversation({**recorded, **remembered}, previous)
-        self._add(rollout_id, [said for said in recorded.values() if said.response_id not in remembered], calls)
+        remembered = self._of(rollout_id)  # unredacted
+        found = exchanges_up_to({**recorded, **remembered}, previous)
+        self._add(
+            rollout_id, [exchange for exchange in recorded.values() if exchange.response_id not in remembered], calls
+        )
         return found
 
-    def _of(self, rollout_id: str) -> Mapping[str, Said]:
+    def _of(self, rollout_id: str) -> Mapping[str, Exchange]:
         kept = self._rollouts.get(rollout_id)
-        return {} if kept is None else kept.said
+        return {} if kept is None else kept.exchanges
 
-    def _add(self, rollout_id: str, more: Iterable[Said], read: Sequence[ModelCall] = ()) -> None:
+    def _add(self, rollout_id: str, more: Iterable[Exchange], read: Sequence[ModelCall] = ()) -> None:
         kept = self._rollouts.setdefault(rollout_id, _Kept())
         self._rollouts.move_to_end(rollout_id)
         before = kept.size
-        for said in more:
-            kept.add(said)
+        for exchange in more:
+            kept.add(exchange)
         kept.parents = newest_parents(kept.parents, read)
         self._size += kept.size - before
         while self._size > self._memory and self._rollouts:
@@ -110,62 +112,64 @@ class Earlier:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept of a rollout: what was said, by response, and what later calls may be stored against."""
+    """What is kept of a rollout: its exchanges by response, and the calls that later ones may be stored against."""
 
-    said: dict[str, Said] = field(default_factory=dict)
-    said_size: int = 0
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
+    exchanges_size: int = 0
     parents: dict[str, Parent] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        return self.said_size + sum(len(parent.tokens) for parent in self.parents.values())
+        return self.exchanges_size + sum(len(parent.tokens) for parent in self.parents.values())
 
-    def add(self, said: Said) -> None:
-        if (before := self.said.get(said.response_id)) is not None:
-            self.said_size -= before.size
-        self.said[said.response_id] = said
-        self.said_size += said.size
+    def add(self, exchange: Exchange) -> None:
+        if (before := self.exchanges.get(exchange.response_id)) is not None:
+            self.exchanges_size -= before.size
+        self.exchanges[exchange.response_id] = exchange
+        self.exchanges_size += exchange.size
 
 
-def by_response(calls: Iterable[ModelCall]) -> dict[str, Said]:
-    """Return what recorded calls say, by the id of their response; only of those that were answered."""
+def by_response(calls: Iterable[ModelCall]) -> dict[str, Exchange]:
+    """Return the exchanges of the calls that were answered, by the id of their response."""
     answered = (call for call in calls if call.status == "ok" and isinstance(call.response, dict))
-    return {said.response_id: said for said in map(_recorded, answered)}
+    return {exchange.response_id: exchange for exchange in map(_recorded, answered)}
 
 
-def conversation(known: Mapping[str, Said], previous: Any) -> list[Said]:
-    """Return what was said up to a response, oldest first. Raise NotFound if some of it is unknown."""
-    found: list[Said] = []
+def exchanges_up_to(known: Mapping[str, Exchange], previous: Any) -> list[Exchange]:
+    """Return the exchanges up to a response, oldest first. Raise NotFound if one is unknown."""
+    found: list[Exchange] = []
     while isinstance(previous, str):
-        said = known.get(previous)
-        if said is None or len(found) > len(known):
+        exchange = known.get(previous)
+        if exchange is None or len(found) > len(known):
             raise NotFound(f"Response with id '{previous}' not found in its rollout", param="previous_response_id")
-        found.append(said)
-        previous = said.previous
+        found.append(exchange)
+        previous = exchange.previous
     return found[::-1]
 
 
-def items_of(earlier: Iterable[Said]) -> list[Json]:
-    """Return all that was asked and answered."""
-    return [item for said in earlier for item in said.items]
+def items_of(exchanges: Iterable[Exchange]) -> list[Json]:
+    """Return the items of all exchanges, in order."""
+    return [item for exchange in exchanges for item in exchange.items]
 
 
-def _sized(calls: Iterable[ModelCall]) -> dict[str, Said]:
-    said = by_response(calls)
-    return {response_id: one._replace(size=len(encode(one.items))) for response_id, one in said.items()}
+def _sized(calls: Iterable[ModelCall]) -> dict[str, Exchange]:
+    exchanges = by_response(calls)
+    return {
+        response_id: exchange._replace(size=len(encode(exchange.items))) for response_id, exchange in exchanges.items()
+    }
 
 
-def _recorded(call: ModelCall) -> Said:
-    said = said_in(call.call_id, call.request, call.response)
+def _recorded(call: ModelCall) -> Exchange:
+    exchange = exchange_of(call.call_id, call.request, call.response)
     redacted = call.untrainable_reason == REASON
-    if redacted and said.previous is not None:  # whatever is said in it: its prompt might tell what was removed before
-        redacted = MASK.encode() in encode(said.items)
-    return said._replace(by_chat=bool(call.prompt_token_ids), redacted=redacted)
+    if redacted and exchange.previous is not None:  # the mask may stand in an earlier exchange of its prompt
+        redacted = MASK.encode() in encode(exchange.items)
+    return exchange._replace(by_chat=bool(call.prompt_token_ids), redacted=redacted)
 
 
-def said_in(call_id: str, request: Json, response: Json) -> Said:
-    """Return what a recorded Responses call says."""
-    asked = request.get("input")
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else dicts(asked)
+def exchange_of(call_id: str, request: Json, response: Json) -> Exchange:
+    """Return the exchange of a recorded Responses call."""
+    given = request.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else dicts(given)
     items = [*items, *dicts(response.get("output"))]
-    return Said(call_id, str(response.get("id")), items, request.get("previous_response_id"))
+    return Exchange(call_id, str(response.get("id")), items, request.get("previous_response_id"))

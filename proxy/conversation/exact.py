@@ -27,7 +27,7 @@ from ..store.store import Store
 from ..types import CallEnd, CallStart, ModelCall
 from ..upstreams.attempts import Upstreams
 from ..upstreams.base import Answer, Request
-from .earlier import LATELY, Said, by_response
+from .earlier import LATELY, Exchange, by_response
 from .renderer import Renderer
 from .turns import (
     AsText,
@@ -44,8 +44,8 @@ from .turns import (
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
-# A recorded call as a chat request, given what its rollout says by response; None if it is not one.
-ChatOf = Callable[[ModelCall, Mapping[str, Said]], Json | None]
+# A recorded call as a chat request, given its rollout's exchanges by response; None if it is not one.
+ChatOf = Callable[[ModelCall, Mapping[str, Exchange]], Json | None]
 
 
 IGNORED = (
@@ -57,7 +57,7 @@ class ExactTokens:
     """Sends calls of the policy as exact tokens where that is possible."""
 
     def __init__(self, upstreams: Upstreams, turns: RecentTurns, count: Callable[[Outcome], None]) -> None:
-        """`count` is told how each call went."""
+        """`count` is called with the outcome of each call."""
         self.upstreams = upstreams
         self.turns = turns
         self.count = count
@@ -67,7 +67,7 @@ class ExactTokens:
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json, chat: Json | None) -> ExactCall | None:
         """Return a call that may continue an earlier one; None if it is no chat or does not go to the policy.
 
-        `chat`: what is asked of the chat route, where the call is of another API.
+        `chat`: the request for the chat route, where the call is of another API.
         """
         if start.policy_version is None or upstream.kind != "vllm":
             return None
@@ -144,8 +144,8 @@ class ExactCall:
         end = await renderer.closing(upstream, request, sent)
         prompt = undrifted_prompt(turn, whole, end)
         if prompt is None:
-            told = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
-            history = await renderer.tokens(upstream, request, encode(told))
+            old = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
+            history = await renderer.tokens(upstream, request, encode(old))
             prompt = exact_prompt(turn, history, whole, end)
         return prompt, whole
 
@@ -155,13 +155,13 @@ class _Recent:
     """What is kept of a rollout.
 
     `seen`: the answered calls that its turns are of, or came after. `parents`: the newest calls that were read, which
-    later ones are stored against. `said`: what its Responses calls say, which others refer to.
+    later ones are stored against. `exchanges`: those of its Responses calls, which others refer to.
     """
 
     seen: set[str]
     turns: list[TokenTurn] = field(default_factory=list)
     parents: dict[str, Parent] = field(default_factory=dict)
-    said: dict[str, Said] = field(default_factory=dict)
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
 
 
 class RecentTurns:
@@ -233,11 +233,11 @@ class RecentTurns:
 
     def _newest(self, calls: Sequence[ModelCall], recent: _Recent) -> list[TokenTurn]:
         """The newest turns of recorded calls, as many as are kept. A call of another API is made a chat first."""
-        recent.said |= by_response(call for call in calls if call.endpoint == "responses")
+        recent.exchanges |= by_response(call for call in calls if call.endpoint == "responses")
         found = deque[TokenTurn]()
         for call in reversed(calls):
             if len(found) < self._recent and call.status == "ok" and call.policy_version is not None:
-                found.extendleft(reversed([*_turns(call, self._chat_of(call, recent.said))]))
+                found.extendleft(reversed([*_turns(call, self._chat_of(call, recent.exchanges))]))
         recent.parents = newest_parents(recent.parents, calls)
         return [*found]
 
@@ -270,6 +270,6 @@ def _sharing(turn: TokenTurn, known: Sequence[TokenTurn]) -> TokenTurn:
 
 
 def _with_prompt(request: Request, prompt: list[int]) -> Request:
-    """The same bytes with the tokens added: what they say of the messages is then not rendered."""
+    """The same bytes with the tokens added, which vLLM takes instead of rendering the messages."""
     added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": prompt}})
     return request.with_members(added)

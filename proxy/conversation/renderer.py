@@ -39,9 +39,9 @@ class Renderer:
 
         `request`: a request of the agent's, for its credentials.
         """
-        asked = request._replace(path=RENDER, query=b"").with_body(body)
+        render_request = request._replace(path=RENDER, query=b"").with_body(body)
         try:
-            answer = await self._upstreams.open(upstream, asked)
+            answer = await self._upstreams.open(upstream, render_request)
             try:
                 raw = await answer.read()
             finally:
@@ -57,12 +57,12 @@ class Renderer:
 
     async def closing(self, upstream: UpstreamConfig, request: Request, sent: Json) -> list[int]:
         """Return the tokens that the template puts after an answer. Ask once per way to render; raise AsText."""
-        told = {"chat_template_kwargs": sent.get("chat_template_kwargs")}
-        key = f"{upstream.name} {dumps(told)}"
+        options = {"chat_template_kwargs": sent.get("chat_template_kwargs")}
+        key = f"{upstream.name} {dumps(options)}"
         if key not in self._closings:
             if len(self._closings) >= CLOSINGS:
                 self._closings.clear()
-            bodies = (dumps(told | {"model": sent.get("model")} | _answered(text)).encode() for text in ("0", "1"))
+            bodies = (dumps(options | {"model": sent.get("model")} | _answered(text)).encode() for text in ("0", "1"))
             self._closings[key] = closing(*await asyncio.gather(*(self.tokens(upstream, request, b) for b in bodies)))
         return self._closings[key]
 

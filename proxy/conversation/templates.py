@@ -1,4 +1,4 @@
-"""Asks each server, once, what its own route for Messages makes of its chat template."""
+"""Learns, once for each server, how its own route for Messages applies its chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_NOW = frozenset({401, 403, 429})  # it did not let this request in; it may 
 
 
 class Templates:
-    """Knows the templates of the servers that were asked. One that could not answer is asked again."""
+    """Knows the templates of the servers that were probed. One that could not answer is probed again."""
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
@@ -31,7 +31,7 @@ class Templates:
         return self._known.get(upstream or "", Template())
 
     async def learned(self, route: Route, request: Request) -> Template:
-        """Return what a server's template is, asked with the credentials of the first request that needs it."""
+        """Return a server's template; probe it with the credentials of the first request that needs it."""
         name = route.upstream.name
         if name in self._known:
             return self._known[name]
@@ -42,9 +42,9 @@ class Templates:
 
     async def _learned(self, route: Route, request: Request) -> Template:
         name = route.upstream.name
-        asked = (self._ask(route, request, path, body | {"model": route.model}) for path, body in PROBES.values())
+        probes = (self._ask(route, request, path, body | {"model": route.model}) for path, body in PROBES.values())
         try:
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*probes)
         except LightningError as error:  # the call itself will meet it, too
             log.info("upstream %s: its chat template is not known: %s", name, error.message)
             return Template()
@@ -54,8 +54,8 @@ class Templates:
         return self._known[name]
 
     async def _ask(self, route: Route, request: Request, path: str, body: Json) -> tuple[int, Any]:
-        asked = request._replace(method="POST", path=path, query=b"", body=encode(body))
-        answer = await self._upstreams.open(route.upstream, asked)
+        probe = request._replace(method="POST", path=path, query=b"", body=encode(body))
+        answer = await self._upstreams.open(route.upstream, probe)
         try:
             raw = await answer.read()
         finally:

@@ -19,15 +19,15 @@ from ..store.store import Store
 from ..types import CallEnd, CallStart, ModelCall
 from ..upstreams.attempts import Upstreams
 from ..upstreams.base import Request, Route
-from .earlier import Earlier, Said, conversation, items_of
+from .earlier import Earlier, Exchange, exchanges_up_to, items_of
 from .templates import Templates
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
-UNKNOWN_THERE = "its own route does not know the response that it goes on with: send the whole conversation"
-AS_IT_IS = "the chat route, which gives token ids, cannot stand for it"
+UNKNOWN_PREVIOUS = "unknown previous_response_id on the server's own route: send the whole conversation"
+NOT_AS_CHAT = "the chat route, which gives token ids, cannot stand for it"
 
 
 class ApiRequest(NamedTuple):
@@ -50,65 +50,65 @@ class ChatDecision(NamedTuple):
 class ChatRoute:
     """Sends calls of the policy through the chat route, which alone gives the tokens of their answers.
 
-    Whoever goes on with such an answer has to take this way, too, also to another model.
+    A request that continues such an answer has to go through it too, also to another model.
     """
 
     def __init__(self, config: PolicyConfig, store: Store, upstreams: Upstreams) -> None:
         self.translators = TRANSLATORS if config.dialects_through_chat else {}  # by endpoint
-        self._said = Earlier(store)
+        self._history = Earlier(store)
         self._templates = Templates(upstreams)
 
-    async def way(self, asked: ApiRequest, route: Route) -> ChatDecision:
-        """Return how a request goes, whose endpoint is one of `translators`.
+    async def decide(self, api_request: ApiRequest, route: Route) -> ChatDecision:
+        """Return whether a request goes through the chat route; its endpoint is one of `translators`.
 
         Raise NotFound if it continues an unknown response, InvalidRequest if no route can answer it.
         """
         is_policys = route.version is not None and route.upstream.kind == "vllm"
-        if not (is_policys or self._goes_on(asked)):
+        if not (is_policys or self._continues_chat(api_request)):
             return ChatDecision()
-        earlier = await self._earlier(asked)
-        if any(said.redacted for said in earlier):  # the model is shown what was said, or nothing
-            return ChatDecision(reason=f"{AS_IT_IS}: the record of what it goes on with is redacted")
+        earlier = await self._earlier(api_request)
+        if any(exchange.redacted for exchange in earlier):  # the model must not be shown masks
+            return ChatDecision(reason=f"{NOT_AS_CHAT}: the record of the conversation it continues is redacted")
         try:
-            translation = await self._translation(asked, earlier, route)
-            return ChatDecision(ThroughChat(asked.dialect, translation, goes_on=bool(earlier)))
+            translation = await self._translation(api_request, earlier, route)
+            return ChatDecision(ThroughChat(api_request.dialect, translation, continues=bool(earlier)))
         except Untranslatable as untranslatable:
-            reason = f"{AS_IT_IS}: {untranslatable.reason}"
+            reason = f"{NOT_AS_CHAT}: {untranslatable.reason}"
             if earlier and earlier[-1].by_chat:
-                raise InvalidRequest(f"{reason}; {UNKNOWN_THERE}", param="previous_response_id") from None
+                raise InvalidRequest(f"{reason}; {UNKNOWN_PREVIOUS}", param="previous_response_id") from None
             return ChatDecision(reason=reason)
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # vLLM says what is wrong with it
-            log.info("a request for %s goes as it is: %r", asked.endpoint, error)
+            log.info("a request for %s goes as it is: %r", api_request.endpoint, error)
             return ChatDecision()
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
         """Note that a call which went through the chat route has ended, and that its record is durable."""
         if start.endpoint == "responses":
-            self._said.answered(start, end)
+            self._history.answered(start, end)
 
-    def chat_of(self, call: ModelCall, known: Mapping[str, Said]) -> Json | None:
+    def chat_of(self, call: ModelCall, known: Mapping[str, Exchange]) -> Json | None:
         """Return a recorded call's chat request; None if there is none. `known`: of its rollout, by response."""
         try:
-            earlier = items_of(conversation(known, call.request.get("previous_response_id")))
+            earlier = items_of(exchanges_up_to(known, call.request.get("previous_response_id")))
         except NotFound:
             return None
         return chat_request(call.endpoint, call.request, self._templates.of(call.upstream), earlier)
 
-    async def _translation(self, asked: ApiRequest, earlier: list[Said], route: Route) -> Translation:
-        make, items = self.translators[asked.endpoint], items_of(earlier)
-        size = len(asked.request.body) + sum(said.size for said in earlier)
+    async def _translation(self, api_request: ApiRequest, earlier: list[Exchange], route: Route) -> Translation:
+        make, items = self.translators[api_request.endpoint], items_of(earlier)
+        size = len(api_request.request.body) + sum(exchange.size for exchange in earlier)
         template = self._templates.of(route.upstream.name)
         try:
-            return await aside(size, partial(make(template).request, asked.body, items))
+            return await aside(size, partial(make(template).request, api_request.body, items))
         except TemplateUnknown:
-            template = await self._templates.learned(route, asked.request)
-            return await aside(size, partial(make(template).request, asked.body, items))
+            template = await self._templates.learned(route, api_request.request)
+            return await aside(size, partial(make(template).request, api_request.body, items))
 
-    def _goes_on(self, asked: ApiRequest) -> bool:
-        """Whether a request goes on with what went through the chat route lately, so that no server knows of it."""
-        previous = asked.body.get("previous_response_id")
-        return asked.endpoint == "responses" and self._said.has_lately(asked.rollout_id, previous)
+    def _continues_chat(self, api_request: ApiRequest) -> bool:
+        """Whether a request continues a response of the chat route, which no server knows."""
+        previous = api_request.body.get("previous_response_id")
+        return api_request.endpoint == "responses" and self._history.has_lately(api_request.rollout_id, previous)
 
-    async def _earlier(self, asked: ApiRequest) -> list[Said]:
-        previous = asked.body.get("previous_response_id") if asked.endpoint == "responses" else None
-        return await self._said.up_to(asked.rollout_id, previous) if isinstance(previous, str) else []
+    async def _earlier(self, api_request: ApiRequest) -> list[Exchange]:
+        previous = api_request.body.get("previous_response_id") if api_request.endpoint == "responses" else None
+        return await self._history.up_to(api_request.rollout_id, previous) if isinstance(previous, str) else []

@@ -1,4 +1,4 @@
-"""Reads the calls of a rollout as chat, whatever their API: what the model was shown, and what it answered. Pure."""
+"""Reads the calls of a rollout as chat, whatever their API: the messages that the model was shown, and its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..apis.tools import dicts
 from ..errors import NotFound
 from ..json_text import loads
 from ..store.requests.whole import whole_calls
-from .earlier import Said, conversation, items_of, said_in
+from .earlier import Exchange, exchange_of, exchanges_up_to, items_of
 
 Json = dict[str, Any]
 
@@ -26,19 +26,19 @@ _ELSEWHERE = ("conversation", "prompt", "background")
 
 
 class ChatTurn(NamedTuple):
-    """One call as chat: the messages that the model was `shown`, what it `said` (nothing if it did not answer).
+    """One call as chat: the messages that the model was `shown`, and its `answer` (empty if it did not answer).
 
     `unreadable`: why it is no chat; then the messages are as the request has them.
     """
 
     shown: list[Json]
-    said: list[Json]
+    answer: list[Json]
     tools: list[Json]
     unreadable: str | None = None
 
     @property
     def whole(self) -> list[Json]:
-        return [*self.shown, *self.said]
+        return [*self.shown, *self.answer]
 
 
 def read(calls: Sequence[Json]) -> list[ChatTurn]:
@@ -51,14 +51,14 @@ def read_each(calls: Sequence[Json]) -> Iterator[ChatTurn]:
     calls = whole_calls(calls, prompts=False)
     responses = [call for call in calls if _endpoint(call) == "responses" and isinstance(call["response"], dict)]
     answered = [call for call in responses if call["status"] == "ok"]
-    said = [said_in(call["call_id"], call["request"], call["response"]) for call in answered]
-    reader = _Reader({each.response_id: each for each in said})
+    exchanges = [exchange_of(call["call_id"], call["request"], call["response"]) for call in answered]
+    reader = _Reader({exchange.response_id: exchange for exchange in exchanges})
     yield from map(reader.read, calls)
 
 
 class _Reader:
-    def __init__(self, known: Mapping[str, Said]) -> None:
-        """`known`: what was asked and answered in the rollout, by response."""
+    def __init__(self, known: Mapping[str, Exchange]) -> None:
+        """`known`: the rollout's exchanges, by response."""
         self._known = known
         self._texts: list[tuple[str, list[Json]]] = []  # of completions: all text so far, and the messages of it
 
@@ -67,7 +67,7 @@ class _Reader:
         request, response = call["request"], call["response"] if isinstance(call["response"], dict) else {}
         try:
             turn = make.get(_endpoint(call), _chat)(request, {} if response.get("error") else response)
-            return ChatTurn([*map(_tidy, turn.shown)], [*map(_tidy, turn.said)], [*map(_tidy_tool, turn.tools)])
+            return ChatTurn([*map(_tidy, turn.shown)], [*map(_tidy, turn.answer)], [*map(_tidy_tool, turn.tools)])
         except Untranslatable as untranslatable:
             reason = untranslatable.reason
         except NotFound as error:
@@ -80,14 +80,14 @@ class _Reader:
         given = {name: value for name, value in request.items() if value is not None}
         if name := next((name for name in _ELSEWHERE if given.get(name)), None):
             raise Untranslatable(f"`{name}` refers to what only the provider has")
-        earlier = items_of(conversation(self._known, given.get("previous_response_id")))
+        earlier = items_of(exchanges_up_to(self._known, given.get("previous_response_id")))
         if not isinstance(given["input"], str):
             given["input"] = [*_visible(given["input"])]
-        said = messages_of(_visible(dicts(response.get("output"))))
-        return ChatTurn(messages_shown(given, [*_visible(earlier)]), said, Tools(given.get("tools", [])).chat)
+        answer = messages_of(_visible(dicts(response.get("output"))))
+        return ChatTurn(messages_shown(given, [*_visible(earlier)]), answer, Tools(given.get("tools", [])).chat)
 
     def _completions(self, request: Json, response: Json) -> ChatTurn:
-        """A prompt that goes on from an earlier one and its answer is the next turn of the same conversation."""
+        """A prompt that extends an earlier prompt and its answer is the next turn of the same conversation."""
         prompt = _prompt(request["prompt"])
         begun = [known for known in self._texts if prompt.startswith(known[0])]
         before, messages = max(begun, key=lambda known: len(known[0]), default=("", []))
@@ -95,9 +95,9 @@ class _Reader:
         shown = [*messages, {"role": "user", "content": rest}] if rest else messages
         texts = [choice["text"] for choice in dicts(response.get("choices"))[:1]]
         texts = [text.removeprefix(prompt) if request.get("echo") else text for text in texts]
-        said = [{"role": "assistant", "content": text} for text in texts]
+        answer = [{"role": "assistant", "content": text} for text in texts]
         self._texts += [(prompt + text, [*shown, {"role": "assistant", "content": text}]) for text in texts if text]
-        return ChatTurn(shown, said, [])
+        return ChatTurn(shown, answer, [])
 
 
 def _chat(request: Json, response: Json) -> ChatTurn:

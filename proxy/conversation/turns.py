@@ -21,8 +21,8 @@ from ..types import Choice
 
 Json = dict[str, Any]
 
-# first: there is nothing to go on with. All that follow are sent as text, because
-# edited: the history is not what was asked and answered before;
+# first: there is no earlier call to continue. All that follow are sent as text, because
+# edited: the history is not the earlier messages and answers;
 # changed: its tools, or other things that a template reads, are new;
 # template: it renders earlier turns differently later, or what it puts after an answer is not plain;
 # unsupported: vLLM takes no tokens with such a request;
@@ -99,7 +99,7 @@ def turns(
 def shape(request: Json) -> Json:
     """Return the parts of a request, besides the messages, that a template may read."""
     read = {name: value for name, value in request.items() if name not in _SAMPLING and value is not None}
-    # vLLM can be told to leave the tools out of such a prompt.
+    # An option of vLLM leaves the tools out of such a prompt.
     return read | ({"tool_choice": "none"} if request.get("tool_choice") == "none" else {})
 
 
@@ -114,13 +114,13 @@ def is_supported(request: Json) -> bool:
 
 
 def has_answers(request: Json) -> bool:
-    """Return whether anything in the history was said by a model."""
+    """Return whether the history has an answer of a model."""
     return any(message.get("role") == "assistant" for message in dicts(request.get("messages")))
 
 
 def earlier_turn(known: Sequence[TokenTurn], request: Json) -> TokenTurn:
     """Return the longest of the known turns (newest last) that a supported request continues, or raise AsText."""
-    continued = [turn for turn in known if _goes_on(request["messages"], turn)]
+    continued = [turn for turn in known if _continues(request["messages"], turn)]
     if not continued:
         raise AsText("edited" if known and has_answers(request) else "first")
     turn = max(reversed(continued), key=lambda turn: len(turn.messages))
@@ -130,10 +130,12 @@ def earlier_turn(known: Sequence[TokenTurn], request: Json) -> TokenTurn:
 
 
 def is_last(known: Sequence[TokenTurn], request: Json) -> bool:
-    """Return whether one of the turns is the last thing that a model said in the request, or nothing was."""
+    """Return whether the request's last answer is that of one of the turns, or there is none in it."""
     messages = request["messages"]
-    said = [i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "assistant"]
-    return not said or any(len(turn.messages) == said[-1] and _goes_on(messages, turn) for turn in known)
+    answered = [
+        i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "assistant"
+    ]
+    return not answered or any(len(turn.messages) == answered[-1] and _continues(messages, turn) for turn in known)
 
 
 def closing(one: Sequence[int], other: Sequence[int]) -> list[int]:
@@ -147,11 +149,11 @@ def undrifted_prompt(turn: TokenTurn, whole: Sequence[int], closing: Sequence[in
     `whole`: the request's messages with the generation prompt, rendered. None where they differ.
     """
     answer = turn.sampled_ids
-    told = [*turn.rendered, *answer]
+    old = [*turn.rendered, *answer]
     ends = [*closing[_overlap(answer, closing) if turn.ends_by_itself else 0 :]]
-    if [*whole[: len(told) + len(ends)]] != told + ends:
+    if [*whole[: len(old) + len(ends)]] != old + ends:
         return None
-    return [*turn.ids, *whole[len(told) :]]
+    return [*turn.ids, *whole[len(old) :]]
 
 
 def exact_prompt(turn: TokenTurn, history: Sequence[int], whole: Sequence[int], closing: Sequence[int]) -> list[int]:
@@ -174,21 +176,21 @@ def _overlap(answer: Sequence[int], follows: Sequence[int]) -> int:
     return next((n for n in range(longest, 0, -1) if [*answer[-n:]] == [*follows[:n]]), 0)
 
 
-def _goes_on(messages: list[Any], turn: TokenTurn) -> bool:
-    asked = len(turn.messages)
-    if len(messages) <= asked + 1:  # with nothing after the answer the model is to write on itself
+def _continues(messages: list[Any], turn: TokenTurn) -> bool:
+    old = len(turn.messages)
+    if len(messages) <= old + 1:  # with nothing after the answer the model is to write on itself
         return False
-    same = messages[:asked] == turn.messages or all(map(_same, messages, turn.messages))
-    return same and _is_answer(messages[asked], turn.answer)
+    same = messages[:old] == turn.messages or all(map(_same, messages, turn.messages))
+    return same and _is_answer(messages[old], turn.answer)
 
 
 def _same(one: Any, other: Any) -> bool:
-    return bool(_said(one) == _said(other))
+    return bool(_without_empty(one) == _without_empty(other))
 
 
 def _is_answer(sent: Any, answer: Json) -> bool:
     """Whether a message is the answer as the agent got it; clients drop reasoning, and count tool calls anew."""
-    sent, answer = _said(sent), _said(answer)
+    sent, answer = _without_empty(sent), _without_empty(answer)
     if "reasoning" not in sent:
         answer.pop("reasoning", None)
     for message in (sent, answer):
@@ -197,14 +199,14 @@ def _is_answer(sent: Any, answer: Json) -> bool:
     return bool(sent == answer)
 
 
-def _said(message: Any) -> Json:
+def _without_empty(message: Any) -> Json:
     """A message without what is empty, so that a client's way of sending it again makes no difference."""
     if not isinstance(message, dict):
         return {}
-    said = {name: value for name, value in message.items() if value not in (None, "", [])}
-    if "reasoning_content" in said:
-        said["reasoning"] = said.pop("reasoning_content")
-    return said
+    kept = {name: value for name, value in message.items() if value not in (None, "", [])}
+    if "reasoning_content" in kept:
+        kept["reasoning"] = kept.pop("reasoning_content")
+    return kept
 
 
 def _called(call: Json) -> tuple[Any, Any]:

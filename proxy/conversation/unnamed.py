@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-# How much is looked for in one request: the longest of its beginnings, then, if nothing goes on with them, quotations.
+# How much is looked for in one request: its longest beginnings, then, if none is known, quotations.
 BEGINNINGS, QUOTATIONS = 500, 500
 # How many marks are read, and how many of them, the newest, are looked for before anything else.
 MARKS, NEWEST_MARKS = 100, 4
@@ -31,7 +31,7 @@ _APART = "\0"  # between texts that are searched as one
 
 
 class Conversation:
-    """What a request says: its atoms, and a state for each beginning of them. Of a long request, read it `aside`."""
+    """The atoms of a request, and a state for each beginning of them. Make that of a long request in `aside`."""
 
     def __init__(self, request: Json) -> None:
         self.atoms = request_atoms(request)
@@ -43,9 +43,9 @@ class Conversation:
         return self.begun[-1] if self.begun else State()
 
     def ends(self) -> Iterator[State]:
-        """Yield the states in which it was answered, as far as it tells, the longest first.
+        """Yield the states that end in an answer, as far as the request shows, the longest first.
 
-        An answer may have been empty: then what the client says next comes right after what it asked.
+        An answer may have been empty: then two messages of the user follow each other.
         """
         for i in range(len(self.atoms) - 1, -1, -1):
             atom, after = self.atoms[i], self.atoms[i + 1] if i + 1 < len(self.atoms) else None
@@ -53,15 +53,15 @@ class Conversation:
             if atom.who == "assistant" or atom.kind == "call" or was_left_empty:
                 yield self.begun[i]
 
-    def gone_on_with(self, answer: list[Atom], *, is_forced: bool = False) -> Iterator[State]:
-        """Yield the state of all of it and an answer.
+    def extended_by(self, answer: list[Atom], *, is_forced: bool = False) -> Iterator[State]:
+        """Yield the states of the request with an answer added.
 
         A call that the request forced is a structured answer: it may come back as a text, which is a second state.
         Another one is the answer without the thoughts that its text begins with, which many clients leave out.
         """
         yield self._then(answer)
-        if answer and answer[0].who == "assistant" and (said := without_thoughts(answer[0].what)) != answer[0].what:
-            yield self._then([*([answer[0]._replace(what=said)] if said else []), *answer[1:]])
+        if answer and answer[0].who == "assistant" and (plain := without_thoughts(answer[0].what)) != answer[0].what:
+            yield self._then([*([answer[0]._replace(what=plain)] if plain else []), *answer[1:]])
         if is_forced and len(answer) == 1 and answer[0].kind == "call":
             yield self._then([Atom("text", "assistant", answer[0].what)])
 
@@ -81,14 +81,14 @@ class UnnamedRollouts:
         self._calls = store.calls
 
     async def find(
-        self, caller: str, request: Json, said: Conversation, name: RolloutName, *, is_retry: bool = False
+        self, caller: str, request: Json, conversation: Conversation, name: RolloutName, *, is_retry: bool = False
     ) -> str | None:
-        """Return the rollout that a request, which says `said`, continues, or the one of a client's retry.
+        """Return the rollout that a request continues, or the one of a client's retry; None if there is none.
 
-        What it goes on with is taken: the next request like it goes on with another. Raises StoreUnavailable.
+        The entry found is used up: the next request like this one continues another rollout. Raises StoreUnavailable.
         """
         within = _within(caller, name)
-        if again := await self._tried(_asked(within, said), said, is_retry):
+        if again := await self._tried(_request_digest(within, conversation), conversation, is_retry):
             return again
         for previous in (request.get("previous_response_id"), _kept(request)):
             if not isinstance(previous, str):
@@ -97,35 +97,35 @@ class UnnamedRollouts:
                 return rollout
         marks = [*dict.fromkeys(islice(request_marks(request), MARKS))]
         return (
-            await self._marked(within, said, marks)
-            or await self._extended(within, said)
-            or await self._quoted(within, said.atoms, marks)
+            await self._marked(within, conversation, marks)
+            or await self._extended(within, conversation)
+            or await self._quoted(within, conversation.atoms, marks)
         )
 
-    async def _tried(self, asked: bytes, said: Conversation, is_retry: bool) -> str | None:
-        """Where this very request was sent before: it failed, or the client says that it sends it again."""
+    async def _tried(self, request: bytes, conversation: Conversation, is_retry: bool) -> str | None:
+        """By this very request, sent before: it failed, or the client says that this is a retry."""
         if is_retry:
-            return await self._index.take(asked)
-        return await self._index.take_failed(asked) if said.atoms else None
+            return await self._index.take(request)
+        return await self._index.take_failed(request) if conversation.atoms else None
 
-    async def _marked(self, within: str, said: Conversation, marks: list[str]) -> str | None:
-        """By the newest of what only one answer has, of whatever is written around it."""
+    async def _marked(self, within: str, conversation: Conversation, marks: list[str]) -> str | None:
+        """By the newest marks that only one answer has, such as ids of tool calls."""
         for mark in islice(filter(is_unique, marks), NEWEST_MARKS):
             if rollout := await self._index.leads_to(identified(within, mark)):
-                for end in islice(said.ends(), 1):
+                for end in islice(conversation.ends(), 1):
                     await self._index.take_of(digest(within, end.loose), rollout)
                 return rollout
         return None
 
-    async def _extended(self, within: str, said: Conversation) -> str | None:
-        """By the longest beginning that was an answered conversation; rather one that nothing has gone on with yet."""
-        for end in islice(said.ends(), BEGINNINGS):
+    async def _extended(self, within: str, conversation: Conversation) -> str | None:
+        """By the longest beginning that was answered; prefer conversations not extended yet."""
+        for end in islice(conversation.ends(), BEGINNINGS):
             if rollout := await self._index.goes_on_from(digest(within, end.exact), digest(within, end.loose)):
                 return rollout
         return None
 
     async def _quoted(self, within: str, atoms: list[Atom], marks: list[str]) -> str | None:
-        """By what an edited or summarised history still holds of one rollout only, the oldest first."""
+        """By text and marks of one rollout alone that an edited or summarised history still has, the oldest first."""
         marked = (identified(within, mark) for mark in marks)
         for quotation in islice(chain(quotations(within, atoms), marked), QUOTATIONS):
             if rollout := await self._index.leads_to(quotation):
@@ -134,42 +134,44 @@ class UnnamedRollouts:
 
     async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
         """Return the rollout and the upstream that gave a response, or None if the response is unknown."""
-        said_by = digest(caller, "response", response_id)
-        rollout_id = rollout.rollout_id if rollout.named else await self._index.leads_to(said_by)
+        response_digest = digest(caller, "response", response_id)
+        rollout_id = rollout.rollout_id if rollout.named else await self._index.leads_to(response_digest)
         return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
 
 
-def asked(caller: str, start: CallStart, said: Conversation) -> list[Statement]:
-    """Return the entries to remember of a call that begins and says `said`."""
+def start_statements(caller: str, start: CallStart, conversation: Conversation) -> list[Statement]:
+    """Return statements that store how the request of a call that begins can be found again."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
     within = _within(caller, start.rollout)
-    return [(CONVERSATION_TIP, row | {"digest": _asked(within, said), "exact": None})]
+    return [(CONVERSATION_TIP, row | {"digest": _request_digest(within, conversation), "exact": None})]
 
 
-def answered(caller: str, start: CallStart, said: Conversation, end: CallEnd) -> list[Statement]:
-    """Return the entries to remember of an answered call; none of a failed call."""
+def end_statements(caller: str, start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:
+    """Return statements that store how requests that continue an answered call find it; none for a failed call."""
     if end.status != "ok" or not isinstance(end.response, dict):
         return []
     try:
-        return list(_answered(caller, start, said, end, end.response))
-    except Exception:  # whatever the upstream may have answered, it is recorded
+        return list(_end_statements(caller, start, conversation, end, end.response))
+    except Exception:  # the call is recorded whatever its answer looks like
         log.exception("call %s: its conversation is not remembered", end.call_id)
         return []
 
 
-def _answered(caller: str, start: CallStart, said: Conversation, end: CallEnd, response: Json) -> Iterator[Statement]:
+def _end_statements(
+    caller: str, start: CallStart, conversation: Conversation, end: CallEnd, response: Json
+) -> Iterator[Statement]:
     at = start.started_at + end.latency_ms / 1000
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
-    within, told = _within(caller, start.rollout), _APART.join(atom.what for atom in said.atoms)
+    within, request_text = _within(caller, start.rollout), _APART.join(atom.what for atom in conversation.atoms)
     marks = set(answer_marks(response))
-    question, is_forced = last_question(said.atoms), _forces_a_call(start.request)
+    question, is_forced = last_question(conversation.atoms), _forces_a_call(start.request)
     for answer in answer_atoms(response):
-        for whole in said.gone_on_with(answer, is_forced=is_forced):
+        for whole in conversation.extended_by(answer, is_forced=is_forced):
             exact, loose = digest(within, whole.exact), digest(within, whole.loose)
             yield CONVERSATION_TIP, row | {"digest": loose, "exact": exact}
             for point in {exact, loose}:
                 yield CONVERSATION_POINT, row | {"digest": point}
-        for origin in origins(within, told, answer, question, marks):
+        for origin in origins(within, request_text, answer, question, marks):
             yield CONVERSATION_ORIGIN, row | {"digest": origin}
     for name in (response.get("id"), _kept(response)):
         if isinstance(name, str):
@@ -177,13 +179,13 @@ def _answered(caller: str, start: CallStart, said: Conversation, end: CallEnd, r
 
 
 def _forces_a_call(request: Json) -> bool:
-    """Whether the model has to call a function, as clients ask that want an answer of some shape."""
+    """Whether the model has to call a function, which is how some clients ask for structured answers."""
     choice = request.get("tool_choice")
     return choice in ("required", "any") or (isinstance(choice, dict) and choice.get("type") not in ("auto", "none"))
 
 
 def _within(caller: str, name: RolloutName) -> str:
-    """Whose conversation it is, and of what: in other tasks, and in evaluations, the same may be said."""
+    """Whose conversation it is, and of which task and mode: others may have the same messages."""
     return f"{caller}\n{name.task_id or ''}\n{name.mode}"
 
 
@@ -193,7 +195,7 @@ def _kept(body: Json) -> Any:
     return conversation.get("id") if isinstance(conversation, dict) else conversation
 
 
-def _asked(within: str, said: Conversation) -> bytes:
-    """The digest of a request, ids included: what two agents ask may differ in them alone."""
-    ids = (atom.who for atom in said.atoms if atom.kind != "text")
-    return digest(within, "asked", said.whole.exact, *ids)
+def _request_digest(within: str, conversation: Conversation) -> bytes:
+    """The digest of a request, ids included: requests of two agents may differ in them alone."""
+    ids = (atom.who for atom in conversation.atoms if atom.kind != "text")
+    return digest(within, "asked", conversation.whole.exact, *ids)

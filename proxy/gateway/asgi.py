@@ -214,7 +214,7 @@ WAIT_S = 5.0
 
 
 class Memory:
-    """So many bytes to lend, in the order in which they are asked for: a large body is not overtaken for ever."""
+    """Lends a limited number of bytes, first come first served: a large body is not overtaken for ever."""
 
     def __init__(self, size: int, wait_s: float | None = None) -> None:
         self._size = size
@@ -243,9 +243,9 @@ class Memory:
     def give_back(self, size: int) -> None:
         self._free += size
         while self._queue and self._queue[0][0] <= self._free:
-            asked, turn = self._queue.popleft()
-            if not turn.done():  # it is, if who waits was cancelled just now
-                self._free -= asked
+            size, turn = self._queue.popleft()
+            if not turn.done():  # it is, if the waiting task was cancelled just now
+                self._free -= size
                 turn.set_result(None)
 
     def _leave(self, turn: tuple[int, asyncio.Future[None]]) -> None:

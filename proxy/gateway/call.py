@@ -21,7 +21,7 @@ from ..aside import aside
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
 from ..conversation.through_chat import ApiRequest, ChatDecision, ChatRoute
-from ..conversation.unnamed import Conversation, UnnamedRollouts, answered, asked
+from ..conversation.unnamed import Conversation, UnnamedRollouts, end_statements, start_statements
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from ..policy.routing import PolicyRouter
 from ..recording.group_commit import Statement
@@ -40,7 +40,7 @@ def _nothing(_: CallStart) -> Sequence[Statement]:
 
 
 def model_of(body: dict[str, Any]) -> str | None:
-    """Return the model that a body asks for; None if it names none or has the wrong type."""
+    """Return the model that a body names; None if it names none or has the wrong type."""
     model = body.get("model")
     return model if isinstance(model, str) else None
 
@@ -48,7 +48,7 @@ def model_of(body: dict[str, Any]) -> str | None:
 class Question(NamedTuple):
     """A request for a model's answer: its JSON `body`, and the `name` of its rollout, a new one if unnamed.
 
-    `also` says what is recorded together with the call's start.
+    `also` returns statements that are committed together with the call's start.
     """
 
     request: Request
@@ -76,11 +76,11 @@ class Question(NamedTuple):
         return self.recorded and not self.name.named
 
 
-# Returns what a model is asked in the place of what an agent asked, in this rollout.
+# Returns the question with which a side room replaces the agent's own, in this rollout.
 Rewrite = Callable[[Question, RolloutName], Awaitable[Question]]
 
 
-async def as_asked(question: Question, _: RolloutName) -> Question:
+async def unchanged(question: Question, _: RolloutName) -> Question:
     """Return the question as it is."""
     return question
 
@@ -103,12 +103,12 @@ class Gateway:
         unnamed: UnnamedRollouts | None = None,
         exact: ExactTokens | None = None,
         chat_route: ChatRoute | None = None,
-        rewrite: Rewrite = as_asked,
+        rewrite: Rewrite = unchanged,
         listeners: Sequence[OnCall] = (),
     ) -> None:
         """Without `unnamed` an unnamed call is a rollout of its own, without `exact` all go as text.
 
-        Without `chat_route` each goes to its own route. `rewrite` may put other prompts into what is asked.
+        Without `chat_route` each goes to its own route. `rewrite` may put other prompts into the question.
         """
         self.policy = policy
         self.upstreams = upstreams
@@ -124,13 +124,13 @@ class Gateway:
 
     async def answer(self, question: Question, reply: Reply) -> None:
         """Answer a call; its record is durable before the answer's last byte leaves."""
-        said = await self._said(question)  # what its conversation says, if no name tells the rollout
-        rollout = await self._rollout(question, said)  # the one named, or that of which the conversation goes on
-        # Which weights answer. Only a call that has a way to them is part of a prompt's test.
+        conversation = await self._conversation(question)  # None where a name tells the rollout
+        rollout = await self._rollout(question, conversation)  # the one named, or the one that it continues
+        # Which weights answer. Only a call that has a route to them is part of a prompt's test.
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
-        question = await self.rewrite(question, rollout)  # what the model is asked
-        way = await self._way(question, rollout, route)  # the API's own, or the chat route for it
-        call = CallUnderWay(self, question, rollout, route, way, reply, said)  # what is known before the answer
+        question = await self.rewrite(question, rollout)  # with versioned prompts in place
+        decision = await self._chat_decision(question, rollout, route)  # the API's own, or the chat route for it
+        call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
         async with call.under_way():
             await call.record_start()
             # The answer comes after retries and fallbacks, and to a prompt of exact tokens where that is possible.
@@ -153,7 +153,7 @@ class Gateway:
                     raise UpstreamUnreachable(f"{call.upstream}: the stream ended before its last event")
                 limit.reschedule(None)  # what comes now is not the upstream's: the commit, and a slow agent
                 await call.record_end("error" if transcript.error else "ok", transcript.error)
-                # Only now the last bytes. Limits, metrics and telemetry were told when the record was durable.
+                # Only now the last bytes. Limits, metrics and telemetry were updated when the record was durable.
                 if reply.started:
                     await reply.body(transcript.done or b"")
                     async for piece in pieces:
@@ -162,23 +162,27 @@ class Gateway:
                 else:
                     await reply.whole(*head, transcript.done or b"")
 
-    async def _said(self, question: Question) -> Conversation | None:
+    async def _conversation(self, question: Question) -> Conversation | None:
         if self.unnamed is None or not question.is_unnamed:
             return None
         return await aside(len(question.request.body), partial(Conversation, question.body))
 
-    async def _rollout(self, question: Question, said: Conversation | None) -> RolloutName:
-        if self.unnamed is None or said is None:
+    async def _rollout(self, question: Question, conversation: Conversation | None) -> RolloutName:
+        if self.unnamed is None or conversation is None:
             return question.name
         caller = credentials(question.headers)
-        rollout_id = await self.unnamed.find(caller, question.body, said, question.name, is_retry=question.is_retry)
+        rollout_id = await self.unnamed.find(
+            caller, question.body, conversation, question.name, is_retry=question.is_retry
+        )
         return question.name if rollout_id is None else question.name._replace(rollout_id=rollout_id)
 
-    async def _way(self, question: Question, rollout: RolloutName, route: Route) -> ChatDecision:
+    async def _chat_decision(self, question: Question, rollout: RolloutName, route: Route) -> ChatDecision:
         if self.chat_route is None or not question.recorded or question.endpoint not in self.chat_route.translators:
             return ChatDecision()
-        asked = ApiRequest(question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id)
-        return await self.chat_route.way(asked, route)
+        api_request = ApiRequest(
+            question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id
+        )
+        return await self.chat_route.decide(api_request, route)
 
 
 class CallUnderWay:
@@ -190,20 +194,20 @@ class CallUnderWay:
         question: Question,
         rollout: RolloutName,
         route: Route,
-        way: ChatDecision,
+        decision: ChatDecision,
         reply: Reply,
-        said: Conversation | None,
+        conversation: Conversation | None,
     ) -> None:
-        """Without `said` nothing of its conversation is remembered."""
+        """Without `conversation`, nothing is kept by which a later request could find this one."""
         self._gateway = gateway
-        self._said = said
+        self._conversation = conversation
         self._question = question
         self._route = route
-        self._way = way
+        self._decision = decision
         self._reply = reply
         self._request = question.request._replace(rollout_id=rollout.rollout_id)
         # No method of this object: it would keep the call, with its request, until Python looks for cycles.
-        self.attempts = Attempts(gateway.upstreams, route, partial(_target, self._request, question, way, route))
+        self.attempts = Attempts(gateway.upstreams, route, partial(_target, self._request, question, decision, route))
         self._start = CallStart(
             call_id=new_call_id(),
             rollout=rollout,
@@ -217,8 +221,9 @@ class CallUnderWay:
             upstream=route.upstream.name,
             pins=route.pins,
         )
-        exact, asked = gateway.exact if question.recorded else None, way.chat.chat if way.chat else None
-        self._exact = exact and exact.call(route.upstream, self._start, self.attempts.target.sent, asked)
+        exact = gateway.exact if question.recorded else None
+        chat = decision.chat.chat if decision.chat else None
+        self._exact = exact and exact.call(route.upstream, self._start, self.attempts.target.sent, chat)
         if self._exact:
             self.attempts.begin_with(self._exact.open)
         self._began = time.perf_counter()
@@ -235,14 +240,14 @@ class CallUnderWay:
     async def record_start(self) -> None:
         """Return when the call's start is durable."""
         if self._question.recorded:
-            caller, said = credentials(self._question.headers), self._said
-            also = asked(caller, self._start, said) if said is not None else ()
+            caller, conversation = credentials(self._question.headers), self._conversation
+            also = start_statements(caller, self._start, conversation) if conversation is not None else ()
             await self._gateway.recorder.start(self._start, [*also, *self._question.also(self._start)])
 
     def transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
         """Return the object that turns the answer's bytes into the agent's bytes and the record."""
         target = self.attempts.target
-        dialect = self._way.chat if self._way.chat and target.translated else self._question.dialect
+        dialect = self._decision.chat if self._decision.chat and target.translated else self._question.dialect
         if answer.is_stream:
             self._transcript = Transcript(dialect.stream(target.injection))
         else:
@@ -324,10 +329,10 @@ class CallUnderWay:
         tokens = transcript.tokens if transcript else Tokens()
         unkept = transcript.unkept if transcript and status == "ok" else None
         target = self.attempts.target
-        asked = target.sent if target.translated else self._start.request
-        reason = unkept or tokens.untrainable_reason(status, asked)
-        if reason == NO_TOKEN_IDS and self._way.reason:
-            reason = self._way.reason
+        sent = target.sent if target.translated else self._start.request
+        reason = unkept or tokens.untrainable_reason(status, sent)
+        if reason == NO_TOKEN_IDS and self._decision.reason:
+            reason = self._decision.reason
         if status == "ok" and target.route.version is None:
             reason = NOT_THE_POLICY
         return CallEnd(
@@ -353,8 +358,8 @@ class CallUnderWay:
             nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             nothing.set_result(None)
             return nothing
-        caller, said = credentials(self._question.headers), self._said
-        also = answered(caller, self._start, said, end) if said is not None else ()
+        caller, conversation = credentials(self._question.headers), self._conversation
+        also = end_statements(caller, self._start, conversation, end) if conversation is not None else ()
         return asyncio.ensure_future(self._gateway.recorder.end(end, also))
 
     def _tell(self, end: CallEnd, written: asyncio.Future[None]) -> None:
@@ -367,7 +372,7 @@ class CallUnderWay:
                 question.limiter.spend(end, len(question.request.body))
             if self._exact:
                 self._exact.ended(end)
-            if self._way.chat and gateway.chat_route:
+            if self._decision.chat and gateway.chat_route:
                 gateway.chat_route.answered(self._start, end)
             gateway.metrics.call_ended(end, question.recorded)
             for listener in gateway.listeners if question.recorded else ():
@@ -387,8 +392,10 @@ class CallUnderWay:
         return (time.perf_counter() - self._began) * 1000
 
 
-def _target(request: Request, question: Question, way: ChatDecision, first: Route, route: Route, plain: bool) -> Target:
-    if (chat := way.chat) and (chat.goes_on or (route is first and not plain)):
+def _target(
+    request: Request, question: Question, decision: ChatDecision, first: Route, route: Route, plain: bool
+) -> Target:
+    if (chat := decision.chat) and (chat.continues or (route is first and not plain)):
         return chat_target(request, chat, route, plain)
     return target_of(request, question.body, question.dialect, route, plain)
 

@@ -19,7 +19,7 @@ LEAST_SILENT = 1 / 16  # of the files are for connections whose head is to come
 MOST_SILENT = 2048  # connections without a request; each takes memory, too
 PROBES = 8  # requests for the proxy's health that find a place beside all calls
 MOST_FILES = 2**20  # where the system has no limit
-SAID_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 
 
 def raise_limit() -> None:
@@ -52,7 +52,7 @@ class Silent(Protocol):
 
     @property
     def is_idle_without_key(self) -> bool:
-        """Return whether it asked without a key, and its answer is not read or takes long."""
+        """Return whether its request had no key, and its answer is not read or takes long."""
 
     def abort(self) -> None:
         """Close the connection at once, also in the middle of an answer."""
@@ -61,7 +61,7 @@ class Silent(Protocol):
 class Connections:
     """Knows what a server's connections are doing, and closes silent ones when they are many: the oldest first.
 
-    Those that never asked anything go before those that did. Where all places are taken, those without a key go.
+    Those that never sent a request go first. Where all places are taken, those without a key go.
     """
 
     def __init__(self, files: int) -> None:
@@ -70,10 +70,10 @@ class Connections:
         self._new: dict[Silent, None] = {}  # in the order in which they came
         self._idle: dict[Silent, None] = {}
         self._at_work: dict[Silent, None] = {}
-        self._closed, self._said = 0, -SAID_EVERY_S
+        self._closed, self._logged_at = 0, -LOG_EVERY_S
 
     def opened(self, connection: Silent) -> None:
-        """Note a connection that has not asked anything yet."""
+        """Note a connection that has not sent a request yet."""
         self._new[connection] = None
         self._close_silent()
 
@@ -114,6 +114,6 @@ class Connections:
             self.lost(oldest)
             oldest.close_silent()
             self._closed += 1
-        if self._closed and monotonic() > self._said + SAID_EVERY_S:
+        if self._closed and monotonic() > self._logged_at + LOG_EVERY_S:
             log.warning("closed %d silent connections: %d may be open now", self._closed, allowed)
-            self._closed, self._said = 0, monotonic()
+            self._closed, self._logged_at = 0, monotonic()

@@ -209,8 +209,10 @@ class Relay:
         if dialect is not None:
             await self._gateway.answer(await self._question(visit, body, dialect), reply)
         elif method in _READS and path == "/v1/models":
-            asked = visit.request(body, identity=True)._replace(method="GET")  # the server sends no body to HEAD
-            await self._list_models(asked, visit.rollout, reply)
+            models_request = visit.request(body, identity=True)._replace(
+                method="GET"
+            )  # the server sends no body to HEAD
+            await self._list_models(models_request, visit.rollout, reply)
         elif method in _READS and path == f"/v1/models/{self._policy.alias}":
             await reply.json(200, self._policy.alias_entry())
         else:

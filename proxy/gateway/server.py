@@ -55,7 +55,7 @@ class ServerProtocol(HttpToolsProtocol):
 
     _in_head = False
     _at_work = False  # from a request's head to the end of its answer
-    _asked_at = 0.0
+    _requested_at = 0.0
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -80,7 +80,7 @@ class ServerProtocol(HttpToolsProtocol):
     def is_idle_without_key(self) -> bool:
         if self.cycle is not None and "caller" in self.cycle.scope["state"]:
             return False
-        return self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._asked_at + WITHOUT_KEY_S
+        return self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._requested_at + WITHOUT_KEY_S
 
     def abort(self) -> None:
         self.transport.abort()
@@ -115,7 +115,7 @@ class ServerProtocol(HttpToolsProtocol):
         if not self._others.began(self, is_probe=self.url.startswith(_PROBES)):
             self._refuse(_FULL)
             return
-        self._at_work, self._asked_at = True, self.loop.time()
+        self._at_work, self._requested_at = True, self.loop.time()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

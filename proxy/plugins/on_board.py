@@ -11,7 +11,7 @@ from typing import TypeVar
 from ..config.root import Config
 from ..config.upstreams import UpstreamConfig
 from ..errors import ConfigError
-from ..gateway.call import OnCall, Question, Rewrite, as_asked
+from ..gateway.call import OnCall, Question, Rewrite, unchanged
 from ..policy.routing import Choose
 from ..policy.swap import Placed, all_live
 from ..types import RolloutName
@@ -86,7 +86,7 @@ def _only(hooks: Sequence[T], name: str) -> T | None:
 def _in_turn(rewrites: Sequence[Rewrite]) -> Rewrite:
     """Each gets what the one before it made."""
     if len(rewrites) < 2:
-        return rewrites[0] if rewrites else as_asked
+        return rewrites[0] if rewrites else unchanged
 
     async def rewrite(question: Question, rollout: RolloutName) -> Question:
         for one in rewrites:

@@ -15,7 +15,7 @@ from lightning_proxy.proxy.apis.dialects import DIALECTS
 from lightning_proxy.proxy.apis.sse import encode
 from lightning_proxy.proxy.apis.stream import Transcript
 from lightning_proxy.proxy.apis.tools import conversation, tool_calls, tool_results
-from lightning_proxy.proxy.conversation.unnamed import Conversation, answered, asked
+from lightning_proxy.proxy.conversation.unnamed import Conversation, end_statements, start_statements
 from lightning_proxy.proxy.errors import InvalidRequest
 from lightning_proxy.proxy.gateway.relay import parse_object
 from lightning_proxy.proxy.json_text import dumps, with_model
@@ -116,9 +116,9 @@ def test_conversations_and_what_is_stored_of_them(
 ) -> None:
     for body in (before, request):
         start = CallStart("c", RolloutName("r", named=False), "chat/completions", "m", 0, body, 0.0)
-        said = Conversation(body)
-        assert len(asked("k", start, said)) == 1
-        list(answered("k", start, said, CallEnd("c", "r", "ok", answer, 200)))
+        conversation = Conversation(body)
+        assert len(start_statements("k", start, conversation)) == 1
+        list(end_statements("k", start, conversation, CallEnd("c", "r", "ok", answer, 200)))
     assert grow_request(orjson.loads(dumps(shrink_request(request, before))), before) == request
 
 

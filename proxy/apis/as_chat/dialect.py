@@ -38,13 +38,13 @@ class Own(Protocol):
 class ThroughChat:
     """One request on its way through the chat route. It is a dialect: it reads chat and gives the agent its own API.
 
-    `chat`: the request for the chat route, without what is asked for on top. `goes_on`: it goes on with a response that
-    only the proxy knows, so that no other route can answer it.
+    `chat`: the request for the chat route, without additions of the proxy. `continues`: it continues a response that only
+    the proxy knows, so no other route can answer it.
     """
 
-    def __init__(self, own: Own, translation: Translation, *, goes_on: bool = False) -> None:
+    def __init__(self, own: Own, translation: Translation, *, continues: bool = False) -> None:
         self.chat = translation.chat
-        self.goes_on = goes_on
+        self.continues = continues
         self._own = own
         self._translation = translation
 

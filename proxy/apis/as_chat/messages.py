@@ -32,7 +32,7 @@ class MessagesTranslator:
     def request(self, body: Json, earlier: Sequence[Json] = ()) -> MessagesTranslation:
         return MessagesTranslation(chat_request(body, self._template))
 
-    def said(self, answer: Json) -> Json:
+    def history_message(self, answer: Json) -> Json:
         try:
             return chat_message(answer.get("content"))
         except Untranslatable:

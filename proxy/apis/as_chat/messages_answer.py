@@ -43,7 +43,7 @@ def stop_reason(finish: str | None, stop: Any, called: bool, complete: bool) -> 
 
 
 def usage_of(usage: Any) -> Json:
-    """Return the usage with what the cache held told apart, where vLLM says so."""
+    """Return the usage, with cached tokens counted apart where vLLM reports them."""
     if not isinstance(usage, dict):
         return {"input_tokens": 0, "output_tokens": 0}
     details = usage.get("prompt_tokens_details") or {}

@@ -136,8 +136,8 @@ class _Collected:
         elif kind == "tool_result" and self.role == "user":
             self.results += _results(block)
         elif kind == "tool_result":
-            said = str(block["content"]) if block.get("content") else ""
-            self.parts.append({"type": "text", "text": f"Tool result: {said}"})
+            result = str(block["content"]) if block.get("content") else ""
+            self.parts.append({"type": "text", "text": f"Tool result: {result}"})
 
     def message(self) -> Json | None:
         """Return the message itself, None if nothing is left of it."""

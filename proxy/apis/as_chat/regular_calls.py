@@ -19,8 +19,8 @@ class RegularCalls:
 
     def __init__(self) -> None:
         self._calls = ToolCalls()
-        self._place = 0  # of the call that is being told
-        self._told: list[int] = []  # of each call that was begun: how much of its arguments
+        self._place = 0  # of the call that is being sent
+        self._sent: list[int] = []  # by call: how many characters of its arguments were sent
 
     def chunk(self, event: Json) -> Json:
         """Return a chunk with regular tool calls in the place of its own; other chunks as they are."""
@@ -40,7 +40,7 @@ class RegularCalls:
         return event | {"choices": [regular, *event["choices"][1:]]}
 
     def rest(self) -> list[Json]:
-        """Return the pieces that were not told yet."""
+        """Return the pieces that were not sent yet."""
         return self._pieces(to_the_end=True)
 
     def _pieces(self, *, to_the_end: bool) -> list[Json]:
@@ -52,13 +52,13 @@ class RegularCalls:
                 break
             waits = call.may_change and self._place + 1 == len(calls) and not to_the_end
             text = "" if waits else call.text
-            if self._place == len(self._told):
-                self._told.append(0)
+            if self._place == len(self._sent):
+                self._sent.append(0)
                 found.append(_first(self._place, call, text))
-            elif len(text) > self._told[self._place]:
-                more = text[self._told[self._place] :]
+            elif len(text) > self._sent[self._place]:
+                more = text[self._sent[self._place] :]
                 found.append({"index": self._place, "function": {"arguments": more}})
-            self._told[self._place] = max(self._told[self._place], len(text))
+            self._sent[self._place] = max(self._sent[self._place], len(text))
             if self._place + 1 == len(calls) or not (to_the_end or call.is_whole):
                 break
             self._place += 1

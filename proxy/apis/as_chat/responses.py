@@ -1,4 +1,4 @@
-"""Translates requests for /v1/responses to vLLM's chat route, and what the model says back."""
+"""Translates requests for /v1/responses to vLLM's chat route, and the answers back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ResponsesTranslator:
     def request(self, body: Json, earlier: Sequence[Json] = ()) -> ResponsesTranslation:
         return ResponsesTranslation(body, earlier)
 
-    def said(self, answer: Json) -> Json:
+    def history_message(self, answer: Json) -> Json:
         messages = messages_of(dicts(answer.get("output")))
         return messages[-1] if messages else {"role": "assistant", "content": ""}
 
@@ -63,25 +63,25 @@ class ResponsesTranslation:
         return ResponsesStreamTranslation(ResponsesReply(self._body, self._tools))
 
     def refused(self, error: Json) -> Json:
-        """Return the chat route's error with the field called as the agent called it."""
-        told = dict(error["error"])
+        """Return the chat route's error with the agent's own name of the field."""
+        inner = dict(error["error"])
         for name in ("message", "param"):
-            if isinstance(text := told.get(name), str):
-                told[name] = text.replace("max_completion_tokens", "max_output_tokens")
-        return error | {"error": told}
+            if isinstance(text := inner.get(name), str):
+                inner[name] = text.replace("max_completion_tokens", "max_output_tokens")
+        return error | {"error": inner}
 
 
 def _check(given: Json, earlier: Sequence[Json]) -> None:
     if name := next((name for name in _UNSUPPORTED if given.get(name)), None):
         raise Untranslatable(f"{name} is only known to the Responses route")
     if given.get("previous_response_id") and not earlier:
-        raise Untranslatable("previous_response_id without what was said before")
+        raise Untranslatable("previous_response_id without the earlier conversation")
     if not _INCLUDED.issuperset(given.get("include", ())):
         raise Untranslatable("an unknown value of include")
 
 
 def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
-    """Return the chat messages that a request shows the model, after what was said `earlier`; raise Untranslatable."""
+    """Return the chat messages that a request shows the model, after the `earlier` items; raise Untranslatable."""
     messages = messages_of(_resolved([*earlier, *_items(given)]))
     if instructions := given.get("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
@@ -91,13 +91,13 @@ def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
 
 
 def _items(given: Json) -> Sequence[Json]:
-    asked = given["input"]
-    return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    items = given["input"]
+    return [{"role": "user", "content": items}] if isinstance(items, str) else items
 
 
 def _conversation(given: Json, earlier: Sequence[Json]) -> Json:
     chat: Json = {"messages": messages_shown(given, earlier)}
-    if _is_unfinished(_items(given)[-1:]):  # the model goes on with its last message
+    if _is_unfinished(_items(given)[-1:]):  # the model continues its last message
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     return chat
 

@@ -19,7 +19,7 @@ _LEAST_TEMPERATURE = 1e-2
 
 
 class ResponsesReply:
-    """The response to one request: what it repeats of the request, and what the model said."""
+    """The response to one request: the fields that it repeats of the request, and the model's answer."""
 
     def __init__(self, body: Json, tools: Tools) -> None:
         self.tools = tools

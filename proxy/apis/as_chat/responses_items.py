@@ -95,7 +95,7 @@ def _result(item: Json) -> Json:
 
 
 def _text(content: Any) -> str:
-    """The whole of what was said; vLLM would keep its first part."""
+    """All text parts, joined; vLLM would keep only the first."""
     if isinstance(content, str):
         return content
     return "".join(part["refusal"] if part["type"] == "refusal" else _part(part)["text"] for part in content)

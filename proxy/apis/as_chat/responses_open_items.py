@@ -140,7 +140,7 @@ class OpenCall(OpenItem):
         return self._input + more
 
     def _more_input(self, whole: str) -> list[Json]:
-        """What is new of the input; what is no longer true of it cannot be taken back, and is said anew."""
+        """A delta with the new part of the input. Sent text cannot be taken back: changed input is sent again whole."""
         before, self._input = self._input, whole
         if whole == before:
             return []

@@ -25,7 +25,7 @@ class ResponsesStreamTranslation:
     def feed(self, chunk: Json) -> Iterable[Json]:
         if error := chunk.get("error"):
             return self._numbered([_error(error)])
-        return self._numbered([*self._begun(chunk), *self._told(chunk)])
+        return self._numbered([*self._begun(chunk), *self._deltas(chunk)])
 
     def end(self) -> Iterable[Json]:
         closed = self._closed()
@@ -45,7 +45,7 @@ class ResponsesStreamTranslation:
         response = self._reply.response(self._chat, [])
         return [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
 
-    def _told(self, chunk: Json) -> Iterator[Json]:
+    def _deltas(self, chunk: Json) -> Iterator[Json]:
         for choice in chunk["choices"]:
             self._finish = choice.get("finish_reason") or self._finish
             delta = choice["delta"]
@@ -95,7 +95,7 @@ def _by_index(calls: Iterable[Json]) -> dict[Any, list[Json]]:
 
 
 def _error(error: Any) -> Json:
-    told = error if isinstance(error, dict) else {"message": str(error)}
-    code = told.get("code")
-    message = str(told.get("message"))
+    fields = error if isinstance(error, dict) else {"message": str(error)}
+    code = fields.get("code")
+    message = str(fields.get("message"))
     return {"type": "error", "code": None if code is None else str(code), "message": message, "param": None}

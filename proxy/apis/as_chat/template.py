@@ -1,6 +1,6 @@
-"""Learns what vLLM's own route for Messages asks of the chat template before it translates a request. Pure.
+"""Learns how vLLM's own route for Messages uses the chat template. Pure.
 
-Every vLLM has the two routes that are asked: one counts a Messages request's tokens, the other tells a chat's.
+Two routes are probed, which every vLLM has: one counts the tokens of a Messages request, the other returns a chat's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 _USER: Json = {"role": "user", "content": "Hi"}
-_SAID: Json = {"role": "assistant", "content": "Hello"}
+_ASSISTANT: Json = {"role": "assistant", "content": "Hello"}
 _INLINE: Json = {"role": "system", "content": "Go on."}
 
 
@@ -42,24 +42,24 @@ def _counted(**body: Any) -> tuple[str, Json]:
     return "/v1/messages/count_tokens", body
 
 
-def _told(**body: Any) -> tuple[str, Json]:
+def _rendered(**body: Any) -> tuple[str, Json]:
     return "/v1/chat/completions", body | {"max_tokens": 1, "return_token_ids": True}
 
 
 # What to post, by name: a path, and a body that lacks the model.
 PROBES: Mapping[str, tuple[str, Json]] = MappingProxyType({
-    "inline": _counted(system="Hm.", messages=[_USER, _SAID, _INLINE, _USER]),
-    "merged": _told(messages=[{"role": "system", "content": "Hm.Go on."}, _USER, _SAID, _USER]),
-    "in place": _told(messages=[{"role": "system", "content": "Hm."}, _USER, _SAID, _INLINE, _USER]),
+    "inline": _counted(system="Hm.", messages=[_USER, _ASSISTANT, _INLINE, _USER]),
+    "merged": _rendered(messages=[{"role": "system", "content": "Hm.Go on."}, _USER, _ASSISTANT, _USER]),
+    "in place": _rendered(messages=[{"role": "system", "content": "Hm."}, _USER, _ASSISTANT, _INLINE, _USER]),
     "no tools": _counted(messages=[_USER], tools=[]),
-    "plain": _told(messages=[_USER]),
+    "plain": _rendered(messages=[_USER]),
     "disabled": _counted(messages=[_USER], thinking={"type": "disabled"}),
-    **{effort: _told(messages=[_USER], reasoning_effort=effort) for effort in ("none", *EFFORTS)},
+    **{effort: _rendered(messages=[_USER], reasoning_effort=effort) for effort in ("none", *EFFORTS)},
 })  # fmt: skip
 
 
 def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
-    """Return what the answers to the probes say; each is a status and a body. A template may refuse some."""
+    """Return the template that the answers to the probes show; each is a status and a body. It may refuse some."""
     if answers.keys() != PROBES.keys() or {status for status, _ in answers.values()} - {200, 400}:
         return Template()
     bodies = {name: body if status == 200 else {} for name, (status, body) in answers.items()}
@@ -78,7 +78,7 @@ def _merges(counts: Mapping[str, int | None]) -> bool | None:
 
 
 def _effort(prompts: Mapping[str, Any], counts: Mapping[str, int | None]) -> str | None:
-    """The effort that the server takes by itself, unless it was told another, as its count may then show."""
+    """The effort that the server sets where thinking is disabled, if token counts show it."""
     ignored = prompts["none"] in [None, *(prompts[effort] for effort in EFFORTS)]
     effort = "low" if ignored else "none"
     return effort if counts[effort] == counts["disabled"] is not None else None

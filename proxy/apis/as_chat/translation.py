@@ -1,4 +1,4 @@
-"""Defines what it takes to answer a request of another API through vLLM's chat route, which gives token ids. Pure."""
+"""Defines how a request of another API is answered through vLLM's chat route, which gives token ids. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Translation(Protocol):
     """One request as a chat request, and the way back of its answer."""
 
     chat: Json
-    """The body for the chat route, without what the proxy asks for on top."""
+    """The body for the chat route, without the additions of the proxy."""
 
     def answer(self, chat: Json) -> Json:
         """Return a whole chat answer as the agent's API has it."""
@@ -47,8 +47,8 @@ class Translator(Protocol):
     def request(self, body: Json, earlier: Sequence[Json] = ()) -> Translation:
         """Return a request as a chat request; raise Untranslatable.
 
-        `earlier`: what came before the body's own items, oldest first, where the body only refers to it.
+        `earlier`: the items before the body's own, oldest first, where the body only refers to them.
         """
 
-    def said(self, answer: Json) -> Json:
-        """Return the chat message that an answer of this API is in the next request's history."""
+    def history_message(self, answer: Json) -> Json:
+        """Return the chat message that an answer of this API becomes in the next request's history."""

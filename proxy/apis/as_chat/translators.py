@@ -36,4 +36,4 @@ def chat_answer(endpoint: str, response: Any) -> Any:
     make = TRANSLATORS.get(endpoint)
     if make is None or not isinstance(response, dict):
         return response
-    return {"choices": [{"index": 0, "message": make(Template()).said(response)}]}
+    return {"choices": [{"index": 0, "message": make(Template()).history_message(response)}]}

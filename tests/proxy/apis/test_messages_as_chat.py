@@ -155,7 +155,7 @@ def test_an_error_in_a_stream_keeps_its_words() -> None:
 def test_an_answer_that_is_sent_back_is_what_was_said(chat: Json) -> None:
     translator, said = MessagesTranslator(), whole(chat)
     again = ASKED | {"messages": [HI, {"role": "assistant", "content": said["content"]}, HI]}
-    assert translator.request(again).chat["messages"][1] == translator.said(said)
+    assert translator.request(again).chat["messages"][1] == translator.history_message(said)
 
 
 def test_what_depends_on_the_template_waits_for_it() -> None:

@@ -56,7 +56,7 @@ def test_an_answer_that_comes_back_is_the_message_that_was_said(message: Json) -
     answers = [translated(tools=[ADD]).answer(chat(message))]
     answers.append(streamed(translated(tools=[ADD]), chunks(message))[-1]["response"])
     for answer in answers:
-        assert ResponsesTranslator().said(answer) == said
+        assert ResponsesTranslator().history_message(answer) == said
         assert translated(input=[SAY, *answer["output"], RESULT]).chat["messages"][1] == said
         later = translated([SAY, *answer["output"]], input=[RESULT], previous_response_id=answer["id"])
         assert later.chat["messages"] == [SAY, said, {"role": "tool", "tool_call_id": "call_1", "content": "1"}]

@@ -20,7 +20,13 @@ from aiohttp import web
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.conversation.unnamed import BEGINNINGS, Conversation, UnnamedRollouts, answered, asked
+from lightning_proxy.proxy.conversation.unnamed import (
+    BEGINNINGS,
+    Conversation,
+    UnnamedRollouts,
+    end_statements,
+    start_statements,
+)
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.retention import Keeper
@@ -125,12 +131,12 @@ class Remembered:
         return await self.conversations.find(caller, request, Conversation(request), RolloutName(""), is_retry=is_retry)
 
     async def asked(self, caller: str, rollout_id: str, request: dict[str, Any]) -> None:
-        await self._write(asked(caller, self._start(rollout_id, request), Conversation(request)))
+        await self._write(start_statements(caller, self._start(rollout_id, request), Conversation(request)))
 
     async def answered(self, caller: str, rollout_id: str, request: dict[str, Any], response: Any) -> None:
         start = self._start(rollout_id, request)
         end = CallEnd(start.call_id, rollout_id, "ok", response, 200)
-        await self._write(answered(caller, start, Conversation(request), end))
+        await self._write(end_statements(caller, start, Conversation(request), end))
 
     def _start(self, rollout_id: str, request: dict[str, Any]) -> CallStart:
         self.calls += 1
