@@ -56,7 +56,7 @@ from .upstreams.http import make_session
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
     """Return the whole proxy as an app. Its parts open and close with the server. Raise ConfigError.
 
-    `heard_by`: what is told of each recorded call.
+    `heard_by`: called for each recorded call.
     """
     plugins = plugins_of(config)
     control = control_api(partial(open_parts, config, plugins, heard_by))

@@ -82,7 +82,7 @@ class ToolCall:
 class ToolResult:
     """The result of a tool call, which the agent sent back in a later request of the same rollout.
 
-    Some clients send no id; `name`: of the function, where that is said.
+    Some clients send no id; `name`: of the function, where it is sent.
     """
 
     tool_call_id: str | None
@@ -319,7 +319,7 @@ class PolicyVersion:
 class Transition:
     """One step of the rollout's Markov decision process. Contract, section 3.
 
-    `call_id`: None for an action that no model chose, but the agent told of.
+    `call_id`: None for an action that no model chose, but the agent posted.
     """
 
     t: int

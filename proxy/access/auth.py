@@ -100,7 +100,7 @@ class Caller:
 class Keys:
     """Checks the keys of requests. It lets everybody on this machine in until the first key is made.
 
-    Stored keys are read twice a second, or when the store tells of a change, all at once: a request asks no database.
+    Stored keys are read twice a second, or when the store notifies of a change, all at once: no request reads a table.
     A revoked key still counts as made: revoking the last one, or the last admin's, lets nobody in who was kept out
     before.
     """
@@ -190,7 +190,7 @@ class Keys:
         return hashlib.blake2b(key_hash.encode(), key=self._salt, digest_size=32).digest()
 
     async def _of_rollout(self, key: str) -> Caller:
-        """The caller behind a rollout's key. The key that asked for it must still be live, and its limits count."""
+        """The caller behind a rollout's key. The key that created it must still be live, and its limits count."""
         digest = hash_key(key)
         found, until = self._rollouts.get(digest, (None, 0.0))
         if found is None or until < monotonic():

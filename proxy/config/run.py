@@ -59,7 +59,7 @@ class RunConfig(Section):
 
     @field_validator("proxy_url")
     @classmethod
-    def _can_be_asked(cls, url: str | None) -> str | None:
+    def _check_proxy_url(cls, url: str | None) -> str | None:
         if url is not None:
             check_url("proxy_url", url, is_vllm=False)
         return url

@@ -37,7 +37,7 @@ def is_sendable(key: SecretStr) -> bool:
 
 
 def check_url(key: str, url: str, *, is_vllm: bool) -> None:
-    """Raise ValueError unless `url`, the value of `key`, can be asked."""
+    """Raise ValueError unless `url`, the value of `key`, is one that can be requested."""
     parts = urlsplit(url)
     try:
         host, _ = parts.hostname, parts.port

@@ -98,7 +98,7 @@ class StoreConfig(Section):
 
     @property
     def may_be_there(self) -> bool:
-        """Return whether there is a file to open, or a server to ask. What only looks makes no store."""
+        """Return whether there is a store to open: a file, or a server. Commands that only read make none."""
         return self.is_postgres or self.path.expanduser().is_file()
 
     @property

@@ -12,7 +12,7 @@ from .rollouts import DEFAULT_RANGE
 from .section import NOT_SENDABLE, CanBeOff, Gpu, Number, Positive, Seconds, Section, check_url, is_sendable
 from .tinker import TinkerConfig
 
-# The fewest earlier rollouts from which a usual reward can be told.
+# The fewest earlier rollouts from which a usual reward can be estimated.
 MIN_EARLIER = 4
 
 
@@ -169,7 +169,7 @@ class TeacherConfig(Section):
     timeout_s: Seconds = 120.0
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> TeacherConfig:
+    def _check_access(self) -> TeacherConfig:
         if self.base_url is not None:
             check_url("base_url", self.base_url, is_vllm=True)
         elif self.model is not None or self.api_key is not None:

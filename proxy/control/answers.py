@@ -147,7 +147,7 @@ class PromptPlaced(BaseModel):
 class RolloutDetail(BaseModel):
     """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
 
-    `events`: what the agent said between them, each with the `seq` of the call that came next. `awaits_reward`: the
+    `events`: those that the agent posted between them, each with the `seq` of the next call. `awaits_reward`: the
     reward function (`rewards.function`) has not been asked about it yet. `prompts`: what the model was shown in place
     of texts that the agent sent.
     """

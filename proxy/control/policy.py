@@ -108,14 +108,14 @@ async def compare(request: Request, a: Number, b: Number, mode: Mode | None = No
 
 @admins.post("/promote", response_model=None, responses=answers(PolicyVersion))
 async def promote(request: Request, body: PromoteBody) -> dict[str, Any]:
-    """Make a version live; the trainer goes on from it."""
+    """Make a version live; the trainer continues from it."""
     p = parts(request)
     return version_view(await _swap(p).promote(body.version), body.version)
 
 
 @admins.post("/rollback", response_model=None, responses=answers(PolicyVersion))
 async def rollback(request: Request) -> dict[str, Any]:
-    """Make the version before the live one live again; the trainer goes on from it."""
+    """Make the version before the live one live again; the trainer continues from it."""
     p = parts(request)
     live = await _swap(p).rollback()
     return version_view(live, live.version)

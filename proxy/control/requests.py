@@ -46,7 +46,7 @@ async def parts_for_all(request: Request) -> Parts:
 
 
 def position_of(cursor: str | None) -> int | None:
-    """Return where a page goes on. Raise InvalidRequest for a cursor that no page gave."""
+    """Return where the next page begins. Raise InvalidRequest for a cursor that no page gave."""
     if cursor is None:
         return None
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):

@@ -103,7 +103,7 @@ async def list_rollouts(
     """Rollouts, newest first, a page at a time.
 
     `since` is Unix time, `text` is looked for in requests and answers, `prefix` is the beginning of an id. With one of
-    these, or with a reward, a bounded number is looked at: a page may be short, and `next_cursor` goes on.
+    these, or with a reward, a bounded number is looked at: a page may be short; follow `next_cursor` for more.
     """
     p, sight, position = await parts_for_all(request), caller_of(request).sight, position_of(cursor)
     wanted = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
@@ -156,7 +156,7 @@ async def get_transitions(request: Request, rollout_id: PathId, requests: Reques
 async def get_rows(request: Request, rollout_id: PathId) -> Response:
     """How the rollout was trained: credit by call, its siblings, its rows, and the group's rows as one prefix tree.
 
-    A caller who may not see a sibling is told nothing of it. Supervised fine-tuning assigns no credit.
+    The answer has nothing of siblings that the caller may not see. Supervised fine-tuning assigns no credit.
     """
     p, sight = await parts_for(request, rollout_id), caller_of(request).sight
     rollout = await p.store.rollouts.get(rollout_id)

@@ -26,7 +26,7 @@ async def get_status(request: Request) -> dict[str, Any]:
 
     `publishing` says why new weights could not be published; `standstill`, that nothing was learned lately; `collapse`,
     that publication is stopped, and why. `recent` sums up the newest 500 calls.
-    A key that sees only its own rollouts is told of these alone.
+    For a key that sees only its own rollouts, the answer counts these alone.
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
     counts, waits = await _counted(p, sight)

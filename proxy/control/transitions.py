@@ -20,7 +20,7 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[E
 
     A state is what the model was shown, an action its whole answer. The last call's transition carries the rollout's
     own reward. A request that the client sent again counts once: as the last of its calls. An action that the agent
-    told of is a tool transition without a call; its state is the one that the same agent told of last.
+    posted is a tool transition without a call; its state is the one that the same agent posted last.
 
     Of short calls (`ModelCall.request_of`) the states are short, too.
     """

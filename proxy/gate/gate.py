@@ -67,7 +67,7 @@ class Gate(Generic[Test]):
         self._database = database
         self._rules = rules
         self._read = 0  # rollouts of the newest look
-        self._told: set[int] = set()  # tests without evidence, of which the log tells once
+        self._without_evidence: set[int] = set()  # tests without evidence, of which the log tells once
         self._seen: dict[int, tuple[tuple[Any, ...], float]] = {}  # by test: what was weighed, and until when it holds
 
     async def run(self) -> None:
@@ -104,8 +104,8 @@ class Gate(Generic[Test]):
             return
         rollouts = await self._tests.observed(test)
         self._read += len(rollouts)
-        if not rollouts and test.n not in self._told and await self._tests.has_others(test):
-            self._told.add(test.n)
+        if not rollouts and test.n not in self._without_evidence and await self._tests.has_others(test):
+            self._without_evidence.add(test.n)
             log.warning("%s: %s", test.candidate, NO_EVIDENCE)
         weighed = await aside(LARGE * len(rollouts), partial(weigh, test, rollouts, self._rules, now))
         if weighed.outcome == "promoted" and (waits := await self._waits_for()) is not None:

@@ -162,20 +162,22 @@ def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | 
     """What follows from the evidence of each metric; `is_over`: no more is to come."""
     worse = [name for name, evidence in judged.items() if evidence.verdict == "worse"]
     if worse:
-        return "rejected", "; ".join(f"{name} is worse: {_said(judged[name])}" for name in worse)
+        return "rejected", "; ".join(f"{name} is worse: {_evidence_line(judged[name])}" for name in worse)
     if all(evidence.verdict == "safe" for evidence in judged.values()):
-        said = (f"{name}: {_said(one)}, a drop of {one.margin:g} is excluded" for name, one in judged.items())
-        return "promoted", "; ".join(said)
+        judgements = (
+            f"{name}: {_evidence_line(one)}, a drop of {one.margin:g} is excluded" for name, one in judged.items()
+        )
+        return "promoted", "; ".join(judgements)
     if not is_over:
         return None, ""
     if without := [name for name, one in judged.items() if one.mean is None]:
         why = "no task had rollouts of both versions with a value of it"
         return "rejected", f"undecided at max_rollouts: {'; '.join(f'{name}: {why}' for name in without)}"
     low = [name for name, one in judged.items() if one.mean is not None and one.mean < -one.margin / 2]
-    said = (f"{name}: {_said(judged[name])}" for name in low or judged)
+    judgements = (f"{name}: {_evidence_line(judged[name])}" for name in low or judged)
     bound = "at most half a drop" if not low else "more than half a drop"
-    return ("rejected" if low else "promoted"), f"undecided at max_rollouts, {bound}: {'; '.join(said)}"
+    return ("rejected" if low else "promoted"), f"undecided at max_rollouts, {bound}: {'; '.join(judgements)}"
 
 
-def _said(evidence: Evidence) -> str:
+def _evidence_line(evidence: Evidence) -> str:
     return f"{evidence.mean:+.3f} on average of {evidence.pairs} pairs"

@@ -138,7 +138,7 @@ class Gateway:
                 head = call.head_of(opened)
                 if opened.is_stream:
                     await reply.start(*head)
-                answer = await begun(opened, asked_to_stream=bool(question.body.get("stream")))
+                answer = await begun(opened, wants_stream=bool(question.body.get("stream")))
                 transcript = call.transcript_of(answer)
                 if answer.is_stream and not reply.started:
                     await reply.start(*head)

@@ -1,8 +1,8 @@
 """Reads OpenTelemetry's GenAI attributes of a span as a chat call or an action. Pure.
 
-https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. Two ways of telling what was said are known: that of
-the conventions (`gen_ai.input.messages`), and the older one of numbered attributes (`gen_ai.prompt.0.content`), which
-OpenLLMetry sends. others.py makes GenAI's attributes of other conventions.
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. Messages come in the attributes of the conventions
+(`gen_ai.input.messages`), or in the older numbered ones (`gen_ai.prompt.0.content`), which OpenLLMetry sends.
+others.py makes GenAI's attributes of other conventions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Attributes = Mapping[str, Any]
 
 CALLS = frozenset({"chat", "text_completion", "generate_content"})
 RETRIEVAL = "retrieval"
-_ASKED = {"query": "retrieval.query.text", "top_k": "retrieval.top_k", "data_source": "data_source.id"}
+_QUERY = {"query": "retrieval.query.text", "top_k": "retrieval.top_k", "data_source": "data_source.id"}
 # A request's parameters by the names that they have in both.
 _SAME = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
 _PARAMETERS = {**{name: name for name in _SAME}, "choice.count": "n"}
@@ -34,9 +34,9 @@ def is_call(attributes: Attributes) -> bool:
 
 
 def is_action(attributes: Attributes) -> bool:
-    """Return whether the span is a retriever, or a tool that no model's answer asked for.
+    """Return whether the span is a retriever, or a tool that no model called.
 
-    What a tool got that one did ask for is told by the next request.
+    The results of tools that a model called are in the next request.
     """
     named = attributes.get("gen_ai.operation.name")
     return named == RETRIEVAL or (named == "execute_tool" and not attributes.get("gen_ai.tool.call.id"))
@@ -45,9 +45,9 @@ def is_action(attributes: Attributes) -> bool:
 def action_of(attributes: Attributes, error: str | None) -> Event:
     """Return the agent's action and its result."""
     if attributes.get("gen_ai.operation.name") == RETRIEVAL:
-        told = {name: attributes.get(f"gen_ai.{key}") for name, key in _ASKED.items()}
+        query = {name: attributes.get(f"gen_ai.{key}") for name, key in _QUERY.items()}
         name, result = RETRIEVAL, parsed(attributes.get("gen_ai.retrieval.documents"))
-        arguments: Any = {name: value for name, value in told.items() if value is not None}
+        arguments: Any = {name: value for name, value in query.items() if value is not None}
     else:
         name, result = attributes.get("gen_ai.tool.name") or "tool", parsed(attributes.get("gen_ai.tool.call.result"))
         arguments = parsed(attributes.get("gen_ai.tool.call.arguments"))
@@ -62,7 +62,7 @@ def action_of(attributes: Attributes, error: str | None) -> Event:
 
 def request_of(attributes: Attributes) -> Json:
     """Return the call's request, as /v1/chat/completions takes it."""
-    found: Json = {"model": attributes.get("gen_ai.request.model"), "messages": list(_asked(attributes))}
+    found: Json = {"model": attributes.get("gen_ai.request.model"), "messages": list(_input_messages(attributes))}
     for name, as_name in _PARAMETERS.items():
         value = attributes.get(f"gen_ai.request.{name}")
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -82,8 +82,8 @@ def response_of(attributes: Attributes) -> Json:
     messages = list(_answers(attributes))
     choices = []
     for index, message in enumerate(messages or [{"role": "assistant", "content": None}]):
-        told = reasons[index] if isinstance(reasons, list) and index < len(reasons) else None
-        reason = message.pop("finish_reason", None) or told
+        listed = reasons[index] if isinstance(reasons, list) and index < len(reasons) else None
+        reason = message.pop("finish_reason", None) or listed
         choices.append({"index": index, "message": message, "finish_reason": _REASONS.get(str(reason), reason)})
     return {
         "id": attributes.get("gen_ai.response.id"),
@@ -111,7 +111,7 @@ def tokens_of(attributes: Attributes, response: Json) -> Tokens:
     return tokens
 
 
-def _asked(attributes: Attributes) -> Iterator[Json]:
+def _input_messages(attributes: Attributes) -> Iterator[Json]:
     system = parsed(attributes.get("gen_ai.system_instructions"))
     if system:
         yield from _message({"role": "system", "parts": system if isinstance(system, list) else [system]})

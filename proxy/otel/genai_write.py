@@ -67,21 +67,21 @@ def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str,
         "lightning.untrainable_reason": end.untrainable_reason,
         "lightning.ttft_ms": end.ttft_ms,
     }
-    found |= _asked_for(start.request)
+    found |= _parameters(start.request)
     if start.request.get("stream") is True and end.ttft_ms is not None:
         found["gen_ai.response.time_to_first_chunk"] = end.ttft_ms / 1000
     if content:
-        said = {
+        messages = {
             "gen_ai.system_instructions": system_instructions(start.request),
             "gen_ai.input.messages": input_messages(start.request),
             "gen_ai.tool.definitions": [_tool(tool) for tool in dicts(start.request.get("tools"))],
             "gen_ai.output.messages": output_messages(response),
         }
-        found |= {name: dumps(value) for name, value in said.items() if value}
+        found |= {name: dumps(value) for name, value in messages.items() if value}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _asked_for(request: Json) -> dict[str, Any]:
+def _parameters(request: Json) -> dict[str, Any]:
     found: dict[str, Any] = {"gen_ai.request.stop_sequences": _stops(request)}
     for name, as_name in _PARAMETERS.items():
         value = request.get(name)
@@ -97,10 +97,10 @@ def system_instructions(request: Json) -> list[Json]:
 
 def input_messages(request: Json) -> list[Json]:
     """Return the conversation that the model was shown, of any recorded API, as messages in parts."""
-    asked = request.get("messages", request.get("input", request.get("prompt")))
-    if not isinstance(asked, list) or not all(isinstance(item, dict) for item in asked):
-        return [{"role": "user", "parts": list(_parts(asked))}]
-    return [_message(item) for item in asked]
+    messages = request.get("messages", request.get("input", request.get("prompt")))
+    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        return [{"role": "user", "parts": list(_parts(messages))}]
+    return [_message(item) for item in messages]
 
 
 def output_messages(response: Json) -> list[Json]:
@@ -184,8 +184,8 @@ def _stops(request: Json) -> list[str] | None:
     return stops if isinstance(stops, list) and stops and all(isinstance(stop, str) for stop in stops) else None
 
 
-def _reason(told: Any) -> Any:
-    return _REASONS.get(told, told) if isinstance(told, str) else told
+def _reason(reason: Any) -> Any:
+    return _REASONS.get(reason, reason) if isinstance(reason, str) else reason
 
 
 def _response(call_id: Any, result: Any) -> Json:

@@ -46,9 +46,9 @@ def _openinference(attributes: Attributes) -> Json:
     if kind != "LLM":
         return {"gen_ai.operation.name": str(kind).lower()} if kind is not None else {}
     given = parsed(attributes.get("llm.invocation_parameters"))
-    asked = {f"gen_ai.request.{name}": given.get(name) for name in _INVOCATION} if isinstance(given, dict) else {}
+    parameters = {f"gen_ai.request.{name}": given.get(name) for name in _INVOCATION} if isinstance(given, dict) else {}
     tools = [parsed(_inner(one, "tool").get("json_schema")) for one in _listed(_tree(attributes, "llm.tools"))]
-    return asked | {
+    return parameters | {
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": attributes.get("llm.model_name"),
         "gen_ai.input.messages": _inferred(attributes, "llm.input_messages", "input.value", "user"),
@@ -60,30 +60,30 @@ def _openinference(attributes: Attributes) -> Json:
 
 
 def _inferred(attributes: Attributes, prefix: str, whole: str, role: str) -> list[Json]:
-    """The numbered messages; where there are none, what the span's input or output as a whole says."""
-    messages = [_message(one["message"]) for one in _listed(_tree(attributes, prefix)) if _is_tree(one, "message")]
-    if messages or whole not in attributes:
-        return messages
+    """The numbered messages; where there are none, those of the span's input or output as a whole."""
+    numbered = [_message(one["message"]) for one in _listed(_tree(attributes, prefix)) if _is_tree(one, "message")]
+    if numbered or whole not in attributes:
+        return numbered
     value = parsed(attributes[whole])
-    told = value.get("messages") if isinstance(value, dict) else value
-    if isinstance(told, list) and told and all(isinstance(one, dict) and "role" in one for one in told):
-        return told
+    messages = value.get("messages") if isinstance(value, dict) else value
+    if isinstance(messages, list) and messages and all(isinstance(one, dict) and "role" in one for one in messages):
+        return messages
     if isinstance(value, dict) and isinstance(value.get("choices"), list):
         return [one["message"] for one in value["choices"] if _is_tree(one, "message")]
     return [{"role": role, "content": value if isinstance(value, str) else attributes[whole]}]
 
 
-def _message(told: Json) -> Json:
-    parts = [_inner(one, "message_content") for one in _listed(told.get("contents"))]
-    calls = [_inner(one, "tool_call") for one in _listed(told.get("tool_calls"))]
-    found: Json = {name: told[name] for name in ("name", "tool_call_id") if name in told}
-    found |= {"role": told.get("role"), "content": told.get("content")}
+def _message(message: Json) -> Json:
+    parts = [_inner(one, "message_content") for one in _listed(message.get("contents"))]
+    calls = [_inner(one, "tool_call") for one in _listed(message.get("tool_calls"))]
+    found: Json = {name: message[name] for name in ("name", "tool_call_id") if name in message}
+    found |= {"role": message.get("role"), "content": message.get("content")}
     if parts and not isinstance(found["content"], str):
         found["content"] = joined([_content(part) for part in parts])
     if calls:
         found["tool_calls"] = [_called(call.get("id"), call.get("function")) for call in calls]
-    elif "function_call_name" in told:
-        function = {"name": told["function_call_name"], "arguments": told.get("function_call_arguments_json")}
+    elif "function_call_name" in message:
+        function = {"name": message["function_call_name"], "arguments": message.get("function_call_arguments_json")}
         found["tool_calls"] = [_called(None, function)]
     return found
 
@@ -107,7 +107,7 @@ def _vercel(attributes: Attributes) -> Json:
     if "ai.prompt.messages" not in attributes:
         return {"gen_ai.operation.name": attributes["ai.operationId"]}
     first = _chooser(attributes)
-    asked = parsed(attributes["ai.prompt.messages"])
+    prompt = parsed(attributes["ai.prompt.messages"])
     tools = attributes.get("ai.prompt.tools")
     calls = parsed(first("ai.response.toolCalls", "ai.result.toolCalls"))
     thought, answer = first("ai.response.reasoning"), first("ai.response.text", "ai.result.text", "ai.response.object")
@@ -116,7 +116,9 @@ def _vercel(attributes: Attributes) -> Json:
     made = [_vercel_call(call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     message |= {"tool_calls": made} if made else {}
     reason = first("ai.response.finishReason", "ai.finishReason")
-    messages = [one for told in asked for one in _vercel_message(told)] if isinstance(asked, list) else []
+    messages = (
+        [one for one_message in prompt for one in _vercel_message(one_message)] if isinstance(prompt, list) else []
+    )
     return {
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": first("ai.model.id"),
@@ -130,15 +132,15 @@ def _vercel(attributes: Attributes) -> Json:
     }
 
 
-def _vercel_message(told: Any) -> Iterator[Json]:
+def _vercel_message(message: Any) -> Iterator[Json]:
     """The chat messages in one of the SDK's, whose results of tools are parts of one message."""
-    if not isinstance(told, dict):
+    if not isinstance(message, dict):
         return
-    if not isinstance(told.get("content"), list):
-        yield {"role": told.get("role"), "content": told.get("content")}
+    if not isinstance(message.get("content"), list):
+        yield {"role": message.get("role"), "content": message.get("content")}
         return
     content, calls, thought = [], [], []
-    for part in (part for part in told["content"] if isinstance(part, dict)):
+    for part in (part for part in message["content"] if isinstance(part, dict)):
         match part.get("type"):
             case "tool-call":
                 calls.append(_vercel_call(part))
@@ -151,7 +153,7 @@ def _vercel_message(told: Any) -> Iterator[Json]:
             case _:
                 content.append({name: value for name, value in part.items() if name != "providerOptions"})
     if content or calls or thought:
-        found: Json = {"role": told.get("role"), "content": joined(content)}
+        found: Json = {"role": message.get("role"), "content": joined(content)}
         more = {"reasoning_content": "".join(thought), "tool_calls": calls}
         yield found | {name: value for name, value in more.items() if value}
 
@@ -173,18 +175,18 @@ def _events(attributes: Attributes) -> Json:
     events = parsed(attributes.get("events"))
     if not isinstance(events, list) or "gen_ai.request.model" not in attributes:
         return {}
-    asked, answers = [], []
+    messages, answers = [], []
     for event in (one for one in events if isinstance(one, dict)):
         name = str(event.get("event.name", ""))
         if name == "gen_ai.choice" and _is_tree(event, "message"):
             answers.append(_evented({"role": "assistant"} | event["message"]))
         elif name.startswith("gen_ai.") and name.endswith(".message"):
-            asked.append(_evented({"role": name[len("gen_ai.") : -len(".message")]} | event))
+            messages.append(_evented({"role": name[len("gen_ai.") : -len(".message")]} | event))
     given = parsed(attributes.get("model_request_parameters"))
     tools = given.get("function_tools") if isinstance(given, dict) else None
     return {
         "gen_ai.operation.name": "chat",
-        "gen_ai.input.messages": asked,
+        "gen_ai.input.messages": messages,
         "gen_ai.output.messages": answers,
         "gen_ai.tool.definitions": [_pydantic_tool(tool) for tool in tools] if isinstance(tools, list) else [],
     }
@@ -207,21 +209,23 @@ def _pydantic_tool(tool: Any) -> Any:
 
 def _logfire(attributes: Attributes) -> Json:
     """What logfire's own instrumentation of OpenAI's and Anthropic's clients has: the request and the response."""
-    asked, answered = parsed(attributes.get("request_data")), parsed(attributes.get("response_data"))
-    if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
+    request, response = parsed(attributes.get("request_data")), parsed(attributes.get("response_data"))
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         return {}
-    message = answered.get("message") if isinstance(answered, dict) else None
-    if message is None and isinstance(answered, dict) and "combined_chunk_content" in answered:
-        message = {"role": "assistant", "content": answered["combined_chunk_content"]}
-    usage: Json = answered["usage"] if _is_tree(answered, "usage") else {}
-    system = [{"role": "system", "content": asked["system"]}] if asked.get("system") else []  # of Anthropic's client
+    message = response.get("message") if isinstance(response, dict) else None
+    if message is None and isinstance(response, dict) and "combined_chunk_content" in response:
+        message = {"role": "assistant", "content": response["combined_chunk_content"]}
+    usage: Json = response["usage"] if _is_tree(response, "usage") else {}
+    system = (
+        [{"role": "system", "content": request["system"]}] if request.get("system") else []
+    )  # of Anthropic's client
     return {
-        # The span of a streamed request ends with its first byte; another one tells the answer.
-        "gen_ai.operation.name": "stream" if asked.get("stream") and message is None else "chat",
-        "gen_ai.request.model": asked.get("model"),
-        "gen_ai.input.messages": system + asked["messages"],
+        # The span of a streamed request ends with its first byte; the answer is in another span.
+        "gen_ai.operation.name": "stream" if request.get("stream") and message is None else "chat",
+        "gen_ai.request.model": request.get("model"),
+        "gen_ai.input.messages": system + request["messages"],
         "gen_ai.output.messages": [message] if isinstance(message, dict) else [],
-        "gen_ai.tool.definitions": asked.get("tools"),
+        "gen_ai.tool.definitions": request.get("tools"),
         "gen_ai.usage.input_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
         "gen_ai.usage.output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
     }

@@ -112,7 +112,7 @@ def _span(span: Any, resource: dict[str, Any], encoding: Encoding) -> Span:
     failed = span.status.code == _ERROR
     attributes = resource | _attributes(span.attributes)
     for event in span.events:
-        if event.name.startswith("gen_ai."):  # where some put what was said
+        if event.name.startswith("gen_ai."):  # where some put the messages
             attributes |= _attributes(event.attributes)
     return Span(
         trace_id=_id(span.trace_id, encoding),

@@ -32,7 +32,7 @@ UPSTREAM = "otlp"
 PREFIXES = ("lightning.", "agentlightning.")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 _INT32 = 2**31
-BY_ITS_OWN_KEY = "told of by OpenTelemetry, with the rollout's own key"
+BY_ITS_OWN_KEY = "reported through OpenTelemetry with the rollout's own key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,13 @@ async def _name_agents(
         await p.store.calls.name_agent(rollout_id, call_id, agent)
 
 
-def _admitted(caller: Caller, told: Imported | Action) -> Imported | Action:
-    """What a caller told of. A rollout's own key, which the policy's code can read, is no proof of what was sampled."""
-    name = caller.admit(told.rollout)
-    if isinstance(told, Action):
-        return replace(told, rollout=name)
-    end = told.end if caller.rollout is None else told.end._replace(untrainable_reason=BY_ITS_OWN_KEY)
-    return Imported(told.span, told.start._replace(rollout=name), end)
+def _admitted(caller: Caller, item: Imported | Action) -> Imported | Action:
+    """An imported item, as its caller may report it. The policy's code can read a rollout's own key: it is no proof."""
+    name = caller.admit(item.rollout)
+    if isinstance(item, Action):
+        return replace(item, rollout=name)
+    end = item.end if caller.rollout is None else item.end._replace(untrainable_reason=BY_ITS_OWN_KEY)
+    return Imported(item.span, item.start._replace(rollout=name), end)
 
 
 async def _record_all(p: Parts, found: Iterable[Imported | Action]) -> None:
@@ -182,7 +182,7 @@ def read_call(span: Span) -> Imported:
         usage=tokens.usage,
         tool_calls=() if span.error else tool_calls(response),
         error=span.error,
-        untrainable_reason=None if reason is None else f"told of by OpenTelemetry: {reason}",
+        untrainable_reason=None if reason is None else f"reported through OpenTelemetry: {reason}",
         latency_ms=(span.ended_at - span.started_at) * 1000,
         imported=True,
     )

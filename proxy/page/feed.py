@@ -60,7 +60,7 @@ def _number(cursor: str) -> int:
 
 async def _frames(request: Request, events: Feed, cursor: int, whole: bool) -> AsyncIterator[bytes]:
     yield b"id: %d\n\n" % cursor if whole else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
-    told, keys, headers = monotonic(), parts(request).keys, read_headers(request.scope)
+    sent_at, keys, headers = monotonic(), parts(request).keys, read_headers(request.scope)
     changes = parts(request).store.database.changes("calls", "rewards", "live", "steps", "keys")
     try:
         while not is_stopping(request.scope):
@@ -68,8 +68,8 @@ async def _frames(request: Request, events: Feed, cursor: int, whole: bool) -> A
             before, happened = cursor, list[Happened]()
             if await events.newest() != cursor:
                 happened, cursor = await events.after(cursor, AT_ONCE, own=sight.own, key_id=sight.key_id)
-            if happened or monotonic() > told + QUIET_S:
-                told = monotonic()
+            if happened or monotonic() > sent_at + QUIET_S:
+                sent_at = monotonic()
                 yield b"".join(_frame(one, sight) for one in happened) or b":\nid: %d\n\n" % cursor
             if cursor - before < AT_ONCE:
                 await changes.wait(LOOK_S, LONGEST_S)

@@ -24,7 +24,7 @@ from .hooks import Core, Hooks, ProxyPlugin, Work
 log = logging.getLogger(__name__)
 
 LIMIT_S = 5.0  # for one hook of one call
-WAITING = 1_000  # calls that a hook has not been told of yet; further ones it misses
+WAITING = 1_000  # calls that wait for a hook; further ones it misses
 
 T = TypeVar("T")
 

@@ -84,12 +84,12 @@ class ModeInUse:
     def __init__(self, config: Config, store: Store) -> None:
         self.mode: PublishMode = publish_mode(config)
         self.problem: str | None = None  # another process publishes otherwise
-        self._asked = config.policy.publish != "auto"
+        self._is_configured = config.policy.publish != "auto"
         self._store = store
 
     @classmethod
     async def of(cls, config: Config, store: Store) -> ModeInUse:
-        """Return that of a proxy that starts. Where it is `auto` the trainer decides: our cards say nothing."""
+        """Return that of a proxy that starts. Where it is `auto` the trainer decides, whatever GPUs are here."""
         if config.policy.publish != "auto":
             await decide(config, store, "proxy")
         return cls(config, store)
@@ -97,7 +97,7 @@ class ModeInUse:
     async def look(self) -> PublishMode:
         """Return the mode as it is now, after a look at what the trainer has decided."""
         decided = await self._store.publishing.decided()
-        if not self._asked:
+        if not self._is_configured:
             live = (await self._store.versions.live()).publish
             self.mode = live or (self.mode if decided is None else decided.mode)
         elif decided is not None:

@@ -120,7 +120,7 @@ def _is_open(scope: Scope) -> bool:
     matched = [route for route in _leaves(scope["app"].routes) if route.matches(scope)[0] is not Match.NONE]
     if not matched:  # vLLM answers 404
         return str(scope["path"]).startswith("/v1/")
-    return all(_may_be_asked(route, scope.get("method", "GET")) for route in matched)
+    return all(_is_allowed(route, scope.get("method", "GET")) for route in matched)
 
 
 def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Any]:
@@ -133,7 +133,7 @@ def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Any]:
             yield from (context.starlette_route or context for context in contexts())
 
 
-def _may_be_asked(route: Any, method: str) -> bool:
+def _is_allowed(route: Any, method: str) -> bool:
     """A route without an endpoint of its own is another app, of which nothing is known."""
     path = getattr(route, "path", "")
     if path in _READABLE:

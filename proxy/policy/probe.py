@@ -1,7 +1,7 @@
 """Asks the policy's servers the same question again and again, and notices when other weights answer it.
 
 The label of weights is what somebody set, so it proves nothing. Each version's first answer is kept. After every
-restart of a server and every few minutes it is asked for again, with the same seed. This tells wholly other weights;
+restart of a server and every few minutes it is sampled again, with the same seed. This detects wholly other weights;
 a single training step changes less than two servers' arithmetic may differ.
 """
 
@@ -40,7 +40,7 @@ class Prober:
         self._swap = watch.swap
         self._health = health
         self._store = watch.swap.store
-        self._asked: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the last question
+        self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the last question
 
     async def run(self) -> None:
         """Ask every server that needs it until cancelled."""
@@ -55,15 +55,15 @@ class Prober:
     async def _look_at(self, server: VllmServer) -> None:
         url, live = server.base_url, await self._store.versions.live_now()
         if self._health.problems.get((self._watch.upstream.name, url), "not seen yet") is not None:
-            self._asked.pop(url, None)
+            self._probed.pop(url, None)
             return
-        if url not in self._asked:
-            self._asked[url] = live, -math.inf
+        if url not in self._probed:
+            self._probed[url] = live, -math.inf
             self._watch.adds_usage[url] = await server.adds_usage()
-        version, at = self._asked.get(url, (None, -math.inf))
+        version, at = self._probed.get(url, (None, -math.inf))
         if version == live and monotonic() < at + PROBE_S:
             return
-        self._asked[url] = live, monotonic()
+        self._probed[url] = live, monotonic()
         await self._compare(server, live)
 
     async def _compare(self, server: VllmServer, live: PolicyVersion) -> None:

@@ -86,8 +86,8 @@ class PolicyRouter:
             adapter = self._policy.adapter_of(rollout.agent)
             served = watch.base if version.version == 0 else version.adapters.get(adapter, version.served_model)
             return Route(upstream, served, version.version)
-        asked = 0 if model is None or model == watch.base else await self._store.versions.named(model)
-        return Route(upstream, None, asked, pins=False)
+        named = 0 if model is None or model == watch.base else await self._store.versions.named(model)
+        return Route(upstream, None, named, pins=False)
 
     async def _in_line(self, watch: Watch) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
         """The live version, and what servers have in its place, as they were seen to have it: both of one moment."""

@@ -241,7 +241,7 @@ class Swap:
             await server.resume()
 
     def why_not_published(self) -> str | None:
-        """Return why new weights cannot reach a server, as far as a look at it told."""
+        """Return why new weights cannot reach a server, as far as its last check showed."""
         return next((str(error) for error, _ in self._refused.values()), None)
 
     async def _label_or_none(self, server: VllmServer, version: PolicyVersion) -> str | None:
@@ -257,7 +257,7 @@ class Swap:
             ) from None
 
     async def _label(self, server: VllmServer) -> str:
-        """The label of a server's weights. One that refused to say is asked again after a while."""
+        """The label of a server's weights. A server that refused is asked again after a while."""
         refused, until = self._refused.get(server.base_url, (None, 0.0))
         if refused is not None and monotonic() < until:
             raise refused

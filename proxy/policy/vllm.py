@@ -189,8 +189,8 @@ class VllmServer:
         """Return what `read` makes of the answer; VllmError where it makes nothing of it. None without `read`."""
         url = self.base_url + path.removeprefix("/v1") if path.startswith("/v1/") else self._root + path
         try:
-            asked = self._session.request(method, url, json=body, headers=self._headers, timeout=self._timeout)
-            async with asked as answer:
+            request = self._session.request(method, url, json=body, headers=self._headers, timeout=self._timeout)
+            async with request as answer:
                 text = (await answer.read()).decode(errors="replace")
         except TimeoutError as error:
             raise UpstreamTimeout(f"vLLM at {shown(self._root)} did not answer {method} {path} in time") from error
@@ -223,8 +223,8 @@ def _prompt_tokens(answer: Any) -> list[int]:
 
 def _scored(answer: Any, token_ids: Sequence[int]) -> list[float]:
     _, *found = answer["choices"][0]["prompt_logprobs"]
-    told = [float(one[str(token)]["logprob"]) for one, token in zip(found, token_ids[1:], strict=True)]
-    return [0.0, *told]
+    logprobs = [float(one[str(token)]["logprob"]) for one, token in zip(found, token_ids[1:], strict=True)]
+    return [0.0, *logprobs]
 
 
 def _most_likely(answer: Any) -> list[tuple[str, dict[str, float]]]:
@@ -341,9 +341,9 @@ class VllmFleet:
     async def _outcomes(
         self, work: Callable[[VllmServer], Awaitable[T]], servers: Sequence[VllmServer] | None = None
     ) -> list[tuple[VllmServer, T | BaseException]]:
-        asked = self._servers if servers is None else servers
-        outcomes = await asyncio.gather(*(work(server) for server in asked), return_exceptions=True)
-        return list(zip(asked, outcomes, strict=True))
+        chosen = self._servers if servers is None else servers
+        outcomes = await asyncio.gather(*(work(server) for server in chosen), return_exceptions=True)
+        return list(zip(chosen, outcomes, strict=True))
 
 
 def _is_away(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ _TEXTS = ("text", "input_text")
 def find(endpoint: str, request: Json, role: Role) -> Place | None:
     """Return the place of the first message of a role; None if there is none, or it is not one text alone.
 
-    What goes on with a conversation that the server keeps does not say what the user said first.
+    A request that continues a conversation kept by the server lacks the user's first message.
     """
     if role == "user" and (request.get("previous_response_id") or request.get("conversation")):
         return None
@@ -34,10 +34,10 @@ def _places(endpoint: str, request: Json, role: Role) -> Iterator[Place | None]:
     if endpoint == "completions" and role == "user":
         yield _text(request.get("prompt"), ("prompt",))
     name = _LISTS.get(endpoint)
-    said = request.get(name) if name else None
-    if isinstance(said, str) and endpoint == "responses" and role == "user":
+    messages = request.get(name) if name else None
+    if isinstance(messages, str) and endpoint == "responses" and role == "user":
         yield ("input",)
-    for i, message in enumerate(said if isinstance(said, list) else ()):
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict) and message.get("role") in _ROLES[role]:
             yield _text(message.get("content"), (name or "", i, "content"))
             return

@@ -37,7 +37,7 @@ class PromptRewriter:
     def __init__(
         self, table: PromptTable, redactor: Redactor, count: Callable[[Outcome], None], choose: Choose | None = None
     ) -> None:
-        """`count` is told of each call, while there are prompts, whether one was put into it.
+        """`count` is called for each call, while there are prompts, with whether one was put into it.
 
         Without `choose`, rollouts keep the version that is live when they begin to use a prompt.
         """
@@ -60,7 +60,7 @@ class PromptRewriter:
         await asyncio.gather(self._watch, return_exceptions=True)
 
     async def put(self, question: Question, rollout: RolloutName) -> Question:
-        """Return the question that the model is asked. The record says what the agent asked.
+        """Return the question with prompts put in. The record keeps the agent's own text.
 
         A prompt is its agent's message of a role, or, where the agent has no name, the message with a text that one of
         the prompt's versions has. A rollout keeps the version that it began with. What fits no prompt goes unchanged.
@@ -69,12 +69,12 @@ class PromptRewriter:
             return question
         await self._refresh()
         placed: list[_Place] = []
-        body = asked = question.body
+        body = original = question.body
         for prompt in self._prompts:
-            place = find(question.endpoint, asked, prompt.role)
+            place = find(question.endpoint, original, prompt.role)
             if place is None or any(place == other.place for other in placed):
                 continue
-            sent = text_at(asked, place)
+            sent = text_at(original, place)
             if not _fits(prompt, rollout.agent, sent):
                 continue
             version = await self._table.kept_by(rollout.rollout_id, prompt.name)
@@ -88,10 +88,10 @@ class PromptRewriter:
             return question
         if any(text_at(body, one.place) != one.sent for one in placed):
             question = question._replace(body=body, request=question.request.with_body(encode(body)))
-        return question._replace(also=partial(self._statements, placed, asked))
+        return question._replace(also=partial(self._statements, placed, original))
 
     async def _version(self, prompt: Prompt, question: Question, rollout: RolloutName) -> int:
-        """The version of a rollout that keeps none yet. What is not recorded tells nothing about a candidate."""
+        """The version of a rollout that keeps none yet. An unrecorded call is no evidence about a candidate."""
         if self._choose is None or not question.recorded:
             return prompt.live
         return await self._choose(rollout, prompt.name, prompt.live)
@@ -107,9 +107,9 @@ class PromptRewriter:
             with suppress(StoreUnavailable):
                 await self._refresh()
 
-    def _statements(self, placed: Sequence[_Place], asked: Json, start: CallStart) -> list[Statement]:
+    def _statements(self, placed: Sequence[_Place], original: Json, start: CallStart) -> list[Statement]:
         by_name = {prompt.name: prompt for prompt in self._prompts}
-        kept = self._redactor.value(asked, "request")
+        kept = self._redactor.value(original, "request")
         made: list[Statement] = []
         for one in placed:
             row: dict[str, Any] = {"rollout_id": start.rollout.rollout_id, "call_id": start.call_id, "name": one.name}

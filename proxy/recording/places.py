@@ -1,6 +1,6 @@
-"""Says where tool calls stand in a conversation, so that a result is given to the call that it answers. Pure.
+"""Finds where tool calls stand in a conversation, so that a result is given to the call that it answers. Pure.
 
-The request that brings a result resends the call, and all that was said before it. That tells whose call it is, also
+The request that brings a result resends the call and the whole conversation before it. That identifies the call, also
 where ids are missing, repeated within a turn, written anew by the client, or counted anew in every answer. Example:
 
     recorded   user: go                                   answer: call f(1), id f:0; call f(2), id f:0
@@ -22,16 +22,16 @@ from ..store.resources.tool_calls import NO_SIGN, SIGN, SIGNS
 from ..types import ToolCall, ToolResult
 
 Json = dict[str, Any]
-Signed = list[tuple[Atom, bytes]]  # what is said, and a digest of each
+Signed = list[tuple[Atom, bytes]]  # atoms with their digests
 
-NEAR = 2  # how many of the things said right before a call are a sign of it
+NEAR = 2  # how many atoms right before a call help to identify it
 
 
 class Spot(NamedTuple):
     """Where one tool call stands, as digests; None where that is not known.
 
-    `place`: all that was said before it; `what`: its name and arguments; `near`: what was said last before it; `root`:
-    what was said first; `system`: the system's prompt; `response` and `item`: the ids that Responses gives.
+    `place`: the whole conversation before it; `what`: its name and arguments; `near`: the last atoms before it; `root`:
+    the first atom; `system`: the system's prompt; `response` and `item`: the ids that Responses gives.
     """
 
     place: bytes | None = None
@@ -59,13 +59,13 @@ class RequestItems:
         self._signs: dict[int, Signed] = {}
 
     def atoms(self, i: int) -> list[Atom]:
-        """Return what an item says."""
+        """Return an item's atoms."""
         if i not in self._read:
             self._read[i] = item_atoms(self.all[i])
         return self._read[i]
 
     def signed(self, i: int) -> Signed:
-        """Return what an item says, and a digest of each."""
+        """Return an item's atoms, each with its digest."""
         if i not in self._signs:
             self._signs[i] = _signed(self.atoms(i))
         return self._signs[i]
@@ -75,21 +75,21 @@ class RequestItems:
         return bool(_references(self.all[i])) or any(atom.kind == "call" for atom in self.atoms(i))
 
     def tail(self, end: int) -> deque[bytes]:
-        """Return digests of what was said last before an item."""
+        """Return digests of the last atoms before an item."""
         before = range(max(end - 2 * NEAR, 0), end)
         return deque((sign for i in before for atom, sign in self.signed(i) if atom.who != "system"), NEAR)
 
     @property
     def last_answer(self) -> int:
-        """Return the place of the last that the model said; -1 if it said nothing."""
-        said = ((i, atom) for i in range(len(self.all) - 1, -1, -1) for atom in self.atoms(i))
-        return next((i for i, atom in said if atom.kind == "call" or atom.who == "assistant"), -1)
+        """Return the place of the model's last answer; -1 if there is none."""
+        found = ((i, atom) for i in range(len(self.all) - 1, -1, -1) for atom in self.atoms(i))
+        return next((i for i, atom in found if atom.kind == "call" or atom.who == "assistant"), -1)
 
 
-class Told(NamedTuple):
-    """What a request tells of its conversation. `states`: a digest of all that was said before each item, and at last.
+class ReadRequest(NamedTuple):
+    """A request, read. `states`: a digest of the conversation before each item, and one of all of it.
 
-    `spot`: what is the same for all that stands in it. `first`: how many items it is read from.
+    `spot`: what is the same for all calls in it. `first`: how many items were read for it.
     """
 
     items: RequestItems
@@ -98,8 +98,8 @@ class Told(NamedTuple):
     first: int
 
 
-def told(request: Json, parent: Told | None = None, known: int = 0) -> Told:
-    """Return what a request tells. Its first `known` items are those of its parent, which need not be read again."""
+def read_request(request: Json, parent: ReadRequest | None = None, known: int = 0) -> ReadRequest:
+    """Read a request. Its first `known` items are those of its parent, which need not be read again."""
     items = RequestItems(request)
     previous = request.get("previous_response_id")
     begun = sign("response", previous) if isinstance(previous, str) else b""
@@ -107,12 +107,12 @@ def told(request: Json, parent: Told | None = None, known: int = 0) -> Told:
     for i in range(len(states) - 1, len(items.all)):
         states.append(_after(states[-1], items.signed(i)))
     if parent is not None and 0 < parent.first <= known and not ("system" in request or "instructions" in request):
-        return Told(items, states, parent.spot._replace(response=begun or None), parent.first)
-    said = ((i, atom) for i in range(len(items.all)) for atom in items.atoms(i))
-    first = next(((i, atom) for i, atom in said if atom.kind == "text" and atom.who != "system"), None)
+        return ReadRequest(items, states, parent.spot._replace(response=begun or None), parent.first)
+    texts = ((i, atom) for i in range(len(items.all)) for atom in items.atoms(i))
+    first = next(((i, atom) for i, atom in texts if atom.kind == "text" and atom.who != "system"), None)
     root = None if first is None else _sign_of(first[1])
     spot = Spot(root=root, system=_system(request, items), response=begun or None)
-    return Told(items, states, spot, 0 if first is None else first[0] + 1)
+    return ReadRequest(items, states, spot, 0 if first is None else first[0] + 1)
 
 
 def sign(*parts: str | bytes) -> bytes:
@@ -122,15 +122,15 @@ def sign(*parts: str | bytes) -> bytes:
     return blake2b(b"".join([lengths.encode(), b":", *raw]), digest_size=SIGN).digest()
 
 
-def spots(before: Told, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:
+def spots(before: ReadRequest, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:
     """Return where the tool calls of an answer stand, which was given after `before`."""
     if not calls:
         return []
     answers = list(answer_atoms(response)) if isinstance(response, dict) else []
     if sum(atom.kind == "call" for answer in answers for atom in answer) != len(calls):
         answers = [[Atom("call", call.id or "", call.arguments, call.name) for call in calls]]
-    said = response.get("id") if isinstance(response, dict) else None
-    everywhere = before.spot._replace(response=sign("response", said) if isinstance(said, str) else None)
+    response_id = response.get("id") if isinstance(response, dict) else None
+    everywhere = before.spot._replace(response=sign("response", response_id) if isinstance(response_id, str) else None)
     tail = before.items.tail(len(before.items.all))
     found = [spot for answer in answers for spot in _calls(_signed(answer), before.states[-1], tail, everywhere)]
     ids = item_ids(response)
@@ -140,14 +140,14 @@ def spots(before: Told, response: Any, calls: Sequence[ToolCall]) -> list[Spot]:
 
 
 class PlacedResult(NamedTuple):
-    """A result in a request, where the call stands that it answers, and whether the model has gone on since."""
+    """A result in a request, where the call stands that it answers, and whether the model has answered since."""
 
     result: ToolResult
     spot: Spot
     is_old: bool
 
 
-def results(request: Told, known: int) -> Iterator[PlacedResult]:
+def results(request: ReadRequest, known: int) -> Iterator[PlacedResult]:
     """Yield the results after the first `known` items."""
     items = request.items.all
     if brings_result(items[known:]):
@@ -170,7 +170,7 @@ class _Called:
 class _Reader:
     """Reads the end of a conversation: the newest calls, and what follows."""
 
-    def __init__(self, request: Told, known: int) -> None:
+    def __init__(self, request: ReadRequest, known: int) -> None:
         self._items, self._states, self._spot, _ = request
         self._known = known
         self._calls: list[_Called] = []
@@ -239,19 +239,19 @@ class _Reader:
         return self._spot
 
 
-def _calls(said: Signed, state: bytes, tail: Iterable[bytes], everywhere: Spot) -> Iterator[Spot]:
-    """Where each call in what is said stands, which comes after `state`."""
+def _calls(signed: Signed, state: bytes, tail: Iterable[bytes], everywhere: Spot) -> Iterator[Spot]:
+    """Where each call among these atoms stands, which come after `state`."""
     last = deque(tail, NEAR)
-    for atom, own in said:
+    for atom, own in signed:
         if atom.kind == "call":
             yield everywhere._replace(place=sign(state), what=own, near=sign(*last))
         state = _after(state, [(atom, own)])
         last.append(own)
 
 
-def _after(state: bytes, said: Signed) -> bytes:
+def _after(state: bytes, signed: Signed) -> bytes:
     """The digest with what these say. Results do not count: some clients shorten them later, or send them late."""
-    for atom, own in said:
+    for atom, own in signed:
         if atom.kind != "result" and atom.who != "system":
             state = sign(state, own)
     return state
@@ -262,7 +262,7 @@ def _signed(atoms: Iterable[Atom]) -> Signed:
 
 
 def _sign_of(atom: Atom) -> bytes:
-    """A digest of what is said, but for the id of a call."""
+    """A digest of an atom, without the id of a call."""
     if atom.kind == "call":
         return sign("call", atom.name, same_arguments(atom.what))
     return sign(atom.kind, "" if atom.kind == "result" else atom.who, atom.what)

@@ -35,7 +35,7 @@ from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
 from ..types import CallEnd, CallStart, Choice, ModelCall
 from .group_commit import GroupCommit, Statement
-from .places import Told, results, spots, told
+from .places import ReadRequest, read_request, results, spots
 from .redact import Redactor
 
 LARGE_REQUEST = 4_000  # bytes of a request that is stored apart from its call
@@ -176,9 +176,9 @@ class _Made(NamedTuple):
 def _made(start: CallStart, recent: Sequence[RecentCall]) -> _Made:
     parent, known = parent_of(start.request, recent)
     call = RecentCall(start.call_id, sharing(start.request, parent, known), first=known)
-    before = parent.told if parent else None
+    before = parent.read if parent else None
     if before or has_results(conversation(start.request), known):
-        call.told = told(call.request, before, known)
+        call.read = read_request(call.request, before, known)
     if parent is not None:
         stored = encode(shrink_request(call.request, parent.request))
     else:
@@ -215,10 +215,10 @@ def _start_statements(start: CallStart, parent: RecentCall | None, stored: bytes
 
 
 def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
-    """The tool calls of an answer. `call`: what was asked; None if that is not known, and so not where they stand."""
-    if end.tool_calls and call is not None and call.told is None:
-        call.told = told(call.request)
-    found = spots(call.told, end.response, end.tool_calls) if call is not None and call.told is not None else []
+    """The tool calls of an answer. `call`: None if its request is not known; then their places are not, either."""
+    if end.tool_calls and call is not None and call.read is None:
+        call.read = read_request(call.request)
+    found = spots(call.read, end.response, end.tool_calls) if call is not None and call.read is not None else []
     placed = [{"place": spot.place, "signs": spot.signs} for spot in found] or [{"place": None, "signs": None}]
     return [
         (
@@ -233,9 +233,9 @@ def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
 
 def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None, known: int) -> Iterator[Statement]:
     """The results that a request brings, after the first `known` messages."""
-    for result, spot, is_old in results(call.told, known) if call.told else ():
+    for result, spot, is_old in results(call.read, known) if call.read else ():
         if result.tool_call_id is None and spot.place is None:
-            continue  # nothing tells whose it is
+            continue  # it cannot be told whose result it is
         content = dumps(result.content)
         yield (
             TOOL_RESULT,
@@ -252,14 +252,14 @@ def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None,
 class RecentCall:
     """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable.
 
-    `told`: what its request tells of its conversation, where there are tool calls. `first`: its first message that it
+    `read`: its request, read, where there are tool calls. `first`: its first message that it
     does not share with an earlier call. `size`: about how many bytes it takes from there on.
     """
 
     call_id: str
     request: dict[str, Any]
     row_ids: array[int] = field(default_factory=lambda: array("i"))
-    told: Told | None = None
+    read: ReadRequest | None = None
     first: int = 0
     size: int = 0
 

@@ -67,8 +67,8 @@ class Redactor:
 
     def event(self, event: Event) -> Event:
         """Return the event without the parts that may not be stored."""
-        said = {name: getattr(event, name) for name in ("name", "value", "arguments", "result")}
-        return replace(event, **{name: self.value(value, "event") for name, value in said.items()})
+        values = {name: getattr(event, name) for name in ("name", "value", "arguments", "result")}
+        return replace(event, **{name: self.value(value, "event") for name, value in values.items()})
 
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
         """Return the redacted start of a call, and whether the record may lack something that the model saw.

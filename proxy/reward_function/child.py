@@ -37,7 +37,7 @@ def main(file: str, name: str) -> None:
     try:
         function = load(source, file, name)
     except BaseException as error:
-        say({"error": told(error, file)})
+        say({"error": error_line(error, file)})
         return
     from_record = getattr(function, "from_record", False) is True
     say({"version": hashlib.sha256(source).hexdigest()[:12], "from_record": from_record})
@@ -48,7 +48,7 @@ def main(file: str, name: str) -> None:
         try:
             say({"values": named(_answer(function, json.loads(rollout)), name)})
         except BaseException as error:
-            say({"error": told(error, file)})
+            say({"error": error_line(error, file)})
 
 
 def load(source: bytes, file: str, name: str) -> Callable[[dict[str, Any]], Any]:
@@ -83,12 +83,12 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
-def told(error: BaseException, file: str) -> str:
+def error_line(error: BaseException, file: str) -> str:
     """Return an error in one line, with the line of the file that it came from."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" ({Path(file).name}:{lines[-1]})" if lines else ""
-    said = " ".join(str(error).split())[:500]
-    return f"{type(error).__name__}{': ' if said else ''}{said}{where}"
+    message = " ".join(str(error).split())[:500]
+    return f"{type(error).__name__}{': ' if message else ''}{message}{where}"
 
 
 def _answer(function: Callable[[dict[str, Any]], Any], rollout: dict[str, Any]) -> Any:

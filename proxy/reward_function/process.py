@@ -21,22 +21,22 @@ LONGEST_ANSWER = 2**20
 
 
 class NotLoaded(Exception):
-    """The function is not there, or its file cannot be run. It may be mended."""
+    """The function is not there, or its file cannot be run. The user may repair it meanwhile."""
 
 
 class NoReward(Exception):
-    """The function failed for a rollout, or took too long. Another try would end alike."""
+    """The function failed for a rollout, or took too long. It is not tried again."""
 
 
 class Judgement(NamedTuple):
-    """What the function said of a rollout: rewards by name, and the version of its file."""
+    """A function's answer about a rollout: rewards by name, and the version of its file."""
 
     values: dict[str, float]
     version: str
 
 
 class Loaded(NamedTuple):
-    """A function that is loaded: the version of its file, and whether it says that it needs the record alone."""
+    """A function that is loaded: the version of its file, and whether it declares that it reads the record alone."""
 
     version: str
     from_record: bool
@@ -70,13 +70,13 @@ class FunctionProcess:
         )
         self._stamp = stamp
         try:
-            said = await self._said(START_S)
+            answer = await self._next_line(START_S)
         except NoReward as error:
             raise NotLoaded(str(error)) from None
-        if "version" not in said:
+        if "version" not in answer:
             await self.close()
-            raise NotLoaded(said["error"])
-        self._loaded = Loaded(said["version"], said["from_record"])
+            raise NotLoaded(answer["error"])
+        self._loaded = Loaded(answer["version"], answer["from_record"])
         return self._loaded
 
     async def ask(self, rollout: bytes) -> Judgement:
@@ -84,15 +84,15 @@ class FunctionProcess:
         loaded = await self.start()
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(rollout + b"\n")
-        said = await self._said(self._config.timeout_s)
-        if "error" in said:
-            raise NoReward(said["error"])
+        answer = await self._next_line(self._config.timeout_s)
+        if "error" in answer:
+            raise NoReward(answer["error"])
         try:
-            for name, value in said["values"].items():
+            for name, value in answer["values"].items():
                 self._config.require(value, name)
         except Unprocessable as error:
             raise NoReward(error.message) from None
-        return Judgement(said["values"], loaded.version)
+        return Judgement(answer["values"], loaded.version)
 
     async def close(self) -> None:
         """End the process and whatever the function started."""
@@ -103,8 +103,8 @@ class FunctionProcess:
             os.killpg(process.pid, signal.SIGKILL)
         await process.communicate()
 
-    async def _said(self, limit_s: float) -> dict[str, Any]:
-        """The process's next line. A process that is late, or ends, or is not waited for is started anew."""
+    async def _next_line(self, limit_s: float) -> dict[str, Any]:
+        """The process's next line. A process that is late or ends, or whose caller is cancelled, is started anew."""
         assert self._process is not None and self._process.stdout is not None
         try:
             async with asyncio.timeout(limit_s):
@@ -112,8 +112,8 @@ class FunctionProcess:
             if not line:
                 code = await self._process.wait()
                 raise NoReward(f"its process ended (exit code {code})")
-            said: dict[str, Any] = orjson.loads(line)
-            return said
+            answer: dict[str, Any] = orjson.loads(line)
+            return answer
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):

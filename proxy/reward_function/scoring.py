@@ -1,7 +1,7 @@
 """Asks the reward function about every completed rollout, and records its answers as rewards.
 
-A rollout that is completed awaits its rewards in the store, where no training step takes it. A killed proxy forgets
-none: the next one asks. One process of several does the work.
+A completed rollout awaits its rewards in the store, where no training step takes it. After a kill, the next proxy asks
+about it. One process of several does the work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOK = 100  # rollouts in one look
 
 
 class Scorer:
-    """Runs beside the proxy. `on_recorded` hears how many rewards were recorded."""
+    """Runs beside the proxy. `on_recorded` is called with the number of rewards that were recorded."""
 
     def __init__(self, config: Config, store: Store, on_recorded: Callable[[int], None]) -> None:
         self._config = config.rewards
@@ -37,7 +37,7 @@ class Scorer:
         self._free: asyncio.Queue[FunctionProcess] = asyncio.Queue()
         for process in self._processes:
             self._free.put_nowait(process)
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     async def run(self) -> None:
         """Score rollouts as they end, until cancelled. Return at once if there is no function."""
@@ -105,6 +105,6 @@ class Scorer:
                                "name the function so, or add the name to trainer.reward_weights")  # fmt: skip
 
     def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self._logged:
+            self._logged.add(line)
             log.warning("%s", line)

@@ -34,8 +34,8 @@ _RETRIED = frozenset({429, 502, 503, 504, 529})
 class Upstreams:
     """All upstreams, each made when first used.
 
-    `health` says which servers not to ask; `makers` make upstreams of kinds that do not speak plain HTTP. `vouching`:
-    by the upstream's name, headers that tell it that a request comes through the proxy.
+    `health` knows which servers to leave out; `makers` make upstreams of kinds that do not speak plain HTTP.
+    `vouching`: by the upstream's name, headers that show it that a request comes through the proxy.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Upstreams:
         self._makers = makers or {}
         self._vouching = vouching or {}
         self._opened: dict[str, Upstream] = {}
-        self.taken: set[tuple[str, Injection]] = set()  # what an upstream was asked for on top, and answered
+        self.taken: set[tuple[str, Injection]] = set()  # additions that an upstream has accepted
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
         """Return the upstream's answer up to its headers, after retries. Errors are those of `Upstream.open`."""
@@ -101,8 +101,8 @@ def chat_target(request: Request, chat: ThroughChat, route: Route, plain: bool) 
     sent, injection = chat.chat | ({} if route.model is None else {"model": route.model}), Injection()
     if not plain and route.upstream.kind == "vllm":
         sent, injection = chat.inject(sent)
-    asked = request._replace(path=PATH, query=b"", body=encode(sent), servers=route.servers)
-    return Target(route, asked, sent, injection, translated=True)
+    chat_request = request._replace(path=PATH, query=b"", body=encode(sent), servers=route.servers)
+    return Target(route, chat_request, sent, injection, translated=True)
 
 
 def target_of(request: Request, body: dict[str, Any], dialect: Dialect | None, route: Route, plain: bool) -> Target:
@@ -218,13 +218,13 @@ class Attempts:
             answer = await self._send()
         if not self.target.injection:
             return answer
-        asked = self.upstream.name, self.target.injection
+        attempt = self.upstream.name, self.target.injection
         if answer.status == 200:
-            self._upstreams.taken.add(asked)
+            self._upstreams.taken.add(attempt)
         elif self._may_be_ours(answer.status):
-            # Perhaps for what is asked for on top; if not, the agent is told of its own request.
+            # Perhaps because of our additions; if not, the agent gets the error for its own request.
             refusal = await answer.read()
-            known = asked in self._upstreams.taken and not self.target.translated
+            known = attempt in self._upstreams.taken and not self.target.translated
             if known and not self.target.injection.is_named_in(refusal):
                 return ReadAnswer(answer, refusal)
             answer.release()
@@ -233,7 +233,7 @@ class Attempts:
         return answer
 
     def _may_have_joined(self, status: int) -> bool:
-        """Whether a router may have asked a server that has just come up. It has the version within a moment."""
+        """Whether a router may have chosen a server that has just come up. It has the version within a moment."""
         return status == 404 and bool(self.upstream.servers) and bool(self.target.route.version)
 
     def _may_be_ours(self, status: int) -> bool:
@@ -266,7 +266,7 @@ async def _open_with_retries(config: UpstreamConfig, upstream: Upstream, request
         except NoConnection:
             pass
         else:
-            wait = _asked_wait(answer)
+            wait = _retry_after_s(answer)
             if answer.status not in _RETRIED or (wait or 0.0) > config.retry_wait_s:
                 return answer
             answer.release()
@@ -274,7 +274,7 @@ async def _open_with_retries(config: UpstreamConfig, upstream: Upstream, request
     return await upstream.open(request)
 
 
-def _asked_wait(answer: Answer) -> float | None:
+def _retry_after_s(answer: Answer) -> float | None:
     """The seconds that Retry-After asks for, as a number or a date; None if it cannot be read."""
     value = answer.retry_after
     if value.isdecimal():
@@ -291,7 +291,7 @@ _FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
 
 class BegunAnswer:
-    """An answer whose first bytes were read, and which is what they say."""
+    """An answer whose first bytes were read, which show whether it is a stream."""
 
     def __init__(self, answer: Answer, first: bytes, rest: AsyncIterator[bytes], *, is_stream: bool) -> None:
         self._first = first
@@ -311,9 +311,9 @@ class BegunAnswer:
         return b"".join([self._first, *[piece async for piece in self._rest]])
 
 
-async def begun(answer: Answer, *, asked_to_stream: bool) -> Answer:
+async def begun(answer: Answer, *, wants_stream: bool) -> Answer:
     """Return the answer when it is known whether it is a stream. Errors are those of `chunks`."""
-    if answer.status != 200 or not (answer.is_stream or asked_to_stream):
+    if answer.status != 200 or not (answer.is_stream or wants_stream):
         return answer
     rest, read, head = answer.chunks(), [], b""
     is_stream: bool | None = None
@@ -325,11 +325,11 @@ async def begun(answer: Answer, *, asked_to_stream: bool) -> Answer:
     return BegunAnswer(answer, b"".join(read), rest, is_stream=answer.is_stream if is_stream is None else is_stream)
 
 
-def _is_stream(head: bytes, said: bool) -> bool | None:
-    """Whether the answer that begins so is a stream, which its Content-Type `said` or not; None: not known yet."""
+def _is_stream(head: bytes, is_declared: bool) -> bool | None:
+    """Whether an answer with this head is a stream; None: not known yet. `is_declared`: by its Content-Type."""
     if not head:
         return None
-    if said:
+    if is_declared:
         return not head.startswith((b"{", b"["))
     if head.startswith(_FIELDS):
         return True

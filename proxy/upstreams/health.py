@@ -69,10 +69,10 @@ async def _problem(upstream: UpstreamConfig, url: str, session: aiohttp.ClientSe
     limit = aiohttp.ClientTimeout(total=upstream.connect_timeout_s)
     try:
         way = through(upstream, url)
-        asked = session.get(
+        get = session.get(
             below(url, "/models"), headers=upstream.credentials, timeout=limit, allow_redirects=False, **way
         )
-        async with asked as answer:
+        async with get as answer:
             return f"it answers HTTP {answer.status}" if answer.status >= 500 else None
     except TimeoutError:
         return f"no answer within {upstream.connect_timeout_s:g} s"

@@ -220,7 +220,7 @@ def _response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse
     return [(name, value if mask is None else mask.once(value)) for name, value in headers if name not in dropped]
 
 
-def _location(upstream: UpstreamConfig, asked: URL, value: bytes) -> bytes:
+def _location(upstream: UpstreamConfig, requested: URL, value: bytes) -> bytes:
     """A redirect's target; within the upstream it is made relative to the request, so that the agent stays with us.
 
     Servers name themselves as we call them, in whatever scheme they believe to be called by.
@@ -228,15 +228,15 @@ def _location(upstream: UpstreamConfig, asked: URL, value: bytes) -> bytes:
     if not value.startswith((b"/", b"http://", b"https://")):
         return value
     try:
-        to = asked.join(URL(_text(value), encoded=True))
+        to = requested.join(URL(_text(value), encoded=True))
     except ValueError:
         return value
-    base = next(path for url in upstream.urls if asked.raw_path.startswith(path := URL(url).raw_path + "/"))
-    if to.host_port_subcomponent != asked.host_port_subcomponent or not to.raw_path.startswith(base):
+    base = next(path for url in upstream.urls if requested.raw_path.startswith(path := URL(url).raw_path + "/"))
+    if to.host_port_subcomponent != requested.host_port_subcomponent or not to.raw_path.startswith(base):
         return value
     directory, _, name = to.raw_path.rpartition("/")
     query = f"?{to.raw_query_string}" if to.raw_query_string else ""
-    return f"{relpath(directory, asked.raw_path.rpartition('/')[0])}/{name}{query}".encode()
+    return f"{relpath(directory, requested.raw_path.rpartition('/')[0])}/{name}{query}".encode()
 
 
 def _is_decoded(response: aiohttp.ClientResponse) -> bool:
@@ -253,7 +253,7 @@ def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[s
     kept = [(name.decode("latin-1"), _text(value)) for name, value in request.headers if name not in dropped]
     if upstream.session_header is not None and request.rollout_id:
         kept.append((upstream.session_header, request.rollout_id))
-    if request.method != "OPTIONS":  # perhaps a browser's, of whom no key was asked
+    if request.method != "OPTIONS":  # perhaps a browser's, which needed no key
         kept += upstream.credentials.items()
     if identity:
         kept.append(("accept-encoding", "identity"))
@@ -289,7 +289,7 @@ def _payload(request: Request) -> aiohttp.Payload | None:
 
 @lru_cache(1024)
 def _url(base_url: str, path: str, query: bytes) -> URL:
-    """The URL to ask for, quoted anew from the decoded path: what was checked is what is asked for."""
+    """The URL to request, quoted anew from the decoded path: what was checked is what is requested."""
     url = below(base_url, quote(path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~"))
     if query:
         url += ("&" if "?" in url else "?") + quote(query, safe=_QUERY_SAFE)

@@ -36,8 +36,8 @@ class ProviderError(LightningError):
 
 def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> LightningError:
     """Return the error to show: ProviderError if the provider answered, else the reason why it did not."""
-    told = str(error).partition("\nTraceback (most recent call last)")[0]
-    message = redacted(told, secrets)[:_LONGEST_MESSAGE]
+    text = str(error).partition("\nTraceback (most recent call last)")[0]
+    message = redacted(text, secrets)[:_LONGEST_MESSAGE]
     chain = list(_chain(error))
     if isinstance(error, ImportError):
         return Unsupported(

@@ -25,7 +25,7 @@ _EVENTS: Header = (b"content-type", b"text/event-stream")
 
 
 class LitellmUpstream:
-    """Asks litellm for what the agent asked for, and gives its objects the shape of an HTTP answer."""
+    """Sends the agent's request through litellm, and makes HTTP answers of its objects."""
 
     def __init__(self, config: UpstreamConfig) -> None:
         self._config = config

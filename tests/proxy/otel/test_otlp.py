@@ -159,7 +159,7 @@ async def test_a_call_of_the_real_sdk_becomes_one_of_its_rollout(
     assert [(tool["id"], tool["arguments"]) for tool in call["tool_calls"]] == [("c1", '{"at":"tower"}')]
     assert call["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert (call["trainable"], call["policy_version"]) == (False, None)
-    assert call["untrainable_reason"] == "told of by OpenTelemetry: no token ids from the upstream"
+    assert call["untrainable_reason"] == "reported through OpenTelemetry: no token ids from the upstream"
     (transition,) = transitions["data"]
     assert (transition["kind"], transition["action"]["message"]["content"]) == ("llm", "Let me see.")
 
