@@ -252,8 +252,8 @@ def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None,
 class RecentCall:
     """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable.
 
-    `read`: its request, read, where there are tool calls. `first`: its first message that it
-    does not share with an earlier call. `size`: about how many bytes it takes from there on.
+    `read`: its request, read, where there are tool calls. `first`: its first message that it does not
+    share with an earlier call. `size`: about how many bytes it takes from there on.
     """
 
     call_id: str

@@ -38,8 +38,8 @@ class Own(Protocol):
 class ThroughChat:
     """One request on its way through the chat route. It is a dialect: it reads chat and gives the agent its own API.
 
-    `chat`: the request for the chat route, without additions of the proxy. `continues`: it continues a response that only
-    the proxy knows, so no other route can answer it.
+    `chat`: the request for the chat route, without additions of the proxy. `continues`: it continues a response that
+    only the proxy knows, so no other route can answer it.
     """
 
     def __init__(self, own: Own, translation: Translation, *, continues: bool = False) -> None:
