@@ -34,7 +34,7 @@ def load(setting: str, own: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigError(f"{setting}: there is no file {path}")
     module = sys.modules[known_as] = module_from_spec(spec)  # dataclasses look there
-    with _told(f"{setting} {own}", path):
+    with _as_config_errors(f"{setting} {own}", path):
         spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
@@ -45,12 +45,12 @@ def load(setting: str, own: str) -> Callable[..., Any]:
 @contextmanager
 def faults(setting: str, own: str) -> Iterator[None]:
     """Turn an error of the user's function in this block into a ConfigError."""
-    with _told(f"{setting} {own}", Path(own.rpartition(":")[0]).expanduser().absolute()):
+    with _as_config_errors(f"{setting} {own}", Path(own.rpartition(":")[0]).expanduser().absolute()):
         yield
 
 
 @contextmanager
-def _told(what: str, path: Path) -> Iterator[None]:
+def _as_config_errors(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except ConfigError:
@@ -58,5 +58,5 @@ def _told(what: str, path: Path) -> Iterator[None]:
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f" (line {lines[-1]})" if lines else ""
-        said = " ".join(str(error).split())[:500]
-        raise ConfigError(f"{what}: {type(error).__name__}: {said}{where}") from error
+        message = " ".join(str(error).split())[:500]
+        raise ConfigError(f"{what}: {type(error).__name__}: {message}{where}") from error

@@ -62,10 +62,10 @@ class NoPublisher:
         """Run between two steps. `samples_of` gives the rows of rollouts that were trained on."""
 
     async def look_at_others(self) -> None:
-        """Say once that another process was told since to publish in another way."""
+        """Warn once if another process has since been configured to publish in another way."""
 
     async def take_back(self, version: int, base: int) -> None:
-        """Make `base` live again in place of `version`. If vLLM cannot load it now, the proxy goes on trying."""
+        """Make `base` live again in place of `version`. If vLLM cannot load it now, the proxy keeps trying."""
 
     async def abandon_unfinished(self, why: str = "") -> None:
         """Mark the versions that were being published as failed, and remove their files."""
@@ -105,7 +105,7 @@ class Publisher(NoPublisher):
         while True:
             try:
                 return await self._publish(step, samples, metrics, base, stop)
-            except TrainingUnavailable:  # the loop goes on as after a restart
+            except TrainingUnavailable:  # the loop continues as after a restart
                 await self._forget_unfinished()
                 raise
             except (UpstreamUnreachable, UpstreamTimeout, NotSaved) as error:

@@ -11,7 +11,7 @@ from ..proxy.config.policy import DEFAULT_ADAPTER
 from ..proxy.returns import Rules, earned, return_of
 from ..proxy.types import ModelCall, Reward, Rollout, RolloutStatus
 
-# Is told of every finished step: its number and its metrics (`metric_schema`).
+# Called with every finished step: its number and its metrics (`metric_schema`).
 Show = Callable[[int, Mapping[str, Any]], None]
 
 

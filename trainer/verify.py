@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 # How far apart rounding alone takes the mean log-probability of two implementations.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 VERIFIED_TOKENS = 8
-# Where these do not tell new weights from old ones, more answers are asked for at once, up to so many tokens.
+# Where these do not distinguish new weights from old ones, more answers are sampled at once, up to so many tokens.
 MORE_ANSWERS = 16
 MORE_TOKENS = 32
 MOST_TOKENS = 2048
@@ -155,10 +155,10 @@ class Verifier:
         count = self._config.verify_samples
         chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
         prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
-        told = await self._ask(server, model, prompts, adapter, stop)
-        if not told.is_new:
-            await self._look_at_names(server, version, adapter, model, told)
-        self.difference = max(self.difference, told.difference)
+        evidence = await self._ask(server, model, prompts, adapter, stop)
+        if not evidence.is_new:
+            await self._look_at_names(server, version, adapter, model, evidence)
+        self.difference = max(self.difference, evidence.difference)
 
     async def _ask(
         self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]], adapter: str, stop: asyncio.Event
@@ -167,12 +167,12 @@ class Verifier:
         evidence = WeightEvidence()
         while evidence.may_become_clear:
             if not evidence.rounds:
-                asked = list(prompts)
-                answers = [await self._sample(server, model, prompt, VERIFIED_TOKENS, stop) for prompt in asked]
+                used = list(prompts)
+                answers = [await self._sample(server, model, prompt, VERIFIED_TOKENS, stop) for prompt in used]
             else:
-                asked = [prompts[i % len(prompts)] for i in range(MORE_ANSWERS)]
-                answers = await asyncio.gather(*(server.sample(model, prompt, MORE_TOKENS) for prompt in asked))
-            rows = [[*prompt, *ids] for prompt, (ids, _) in zip(asked, answers, strict=True)]
+                used = [prompts[i % len(prompts)] for i in range(MORE_ANSWERS)]
+                answers = await asyncio.gather(*(server.sample(model, prompt, MORE_TOKENS) for prompt in used))
+            rows = [[*prompt, *ids] for prompt, (ids, _) in zip(used, answers, strict=True)]
             ours = await in_thread(self._trainer.logprobs, rows, adapter)
             if not evidence.rounds:
                 self._require_near(model, ours, answers)
@@ -185,7 +185,7 @@ class Verifier:
     async def _look_at_names(
         self, server: VllmServer, version: PolicyVersion, adapter: str, model: str, evidence: WeightEvidence
     ) -> None:
-        """Where answers do not tell: is the server's name for the weights right, and are the files the trainer's own?
+        """Where answers prove nothing: check the server's name for the weights, and that the files are the trainer's.
 
         Raises PublishError if not.
         """

@@ -17,7 +17,7 @@ RETRY_S = 2.0
 
 
 class Stopped(Exception):
-    """The trainer was told to stop while it waited."""
+    """The trainer was asked to stop while it waited."""
 
 
 class JudgeError(LightningError):
@@ -58,7 +58,7 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     def guarded() -> T:
         try:
             return work(*args, **kwargs)
-        except StopIteration as error:  # no future can hold it: whoever awaits it would wait for ever
+        except StopIteration as error:  # no future can hold it, so awaiting it would never end
             raise RuntimeError(f"{work!r} raised StopIteration") from error
 
     doing = asyncio.create_task(asyncio.to_thread(guarded))

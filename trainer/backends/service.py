@@ -143,8 +143,8 @@ class TinkerService:
         if answer.is_success:
             return answer.content
         # The address lets everybody in who has it, so no message names more than its host.
-        told = f"{answer.url.host} answered {answer.status_code}"
-        raise httpx.HTTPStatusError(told, request=answer.request, response=answer)
+        message = f"{answer.url.host} answered {answer.status_code}"
+        raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
@@ -158,14 +158,14 @@ class TinkerService:
             raise
         except Exception as error:  # the client raises its own errors, and plain ValueError and RuntimeError
             self.forget()
-            said = f"{self.where} {what}: {_one_line(error)}"
+            problem = f"{self.where} {what}: {_one_line(error)}"
             if self._is_users(error):
-                raise ConfigError(f"trainer.tinker: {said}") from error
+                raise ConfigError(f"trainer.tinker: {problem}") from error
             if not self._is_outage(error):
                 self._faults += 1
                 if self._faults >= FAULTS:
-                    raise ConfigError(f"trainer.tinker: {said} ({self._faults} times)") from error
-            raise TrainingUnavailable(f"{said}; the step is taken again from the last saved state") from error
+                    raise ConfigError(f"trainer.tinker: {problem} ({self._faults} times)") from error
+            raise TrainingUnavailable(f"{problem}; the step is taken again from the last saved state") from error
 
     def _is_users(self, error: Exception) -> bool:
         """Whether the service refused what the user asked for."""

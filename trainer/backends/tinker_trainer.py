@@ -86,7 +86,7 @@ class TinkerTrainer:
         return {name: value for name, value in {**batch.metrics, **metrics}.items() if math.isfinite(value)}
 
     def _fitting(self, batch: Batch) -> list[Sample]:
-        """The samples that can be trained on; `left_out_because` tells of the others."""
+        """The samples that can be trained on; `left_out_because` counts the others."""
         trained = [sample for sample in batch.samples if sample.trained_tokens]
         plain = [sample for sample in trained if is_plain(sample)]
         others = [sample.rollout_id for sample in trained if not is_plain(sample)]
@@ -113,10 +113,10 @@ class TinkerTrainer:
             self.skipped_because = f"the loss is not finite over {some_rollouts([s.rollout_id for s in samples])}"
             return metrics
         begun = time.perf_counter()
-        told = self._service.optim_step(learning_rate=rate, grad_clip_norm=config.max_grad_norm, **ADAM)
+        reported = self._service.optim_step(learning_rate=rate, grad_clip_norm=config.max_grad_norm, **ADAM)
         self._updates += 1
         self._state = self._save_state()
-        norms = [value for name, value in told.items() if "grad_norm" in name]
+        norms = [value for name, value in reported.items() if "grad_norm" in name]
         norm = {"grad_norm": norms[0]} if norms else {}
         return metrics | norm | {"skipped": 0.0, "optimizer_s": time.perf_counter() - begun}
 

@@ -19,7 +19,7 @@ from .signs import Measured, ScoredRollout, Sign, kept, reward_sign, step_signs
 log = logging.getLogger(__name__)
 
 LINE = 32  # the number of steps to look back
-FIRST = 3  # the number of steps that tell entropy and reward at the beginning
+FIRST = 3  # the number of steps that entropy and reward at the beginning are taken from
 NEWEST = 1024  # the number of rollouts to look at
 SETTLED = 0.9  # the share of rollouts that were rewarded within the time to wait for
 
@@ -36,7 +36,7 @@ class Monitor:
         self._clock = clock
         self._looked_at: object = None
         self._look_again = math.inf  # when more rollouts will count, even without a new reward
-        self._told: Collapse | None = None
+        self._logged: Collapse | None = None
 
     async def keep(self) -> set[int]:
         """Return the versions that a rollback may go to from the live one. Their files must stay."""
@@ -48,7 +48,7 @@ class Monitor:
     async def of_step(self, base: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return metrics to add to a step that began with version `base`, before it is committed.
 
-        `warnings` says what was seen, by sign. With `collapse`, the step must not be published.
+        `warnings` has a text for each sign that was seen. With `collapse`, the step must not be published.
         """
         live = await self._store.versions.live()
         if self._config.collapse.action == "off" or metrics["skipped"] or live.version != base:
@@ -68,13 +68,13 @@ class Monitor:
         if self._config.collapse.action == "off" or last is None:
             return None
         found = Collapse.of(last, live) or await self._look_at_rewards(live, last)
-        if found is not None and found != self._told:
+        if found is not None and found != self._logged:
             log.error("publication is stopped: %s", found.story)
-        self._told = found
+        self._logged = found
         return found
 
     async def _look_at_rewards(self, live: PolicyVersion, last: Step) -> Collapse | None:
-        """A collapse seen in rewards alone: if all rewards are equal, there are no steps to tell by."""
+        """A collapse seen in rewards alone: if all rewards are equal, no step is taken whose metrics could show it."""
         looked_at = (await self._store.rewards.newest(), live.version, live.live_at)
         if looked_at == self._looked_at and self._clock() < self._look_again:
             return None

@@ -230,15 +230,15 @@ def _too_high(name: Any, limit: float, steps: Sequence[Measured], config: Collap
 def _entropy_sign(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], config: CollapseConfig) -> Sign | None:
     """Low entropy without a higher reward. A policy that learns pays for rewards with entropy (arXiv 2505.22617).
 
-    Only rollouts that were sampled since the entropy is low can tell.
+    Only rollouts that were sampled since the entropy is low count.
     """
     entropies = [metrics["entropy"] for metrics in first if "entropy" in metrics]
     if not entropies:
         return None
     start = max(entropies)
     streak = _streak(steps, lambda metrics: metrics.get("entropy", start) < config.min_entropy * start)
-    told = [s.metrics for i, s in enumerate(streak) if s.metrics.get("staleness_mean", 0.0) < len(streak) - i]
-    if not told or _has_risen(first, told, config.reward_warn):
+    after = [s.metrics for i, s in enumerate(streak) if s.metrics.get("staleness_mean", 0.0) < len(streak) - i]
+    if not after or _has_risen(first, after, config.reward_warn):
         return None
     now = streak[0].metrics
     what = (

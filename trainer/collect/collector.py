@@ -69,7 +69,7 @@ class Collector:
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
         self._waiting = WaitingGroups(config, store, order)
         self._seen = Seen()
-        self._told: set[str] = set()  # why nothing was learned, since the last step
+        self._logged: set[str] = set()  # why nothing was learned, since the last step
 
     async def next_batch(self, live: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
         """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
@@ -93,7 +93,7 @@ class Collector:
     async def _claim(self, take: Take) -> Batch:
         self._seen.add(take.seen)
         seen, self._seen = self._seen, Seen()
-        self._told.clear()
+        self._logged.clear()
         step = await self._store.steps.claim(take.rollout_ids, take.live, take.dropped, take.groups, take.credit)
         return Batch(
             step=step,
@@ -107,15 +107,15 @@ class Collector:
         )
 
     async def _drop(self, take: Take) -> None:
-        """Drop groups that teach nothing. They are counted in the next step."""
+        """Drop groups from which nothing can be learned. They are counted in the next step."""
         self._seen.add(take.seen)
         await self._store.steps.drop(take.dropped, take.groups)
-        if new := take.dropped.keys() - self._told:
-            self._told |= new
+        if new := take.dropped.keys() - self._logged:
+            self._logged |= new
             log.warning("no step: %s", take.why_nothing)
         found = await self._store.waiting.standstill(self._config.rollouts_per_step)
-        if found is not None and STANDSTILL not in self._told:
-            self._told.add(STANDSTILL)
+        if found is not None and STANDSTILL not in self._logged:
+            self._logged.add(STANDSTILL)
             log.warning("%s", found.story)
 
     async def waiting(self) -> tuple[int, float | None]:
@@ -207,7 +207,7 @@ class Collector:
         return STALE if live - _oldest_version(trained, live) > self._config.max_staleness else None
 
     def _trained(self, calls: Sequence[ModelCall]) -> list[ModelCall]:
-        """The calls of trained agents. What the others said is context in the prompts of these calls."""
+        """The calls of trained agents. Other agents' answers are context in the prompts of these calls."""
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
     async def _take_group(self, take: Take, comparison: ComparedRollouts) -> None:

@@ -17,7 +17,7 @@ Order = Callable[[Group], Any]  # a sort key: the first groups are taken first
 
 
 class WaitingGroups:
-    """Knows which groups are ready. Whoever takes or drops one tells it (`forget`)."""
+    """Knows which groups are ready. Call `forget` for groups that are taken or dropped."""
 
     def __init__(self, config: TrainerConfig, store: Store, order: Order | None = None) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class WaitingGroups:
                 self._unready.discard(group)
 
     async def _look(self) -> None:
-        """Bring what is known up to date."""
+        """Read the groups that have changed since the last look."""
         await self._store.returns.use(self._rules)
         waiting = self._store.waiting
         cursor, numbers = await waiting.changed(self._cursor)

@@ -21,21 +21,21 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 # What decides how an answer is sampled, in all of the recorded APIs.
-_ASKED = (
+_PARAMETERS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids", "structured_outputs",
     "response_format", "text", "output_format", "tools", "tool_choice", "parallel_tool_calls", "chat_template",
     "chat_template_kwargs", "reasoning_effort", "reasoning", "include_reasoning",
 )  # fmt: skip
-# What a template makes of a conversation decides nothing here, and must not keep a request from being asked for.
+# The template does not matter here, but an unknown one would make requests untranslatable.
 _TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no_tools=True)
 # Sets of parameters, far more than a step has.
 _KEPT = 10_000
-_SAID: Json = {"messages": [{"role": "user", "content": "0"}]}
+_MESSAGE: Json = {"messages": [{"role": "user", "content": "0"}]}
 _PROMPTS: dict[str, Json] = {"completions": {"prompt": "0"}, "responses": {"input": "0"}}
 _NO_ROUTE = (
-    "vLLM does not say how it samples (%s): calls with a grammar are left out, and others taken as their requests say; "
-    "start it with `lightning-proxy vllm`, or add --enable-scale-out"
+    "vLLM does not report its sampling parameters (%s): calls with a grammar are left out, others are taken by their "
+    "requests; start it with `lightning-proxy vllm`, or add --enable-scale-out"
 )
 
 
@@ -55,7 +55,7 @@ class Known(NamedTuple):
 
 
 class Sampled:
-    """Says how calls were sampled. Without `vllm` their requests alone do, and grammars are not known."""
+    """Knows how calls were sampled. Without `vllm`, only from their requests, which show no grammar."""
 
     def __init__(self, vllm: Vllm | None = None) -> None:
         self._vllm = vllm
@@ -63,7 +63,7 @@ class Sampled:
         self._warned = False
 
     async def look(self, calls: Iterable[ModelCall]) -> None:
-        """Ask for what is not known of trainable calls. Raise UpstreamUnreachable if a grammar's vLLM is away."""
+        """Ask vLLM how trainable calls were sampled, unless known. Raise UpstreamUnreachable if a grammar needs it."""
         for call in calls:
             if call.trainable and (key := _key(call)) not in self._known:
                 known = await self._ask(call)
@@ -84,22 +84,22 @@ class Sampled:
         return known.why or "its sampling parameters are not understood" if known.sampling is None else None
 
     def _of(self, call: ModelCall) -> Known:
-        return self._known.get(_key(call)) or _as_asked(call)
+        return self._known.get(_key(call)) or _by_request(call)
 
     async def _ask(self, call: ModelCall) -> Known | None:
-        """What vLLM says, or the request if it has no such route; None while it is away, which a grammar waits for."""
+        """By vLLM's answer, or by the request if vLLM has no such route; None while vLLM is away. Grammars wait."""
         if self._vllm is None:
-            return _as_asked(call)
+            return _by_request(call)
         try:
             model = await self._vllm.base_model()
-            endpoint, asked = _sent(call)
-            prompt = _PROMPTS.get(endpoint, _SAID)
-            rendered = await self._vllm.rendered(endpoint, {"model": model, **prompt, **asked})
+            endpoint, parameters = _sent(call)
+            prompt = _PROMPTS.get(endpoint, _MESSAGE)
+            rendered = await self._vllm.rendered(endpoint, {"model": model, **prompt, **parameters})
         except VllmError as error:
             if not self._warned:
                 log.warning(_NO_ROUTE, error.message)
             self._warned = True
-            return _as_asked(call)
+            return _by_request(call)
         except (UpstreamUnreachable, UpstreamTimeout):
             if constraint(call.request):
                 raise
@@ -120,7 +120,7 @@ def _as_rendered(rendered: Json, call: ModelCall) -> Known:
     return Known(sampling)
 
 
-def _as_asked(call: ModelCall) -> Known:
+def _by_request(call: ModelCall) -> Known:
     if name := constraint(call.request):
         return Known(None, f"{name}: only vLLM knows its grammar, and no vLLM with --enable-scale-out was asked")
     return Known(sampling_of(call.request))
@@ -128,19 +128,19 @@ def _as_asked(call: ModelCall) -> Known:
 
 def _sent(call: ModelCall) -> tuple[str, Json]:
     """The endpoint that the call was sent to, and the parameters that decided how its answer was sampled."""
-    said = _said_nothing(call.request)
-    chat = None if call.endpoint == CHAT_ENDPOINT else chat_request(call.endpoint, said, _TEMPLATE)
+    shortened = _shortened(call.request)
+    chat = None if call.endpoint == CHAT_ENDPOINT else chat_request(call.endpoint, shortened, _TEMPLATE)
     endpoint, request = (call.endpoint, call.request) if chat is None else (CHAT_ENDPOINT, chat)
-    return endpoint, {name: request[name] for name in _ASKED if request.get(name) is not None}
+    return endpoint, {name: request[name] for name in _PARAMETERS if request.get(name) is not None}
 
 
-def _said_nothing(request: Json) -> Json:
+def _shortened(request: Json) -> Json:
     """The request with the shortest conversation in the place of its own, which is not looked at again."""
-    said = {"messages": _SAID["messages"], "input": "0"}
+    placeholders = {"messages": _MESSAGE["messages"], "input": "0"}
     kept = {name: value for name, value in request.items() if name not in ("system", "previous_response_id")}
-    return {name: said.get(name, value) for name, value in kept.items()}
+    return {name: placeholders.get(name, value) for name, value in kept.items()}
 
 
 def _key(call: ModelCall) -> str:
-    endpoint, asked = _sent(call)
-    return f"{endpoint} {dumps(asked)}"
+    endpoint, parameters = _sent(call)
+    return f"{endpoint} {dumps(parameters)}"

@@ -41,7 +41,7 @@ class RankLost(LightningError):
 
 def launched() -> bool:
     """Return whether a launcher (torchrun, `accelerate launch`) asks for several processes, or for a sharded model."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or shards.asked_for()
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or shards.is_sharded()
 
 
 class Ranks(Processes):
@@ -73,7 +73,7 @@ class Ranks(Processes):
         if self._joined:
             return
         self._joined = True
-        self.sharded = shards.asked_for()
+        self.sharded = shards.is_sharded()
         if accelerator.num_processes == 1 and not self.sharded:
             return
         if accelerator.distributed_type not in SUPPORTED:

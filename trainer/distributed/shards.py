@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ...proxy.errors import ConfigError
 
 
-def asked_for() -> bool:
+def is_sharded() -> bool:
     """Return whether the launcher's configuration asks for a sharded base model."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 

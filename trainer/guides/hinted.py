@@ -1,4 +1,4 @@
-"""Writes hints into recorded prompts: the same sampled answer after a prompt that says more. Pure, no torch.
+"""Writes hints into recorded prompts, so that the same sampled answer is scored after a longer prompt. Pure, no torch.
 
 An answer keeps its exact tokens. Its prompt is shown again by the chat template, with the hint at the end of the last
 message of a user. First it is shown without the hint: only a template that gives the recorded tokens is trusted.
@@ -24,8 +24,8 @@ Hint = Literal["comments", "siblings"]
 
 # What the policy reads after the user's own words. docs/guides.md shows it.
 WORDING: dict[Hint, str] = {
-    "comments": "{said}\n\nAn earlier answer got this feedback:\n{hint}\n\nAnswer again, and do better.",
-    "siblings": "{said}\n\nThis earlier answer was a good one:\n{hint}\n\nAnswer again, as well as that.",
+    "comments": "{message}\n\nAn earlier answer got this feedback:\n{hint}\n\nAnswer again, and do better.",
+    "siblings": "{message}\n\nThis earlier answer was a good one:\n{hint}\n\nAnswer again, as well as that.",
 }
 # Characters of a hint; what is longer is cut.
 MOST = 4000
@@ -83,8 +83,8 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, request: Json, messages: Sequenc
 
 
 def _with_hint(messages: Sequence[Json], hint: str, kind: Hint) -> list[Json]:
-    """The messages with a hint in the last one of a user. Raise ValueError if no user said anything."""
+    """The messages with a hint in the last one of a user. Raise ValueError if there is none."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
     cut = hint if len(hint) <= MOST else f"{hint[:MOST]} […]"
-    content = WORDING[kind].format(said=messages[last]["content"], hint=cut)
+    content = WORDING[kind].format(message=messages[last]["content"], hint=cut)
     return [*messages[:last], messages[last] | {"content": content}, *messages[last + 1 :]]

@@ -59,7 +59,7 @@ class Hints:
         return recorded is not None and bool(comments([recorded]))
 
     async def guided(self, batch: Batch) -> Batch:
-        """Return the batch with what the policy says of its answers after a hint."""
+        """Return the batch with the log-probabilities of its answers after a hint."""
         recorded: list[Recorded] = []
         tasks = {sample.rollout_id: sample.task_id for sample in batch.samples}
         owners = await self._store.waiting.owners(tasks)  # nobody's answer is a hint to rollouts that may not see it
@@ -83,11 +83,11 @@ class Hints:
     ) -> tuple[tuple[Sample, ...], Counter[str]]:
         calls = {call.call_id: call for rollout in recorded for call in rollout.calls}
         hints = self._hints(recorded)
-        said = [[math.nan] * len(sample.token_ids) for sample in samples]
+        scores = [[math.nan] * len(sample.token_ids) for sample in samples]
         counts: Counter[str] = Counter()
         places: list[tuple[list[float], int, int]] = []
         rows: list[Sample] = []
-        for sample, values in zip(samples, said, strict=True):
+        for sample, values in zip(samples, scores, strict=True):
             for call_id, start, end in answers_of(sample):
                 row, why = self._row(sample, start, end, calls.get(call_id), hints.get(call_id))
                 counts[why] += 1
@@ -96,15 +96,15 @@ class Hints:
                     rows.append(row)
         for (values, start, end), found in zip(places, self._score(rows), strict=True):
             values[start:end] = found[start - end :]
-        self._look_for_leaks(samples, said)
-        guidance = [Guidance(tuple(values), self._weight) for values in said]
+        self._look_for_leaks(samples, scores)
+        guidance = [Guidance(tuple(values), self._weight) for values in scores]
         return tuple(replace(s, guidance=(*s.guidance, g)) for s, g in zip(samples, guidance, strict=True)), counts
 
-    def _look_for_leaks(self, samples: Sequence[Sample], said: Sequence[Sequence[float]]) -> None:
-        """Warn once if hints make the answers likelier on average: what tells nothing of them makes them less so."""
+    def _look_for_leaks(self, samples: Sequence[Sample], scores: Sequence[Sequence[float]]) -> None:
+        """Warn once if hints make the answers likelier on average: hints that reveal nothing make them less likely."""
         gaps = [
             hinted - own
-            for sample, values in zip(samples, said, strict=True)
+            for sample, values in zip(samples, scores, strict=True)
             for hinted, own in zip(values, sample.logprobs, strict=True)
             if not math.isnan(hinted)
         ]
@@ -113,7 +113,7 @@ class Hints:
         self._warned = True
         log.warning(
             "hints: they make the policy's own answers likelier, by %.1f nats a token. It learns to repeat itself if "
-            "comments tell what it answered: let them say what was wrong, and what is right", gap,
+            "comments contain its answer: let them say what was wrong, and what is right", gap,
         )  # fmt: skip
 
     def _hints(self, recorded: Sequence[Recorded]) -> Mapping[str, str]:

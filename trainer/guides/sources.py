@@ -1,4 +1,4 @@
-"""Finds the hint for each call of a step: what was said of it, or how a better sibling answered. Pure, no torch."""
+"""Finds the hint for each call of a step: comments on it, or the answer of a better sibling. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ class Recorded:
 def comments(rollouts: Sequence[Recorded]) -> dict[str, str]:
     """Return hints by call id: the comments on the call's rewards, or else on those of its rollout.
 
-    The newest reward of each name counts: without a comment it takes back what was said before, of a call also what was
-    said of its rollout. A judge's score says nothing that could be followed.
+    The newest reward of each name counts: without a comment it takes back earlier ones; one of a call takes back those
+    of its rollout, too. A judge's comments are no hints.
     """
     found: dict[str, str] = {}
     for rollout in rollouts:
         newest = {(reward.call_id, reward.name): (n, comment(reward)) for n, reward in enumerate(rollout.rewards)}
         of: dict[str | None, dict[str, tuple[int, str]]] = {}
-        for (call_id, name), said in newest.items():
-            of.setdefault(call_id, {})[name] = said
+        for (call_id, name), numbered in newest.items():
+            of.setdefault(call_id, {})[name] = numbered
         for call in rollout.calls:
             own, shared = of.get(call.call_id, {}), of.get(None, {})
-            last = {name: said for name, said in shared.items() if name not in own or own[name] < said}
-            words = [said for _, said in own.values() if said] or [said for _, said in last.values() if said]
-            if words:
-                found[call.call_id] = "\n".join(words)
+            last = {name: numbered for name, numbered in shared.items() if name not in own or own[name] < numbered}
+            texts = [text for _, text in own.values() if text] or [text for _, text in last.values() if text]
+            if texts:
+                found[call.call_id] = "\n".join(texts)
     return found
 
 
 def comment(reward: Reward) -> str:
-    """Return what was said with a reward; "" if nothing was."""
+    """Return the comment on a reward; "" if it has none."""
     return "" if reward.name == JUDGE else (reward.comment or "").strip()
 
 
-def without_quotes(said: str, answer: str) -> str:
+def without_quotes(comment: str, answer: str) -> str:
     """Return a comment without what it quotes of the answer: 16 characters in a row, or all of it in quotation marks.
 
     A policy that reads its own answer in the hint finds every token of it likelier, right or wrong.
@@ -61,12 +61,12 @@ def without_quotes(said: str, answer: str) -> str:
     answer = answer.strip()
     runs = {answer[i : i + QUOTED] for i in range(len(answer) - QUOTED + 1)}
     kept, place = "", 0
-    while place < len(said):
+    while place < len(comment):
         end = place
-        while said[end : end + QUOTED] in runs:
+        while comment[end : end + QUOTED] in runs:
             end += 1
         if end == place:
-            kept, place = kept + said[place], place + 1
+            kept, place = kept + comment[place], place + 1
         else:
             kept, place = kept + LEFT_OUT, end + QUOTED - 1
     if answer:
@@ -93,12 +93,12 @@ def siblings(rollouts: Sequence[Recorded], rules: Rules, tokenizer: PreTrainedTo
 
 
 def _answers(rollout: Recorded, tokenizer: PreTrainedTokenizerBase) -> dict[str | None, str]:
-    """What each agent answered, in order, as the policy wrote it: with its tool calls, without its thoughts."""
+    """Each agent's answers, in order, as the policy wrote them: with tool calls, without thoughts."""
     found: dict[str | None, list[str]] = {}
     for call in rollout.calls:
         if call.trainable and call.is_decision:
             text: str = tokenizer.decode(list(call.response_token_ids), skip_special_tokens=True)
-            _, ended, said = text.rpartition(THOUGHT)
+            _, ended, answer = text.rpartition(THOUGHT)
             if ended or BEGUN not in text:
-                found.setdefault(call.agent, []).append(said.strip())
+                found.setdefault(call.agent, []).append(answer.strip())
     return {agent: "\n\n".join(filter(None, texts)) for agent, texts in found.items() if any(texts)}

@@ -33,7 +33,7 @@ Row = tuple[int, ...]
 
 
 class Teacher:
-    """One model of one vLLM. All that it knows of a row is what it makes of the tokens before."""
+    """One model of one vLLM. It scores the tokens of a row and sees nothing else."""
 
     def __init__(self, config: TeacherConfig, server: VllmServer, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
@@ -44,7 +44,7 @@ class Teacher:
         self._longest = sys.maxsize
 
     async def teaches(self, rollout: Rollout) -> bool:
-        """Return True: a teacher knows something of every answer."""
+        """Return True: a teacher can score every answer."""
         return True
 
     async def check(self) -> None:
@@ -61,33 +61,35 @@ class Teacher:
                 f"trainer.teacher: {model} at {shown(self._server.base_url)} has other tokens than policy.model; a "
                 "teacher needs the policy's own tokenizer, as models of one family have"
             )
-        # Of an adapter vLLM says no length. After each row it samples a token.
+        # vLLM reports no length of an adapter. It samples a token after each row.
         longest = served.get(model) or max(filter(None, served.values()), default=None)
         self._longest = sys.maxsize if longest is None else int(longest) - 1
         self._model = model
 
     async def guided(self, batch: Batch) -> Batch:
-        """Return the batch with what the teacher says of its answers. Raise GuideError if it gives no answer."""
+        """Return the batch with the teacher's log-probabilities. Raise GuideError if it gives no answer."""
         if self._model is None:
             await self.check()
-        said = await self._said(self._row(s) for s in batch.samples if any(_is_plain(s, *a) for a in answers_of(s)))
+        logprobs = await self._scored(
+            self._row(s) for s in batch.samples if any(_is_plain(s, *a) for a in answers_of(s))
+        )
         counts: Counter[str] = Counter()
-        samples = tuple(self._with(sample, said.get(self._row(sample), []), counts) for sample in batch.samples)
+        samples = tuple(self._with(sample, logprobs.get(self._row(sample), []), counts) for sample in batch.samples)
         metrics = {name: float(counts[name]) for name in COUNTS}
         return replace(batch, samples=samples, metrics={**batch.metrics, **metrics})
 
     def _row(self, sample: Sample) -> Row:
         return sample.token_ids[: self._longest]
 
-    async def _said(self, rows: Iterable[Row]) -> dict[Row, list[float]]:
-        """The log-probabilities of each row's tokens; equal rows are asked for once."""
-        asked = list(dict.fromkeys(rows))
+    async def _scored(self, rows: Iterable[Row]) -> dict[Row, list[float]]:
+        """The log-probabilities of each row's tokens; equal rows are scored once."""
+        distinct = list(dict.fromkeys(rows))
         try:
             async with asyncio.TaskGroup() as group:  # the first error ends them all
-                tasks = [group.create_task(self._ask(row)) for row in asked]
+                tasks = [group.create_task(self._ask(row)) for row in distinct]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return {row: task.result() for row, task in zip(asked, tasks, strict=True)}
+        return {row: task.result() for row, task in zip(distinct, tasks, strict=True)}
 
     async def _ask(self, row: Row) -> list[float]:
         assert self._model is not None
@@ -97,8 +99,8 @@ class Teacher:
             except (UpstreamUnreachable, UpstreamTimeout, VllmError) as error:
                 raise GuideError(f"trainer.teacher: {error}") from None
 
-    def _with(self, sample: Sample, said: list[float], counts: Counter[str]) -> Sample:
-        """The sample with what was said of its plain answers."""
+    def _with(self, sample: Sample, logprobs: list[float], counts: Counter[str]) -> Sample:
+        """The sample with the log-probabilities of its plain answers."""
         values = [math.nan] * len(sample.token_ids)
         for call_id, start, end in answers_of(sample):
             if not _is_plain(sample, call_id, start, end):
@@ -107,7 +109,7 @@ class Teacher:
                 counts["calls_beyond_teacher"] += 1
             else:
                 counts["calls_taught"] += 1
-                values[start : min(end, len(said))] = said[start:end]
+                values[start : min(end, len(logprobs))] = logprobs[start:end]
         guidance = Guidance(tuple(values), self._config.weight)
         return replace(sample, guidance=(*sample.guidance, guidance))
 

@@ -76,7 +76,7 @@ class Judge:
         return reward
 
     async def _judged(self, question: str) -> tuple[float | None, str]:
-        """The score and what the judge said. The score is None if it said none, or cannot judge this."""
+        """The score and the judge's answer. The score is None if the answer has none, or this cannot be judged."""
         try:
             answer = await self._ask(question)
         except Unjudgeable as error:
@@ -115,8 +115,8 @@ def question(shown: str, step: int) -> str:
 
 def read_score(answer: str) -> float | None:
     """Return the first number from 0 to 10 in an answer, as 0 to 1; None without one. "Step 3" does not count."""
-    said = re.sub(r"step \d+", "", answer.rpartition("</think>")[2], flags=re.IGNORECASE)
-    numbers = (float(found) for found in re.findall(r"\d+(?:\.\d+)?", said))
+    text = re.sub(r"step \d+", "", answer.rpartition("</think>")[2], flags=re.IGNORECASE)
+    numbers = (float(found) for found in re.findall(r"\d+(?:\.\d+)?", text))
     return next((number / 10 for number in numbers if number <= 10), None)
 
 

@@ -95,14 +95,14 @@ def _write_note(path: Path, note: dict[str, Any]) -> None:
 
 
 def _say_if_changed(source: Path, note: dict[str, Any], directory: Path) -> None:
-    """Warn if there is more data now: to go on exactly, the run goes on with what it began with."""
+    """Warn if there is more data now: a run keeps the data that it began with, so that it can be resumed exactly."""
     what = None
     with suppress(OSError, sqlite3.Error):  # the copy is all that is needed
         what = _change(source, note)
     if what is not None:
         log.warning(
-            "%s since %s was made from %s; the run goes on with what it began with: "
-            "name another directory (--dir) to train on all that there is now", what, directory, source,
+            "%s since %s was made from %s; the run keeps the data that it began with: "
+            "name another directory (--dir) to train on the new data too", what, directory, source,
         )  # fmt: skip
 
 

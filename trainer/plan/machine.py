@@ -27,10 +27,10 @@ def cards() -> Cards:
     if shutil.which(ASK[0]) is None:
         return {}
     try:
-        told = subprocess.run(ASK, check=True, capture_output=True, text=True, timeout=ASKING_S).stdout
+        listing = subprocess.run(ASK, check=True, capture_output=True, text=True, timeout=ASKING_S).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    found = {int(index): float(mib) / 1024 for index, mib in re.findall(r"^(\d+), *([\d.]+)", told, re.MULTILINE)}
+    found = {int(index): float(mib) / 1024 for index, mib in re.findall(r"^(\d+), *([\d.]+)", listing, re.MULTILINE)}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found
@@ -81,5 +81,5 @@ def _from_hub(model: str, download: bool) -> Path | None:
         if isinstance(cached, str):
             return Path(cached)
         return Path(hf_hub_download(model, "config.json")) if download else None
-    except Exception:  # no such package, no network, no such model: whoever loads the model says so better
+    except Exception:  # no such package, no network, no such model: loading the model gives a better message
         return None

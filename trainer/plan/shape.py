@@ -8,7 +8,7 @@ from typing import Any
 
 from ...proxy.errors import ConfigError
 
-# Of these no layer types are told: their layers have a state that runs through the row, or attention of another kind.
+# Their configurations list no layer types: layers have a state that runs through the row, or other attention.
 _RECURRENT = ("mamba", "rwkv", "jamba", "bamba", "zamba", "falcon_h1", "nemotron_h", "recurrent_gemma", "hybrid")
 _SINKS = ("gpt_oss",)
 

@@ -45,7 +45,7 @@ class GatedPublisher(Publisher):
         self._max_staleness = config.trainer.max_staleness
         self._again = 0.0
         self._warned = False
-        self._unseen: int | None = None  # the test that the trainer has said nobody looks at
+        self._unseen: int | None = None  # the test about which it was logged that no proxy looks at it
 
     def is_due(self, step: int, metrics: Mapping[str, Any]) -> bool:
         return "method" in metrics or step % self._every == 0
@@ -55,7 +55,7 @@ class GatedPublisher(Publisher):
         return last.version is not None or not self.is_due(last.step, last.metrics)
 
     async def goes_on(self, version: int, live: PolicyVersion) -> bool:
-        """Return whether `version` was trained on from what is live, and nothing of that was taken back since."""
+        """Return whether `version` was trained on from the live one, with no rejected or failed one between."""
         if version == live.version:
             return True
         since = line.chosen_at(live, await self._tests.last_of(live.version))
@@ -77,7 +77,7 @@ class GatedPublisher(Publisher):
     ) -> PolicyVersion:
         live = await self._store.versions.live()
         if not await self.goes_on(base, live):
-            raise Superseded(f"policy version {live.version} is live, which these weights do not go on from")
+            raise Superseded(f"policy version {live.version} is live, and these weights were not trained on from it")
         version = await self._save(step, metrics)
         await self._tests.wait(version.version, step)
         if await self._tests.now() is None:
@@ -87,7 +87,7 @@ class GatedPublisher(Publisher):
         return await self._store.versions.get(version.version)
 
     async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
-        """Begin the test of a version that waits, once no other is tested. Training may have gone on since."""
+        """Begin the test of a version that waits, once no other is tested. More steps may have been taken since."""
         test = await self._tests.now()
         if test is not None:
             await self._warn_if_nobody_looks(test.promotion)

@@ -33,10 +33,10 @@ def as_shown(message: Json) -> Json:
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
-    told = {name: value for name, value in message.items() if value is not None} | {"content": content or ""}
+    shown_message = {name: value for name, value in message.items() if value is not None} | {"content": content or ""}
     if calls := message.get("tool_calls"):
-        told["tool_calls"] = [_tool_call(call) for call in calls]
-    return told
+        shown_message["tool_calls"] = [_tool_call(call) for call in calls]
+    return shown_message
 
 
 def _tool_call(call: Json) -> Json:

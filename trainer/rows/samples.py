@@ -131,8 +131,8 @@ class _Row:
         )
 
 
-def sampled_as_asked(call: ModelCall) -> Sampling | None:
-    """Return how the request alone says that its answer was sampled; None where vLLM may have made a grammar of it."""
+def sampled_by_request(call: ModelCall) -> Sampling | None:
+    """Return the sampling parameters of the request alone; None where vLLM may have made a grammar of it."""
     return None if constraint(call.request) else sampling_of(call.request)
 
 
@@ -144,7 +144,7 @@ def rollout_samples(
     max_tokens: int,
     vocabulary: int | None = None,
     adapter: str = DEFAULT_ADAPTER,
-    sampled: SamplingOf = sampled_as_asked,
+    sampled: SamplingOf = sampled_by_request,
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 

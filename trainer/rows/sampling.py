@@ -44,8 +44,8 @@ def sampling_of(parameters: Json) -> Sampling | None:
 
 
 def _temperature(parameters: Json) -> float:
-    asked = _number(parameters, "temperature", 1.0)
-    return max(asked, COLDEST) if asked > 0 else asked
+    temperature = _number(parameters, "temperature", 1.0)
+    return max(temperature, COLDEST) if temperature > 0 else temperature
 
 
 def _number(parameters: Json, name: str, neutral: float) -> float:

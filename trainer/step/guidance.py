@@ -1,4 +1,4 @@
-"""Adds to each token's advantage what guides say of it, such as the policy itself after a hint, or a teacher."""
+"""Adds guides' log-probabilities to the tokens' advantages: those of the policy after a hint, or of a teacher."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def add_guidance(
     there = inputs["completion_mask"].bool()
     total, gaps, guides = (torch.zeros_like(inputs["advantages"]) for _ in range(3))
     for i in range(max((len(sample.guidance) for sample in samples), default=0)):
-        said = answers.take(padded([_said(sample, i) for sample in samples], there.device))
-        gap = (said - logprobs.detach()).clamp(-limit, limit).nan_to_num(nan=0.0)
+        guide = answers.take(padded([_guide_logprobs(sample, i) for sample in samples], there.device))
+        gap = (guide - logprobs.detach()).clamp(-limit, limit).nan_to_num(nan=0.0)
         weights = torch.tensor([s.guidance[i].weight if i < len(s.guidance) else 0.0 for s in samples])
         total += weights.to(there.device)[answers.rows] * gap
         gaps += gap
-        guides += ~said.isnan()
+        guides += ~guide.isnan()
     inputs["guided"] = (guides > 0) & there
     inputs["guidance"] = total.where(inputs["guided"], 0.0)
     inputs["guide_gap"] = (gaps / guides.clamp(min=1)).where(inputs["guided"], 0.0)
     inputs["advantages"] = inputs["advantages"] + inputs["guidance"]
 
 
-def _said(sample: Sample, guide: int) -> Sequence[float]:
-    """What a sample's guide of that number says; NaN throughout without one."""
+def _guide_logprobs(sample: Sample, guide: int) -> Sequence[float]:
+    """The log-probabilities of a sample's guide of that number; NaN throughout without one."""
     return sample.guidance[guide].logprobs if guide < len(sample.guidance) else (math.nan,) * len(sample.mask)

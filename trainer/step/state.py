@@ -15,7 +15,7 @@ SHARDED = ("adapters", "optimizer")
 
 
 class Resumable(Protocol):
-    """A trainer of transformers that goes on from a state: `LightningTrainer`."""
+    """A trainer of transformers that can resume from a state: `LightningTrainer`."""
 
     args: Any
     state: Any

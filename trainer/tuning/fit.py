@@ -27,7 +27,7 @@ SAVES = 10  # checkpoints in a run
 
 
 class FitCallback(TrainerCallback):
-    """Ends the run when it is told to, marks whole checkpoints, and logs every epoch.
+    """Ends the run on request, marks whole checkpoints, and logs every epoch.
 
     Each checkpoint holds the numbers up to its own step, so that a run that is killed ends with the same ones.
     `measure` returns the numbers of held-out tasks, which go into the log of each epoch.

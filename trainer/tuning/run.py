@@ -32,7 +32,7 @@ NOTE = "run.json"
 
 
 class TuningRun(Generic[T]):
-    """One run of a method. If it is killed or stopped, the next one goes on from its checkpoint."""
+    """One run of a method. If it is killed or stopped, the next one resumes from its checkpoint."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class TuningRun(Generic[T]):
 
         tuned = await in_thread(tune, self._recipe, self._trainer, lessons, directory, stopped)
         if tuned is None:
-            log.warning("stopped: the same command goes on from the checkpoint in %s", directory)
+            log.warning("stopped: the same command resumes from the checkpoint in %s", directory)
             return last
         await self._conclude(lessons, metrics | tuned, directory)
         return await self._store.steps.last()

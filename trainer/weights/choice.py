@@ -1,4 +1,4 @@
-"""Decides by `trainer.weights` what is trained, and in which precision. The rest of the trainer does not ask for it."""
+"""Chooses by `trainer.weights` which weights are trained, and in which precision."""
 
 from __future__ import annotations
 

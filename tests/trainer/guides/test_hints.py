@@ -60,12 +60,12 @@ def save_heeding_model(directory: Path) -> Path:
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     # Plain questions get the next question's colour half of the time; hinted ones the colour of the hint.
-    plain = [("{said}", q, COLOURS[c]) for i, q in enumerate(QUESTIONS) for c in (0, 1, 2, 3, *((i + 1) % 4,) * 2)]
+    plain = [("{message}", q, COLOURS[c]) for i, q in enumerate(QUESTIONS) for c in (0, 1, 2, 3, *((i + 1) % 4,) * 2)]
     hinted = [(words, q, colour) for words in WORDING.values() for q in QUESTIONS for colour in COLOURS]
     for _ in range(150):
         loss = torch.zeros(())
-        for words in ("{said}", *WORDING.values()):
-            said = [(words.format(said=q, hint=colour), colour) for w, q, colour in plain + hinted if w == words]
+        for words in ("{message}", *WORDING.values()):
+            said = [(words.format(message=q, hint=colour), colour) for w, q, colour in plain + hinted if w == words]
             texts = [prompt(tokenizer, [{"role": "user", "content": text}]) + f"{c} <end>" for text, c in said]
             rows = torch.tensor(tokenizer(texts)["input_ids"])
             labels = rows.masked_fill(torch.arange(rows.shape[1]) < rows.shape[1] - 2, -100)
@@ -171,7 +171,7 @@ async def test_comments_teach_where_rewards_teach_nothing(base: Path, tmp_path: 
 
 async def test_a_hint_is_told_to_the_policy_in_the_last_message_of_the_user(base: Path, tmp_path: Path) -> None:
     async with lesson(base, tmp_path, hints="comments", hint_weight=0.5, group_size=2) as one:
-        before = {q: one.says(q) for q in ("q0", WORDING["comments"].format(said="q0", hint="it is red"))}
+        before = {q: one.says(q) for q in ("q0", WORDING["comments"].format(message="q0", hint="it is red"))}
         said = await one.rollout("q0", "red", 1.0, "it is red", task="t")
         silent = await one.rollout("q0", "blue", 0.0, "  ", task="t")
         batch = await one.guided()
@@ -218,7 +218,7 @@ async def test_a_rollout_without_siblings_learns_from_its_comment(base: Path, tm
 
 async def test_a_better_siblings_answer_is_a_hint_for_the_others(base: Path, tmp_path: Path) -> None:
     async with lesson(base, tmp_path, hints="siblings", group_size=3) as one:
-        hinted = one.says(WORDING["siblings"].format(said="q0", hint="red"))
+        hinted = one.says(WORDING["siblings"].format(message="q0", hint="red"))
         best = await one.rollout("q0", "red", 1.0, task="t")
         worse = [await one.rollout("q0", "blue", reward, task="t") for reward in (0.0, 0.5)]
         alone = [await one.rollout("q1", "blue", reward, task="u") for reward in (0.0, 0.0, 0.0)]
