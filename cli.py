@@ -76,8 +76,8 @@ Timeout = Annotated[float | None, typer.Option(metavar="S", help="seconds that a
 Outputs = Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")]
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
         from importlib.metadata import version
 
         typer.echo(f"lightning-proxy {version('lightning-proxy')}")

@@ -44,15 +44,15 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="write over a file that is there")] = False,
 ) -> None:
     """Write a small commented configuration."""
-    asked = InitOptions(model, port, store, upstream, kind, group_size, tasks_per_step)
-    typer.echo(write(file, asked, force=force), err=True)
+    options = InitOptions(model, port, store, upstream, kind, group_size, tasks_per_step)
+    typer.echo(write(file, options, force=force), err=True)
 
 
-def write(path: Path, asked: InitOptions, *, force: bool) -> str:
+def write(path: Path, options: InitOptions, *, force: bool) -> str:
     """Write the file and return what to do next. Raise ConfigError for a wrong option, LightningError if it fails."""
     if path.exists() and not force:
         raise LightningError(f"{path} is there already; --force writes it again")
-    text = configuration(asked)
+    text = configuration(options)
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_text(text)
@@ -66,32 +66,38 @@ def write(path: Path, asked: InitOptions, *, force: bool) -> str:
     finally:
         part.unlink(missing_ok=True)
     option = "" if path == Path("config.yaml") else f"--config {path} "
-    command = "up" if asked.model and not asked.upstream else "serve"
+    command = "up" if options.model and not options.upstream else "serve"
     return f"wrote {path}; next: lightning-proxy {option}{command}"
 
 
-def configuration(asked: InitOptions) -> str:
+def configuration(options: InitOptions) -> str:
     """Return the configuration as YAML."""
     lines = [
         "# Every key that is not here has its default.",
         "# A variable can set each key, too: LIGHTNING_PROXY__PORT=9000.",
         "",
         "proxy:",
-        _line("port", asked.port, f"agents use http://127.0.0.1:{asked.port}/v1", 2),
+        _line("port", options.port, f"agents use http://127.0.0.1:{options.port}/v1", 2),
         "",
         "store:",
-        _line("url", f"sqlite:///{asked.store}", "what is recorded", 2),
+        _line("url", f"sqlite:///{options.store}", "what is recorded", 2),
     ]
-    if asked.upstream is not None:
-        told = {"vllm": "recorded with token ids, and trained on"}.get(asked.kind, "recorded")
-        lines += ["", "upstreams:", _line("- name", "policy", "", 2), _line("kind", asked.kind, told, 4)]
-        lines += [_line("base_url", asked.upstream, "what answers the agents", 4)]
-    if asked.model is None:
+    if options.upstream is not None:
+        comment = {"vllm": "recorded with token ids, and trained on"}.get(options.kind, "recorded")
+        lines += ["", "upstreams:", _line("- name", "policy", "", 2), _line("kind", options.kind, comment, 4)]
+        lines += [_line("base_url", options.upstream, "what answers the agents", 4)]
+    if options.model is None:
         lines += ["", "# To train: a Hugging Face id or a directory.", "# policy:", "#   model: Qwen/Qwen3-0.6B"]
         return "\n".join(lines) + "\n"
-    lines += ["", "policy:", _line("model", asked.model, "what vLLM serves and the trainer trains", 2), "", "trainer:"]
-    lines += [_line("group_size", asked.group_size, "rollouts of a task, compared with each other", 2)]
-    lines += [_line("tasks_per_step", asked.tasks_per_step, "groups that make a step", 2)]
+    lines += [
+        "",
+        "policy:",
+        _line("model", options.model, "what vLLM serves and the trainer trains", 2),
+        "",
+        "trainer:",
+    ]
+    lines += [_line("group_size", options.group_size, "rollouts of a task, compared with each other", 2)]
+    lines += [_line("tasks_per_step", options.tasks_per_step, "groups that make a step", 2)]
     return "\n".join(lines) + "\n"
 
 

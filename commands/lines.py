@@ -35,10 +35,10 @@ class _Text(logging.Formatter):
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
-        said = {"time": at, "level": record.levelname.lower(), "message": record.getMessage()}
+        entry = {"time": at, "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
-            said["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(said | getattr(record, "fields", {}), ensure_ascii=False)
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry | getattr(record, "fields", {}), ensure_ascii=False)
 
 
 def set_up(format: LogFormat) -> None:
@@ -78,8 +78,8 @@ class CallLines:
             fields = {"event": "call", "call_id": end.call_id, "rollout_id": end.rollout_id, "status": end.status}
             log.info("%s", call_line(start, end), extra={"fields": fields, "colour": COLOURS.get(end.status, "")})
         if counts.total() > (len(waiting) if self._each else 0):
-            told = ", ".join(f"{count(n)} {status}" for status, n in counts.items())
-            say(f"{count(counts.total())} call{'s' * (counts.total() != 1)}: {told}", event="calls", **counts)
+            by_status = ", ".join(f"{count(n)} {status}" for status, n in counts.items())
+            say(f"{count(counts.total())} call{'s' * (counts.total() != 1)}: {by_status}", event="calls", **counts)
 
 
 def call_line(start: CallStart, end: CallEnd) -> str:

@@ -69,8 +69,8 @@ def parsers_of(model: str, extra_args: Sequence[str]) -> Parsers:
         argv += [REASONING, reasoning]
     if tool is not None or given & {AUTO, TOOL}:
         return Parsers(tuple(argv))
-    told = f"no tool parser is known for {model}: requests with tools will get HTTP 400"
-    return Parsers(tuple(argv), f"{told}; if it calls tools, add {AUTO} {TOOL} NAME to vllm.extra_args")
+    problem = f"no tool parser is known for {model}: requests with tools will get HTTP 400"
+    return Parsers(tuple(argv), f"{problem}; if it calls tools, add {AUTO} {TOOL} NAME to vllm.extra_args")
 
 
 def _known(model: str) -> tuple[str | None, str | None]:

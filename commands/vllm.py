@@ -123,8 +123,8 @@ def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
 def exec_vllm(config: Config) -> None:
     """Replace this process by vLLM. Does not return."""
     program = vllm_program(config, alone=True)
-    if told := without_tools(config):
-        print(f"lightning-proxy: {told}", file=sys.stderr, flush=True)
+    if warning := without_tools(config):
+        print(f"lightning-proxy: {warning}", file=sys.stderr, flush=True)
     os.execvpe(program.argv[0], program.argv, {**os.environ, **program.env})
 
 

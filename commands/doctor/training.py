@@ -60,11 +60,11 @@ def what_is_missing(groups: list[Group], trainer: TrainerConfig) -> str:
     """Say how many groups are full, and what a step still needs."""
     wanted, full = trainer.tasks_per_step, full_groups(groups)
     begun = [group for group in groups if group.group_id is None and not group.whole]
-    told = f"{full} of the {wanted} groups that it takes are full (of {trainer.group_size} ended rollouts)"
+    line = f"{full} of the {wanted} groups that it takes are full (of {trainer.group_size} ended rollouts)"
     if full >= wanted:
-        return f"{told}: it can be made"
+        return f"{line}: it can be made"
     if not begun:
-        return f"{told}; no other group has begun"
+        return f"{line}; no other group has begun"
     lacking = sum(len(group.awaited) or trainer.group_size - group.ended for group in begun)
     short = f"{lacking} rollout{'s' * (lacking != 1)} short"
-    return f"{told}; {len(begun)} more {'has' if len(begun) == 1 else 'have'} begun, {short}"
+    return f"{line}; {len(begun)} more {'has' if len(begun) == 1 else 'have'} begun, {short}"

@@ -43,26 +43,26 @@ class EvalRequest:
     as_json: bool
 
 
-def eval_command(config: Config, asked: EvalRequest) -> None:
+def eval_command(config: Config, request: EvalRequest) -> None:
     """Run the whole command. Raise LightningError if it fails, or if every program failed."""
-    models, tasks = parse_models(asked.models), read_tasks(asked.tasks)
-    if asked.out is not None:
-        check_writable(asked.out)
+    models, tasks = parse_models(request.models), read_tasks(request.tasks)
+    if request.out is not None:
+        check_writable(request.out)
     view = ProgressView(Console(stderr=True))
-    runner = runner_for(config, asked.command, asked.preload, view.say)
-    logs, limit_s = logs_directory(asked.logs), score_timeout_s(config)
+    runner = runner_for(config, request.command, request.preload, view.say)
+    logs, limit_s = logs_directory(request.logs), score_timeout_s(config)
     options = RunOptions(
-        asked.samples, asked.concurrency, "eval", logs, score_timeout_s=limit_s, timeout_s=config.run.timeout_s
+        request.samples, request.concurrency, "eval", logs, score_timeout_s=limit_s, timeout_s=config.run.timeout_s
     )
     api = ApiClient.of(config, patience_s=60)
     names = [model.name for model in models]
     check_power(config, names)
     power = serving_power(config, names)
-    evaluation = Evaluation(api, runner, options, models, promote=asked.promote, say=view.say)
+    evaluation = Evaluation(api, runner, options, models, promote=request.promote, say=view.say)
     try:
         run_until_signal(_run(api, power, runner, evaluation, tasks, view, options.group_size))
     finally:
-        _show(evaluation, asked)
+        _show(evaluation, request)
     if all(result.failed for row in evaluation.rows for result in row.results):
         raise LightningError("every program failed")
 
@@ -92,19 +92,19 @@ async def _run(
                 await asyncio.shield(runner.close())
 
 
-def _show(evaluation: Evaluation, asked: EvalRequest) -> None:
+def _show(evaluation: Evaluation, request: EvalRequest) -> None:
     """Print and save what there is, also of an evaluation that was stopped."""
     if not any(row.results for row in evaluation.rows):
         return
     about = {
-        "created_at": time.time(), "tasks": str(asked.tasks), "samples": asked.samples, "command": asked.command,
+        "created_at": time.time(), "tasks": str(request.tasks), "samples": request.samples, "command": request.command,
     }  # fmt: skip
-    found = report(evaluation.rows, asked.scoring, about)
-    if asked.out is not None:
-        save(found, asked.out)
-    if asked.as_json:
+    found = report(evaluation.rows, request.scoring, about)
+    if request.out is not None:
+        save(found, request.out)
+    if request.as_json:
         print_json(found)
     else:
         print_tables(found)
-        numbers = f"; all numbers: {asked.out}" if asked.out is not None else ""
-        print(f"passed: reward >= {asked.scoring.pass_at:g}; a rollout without a reward counts as 0{numbers}")
+        numbers = f"; all numbers: {request.out}" if request.out is not None else ""
+        print(f"passed: reward >= {request.scoring.pass_at:g}; a rollout without a reward counts as 0{numbers}")

@@ -148,8 +148,8 @@ class Evaluation:
     ) -> Callable[[RolloutResult], None]:
         def take(result: RolloutResult) -> None:
             _check_answered_by(row.model, result, self._alias)
-            if asked := result.answers.get(self._alias):  # calls for other models are not evaluated
-                result = replace(result, answers={self._alias: asked})
+            if versions := result.answers.get(self._alias):  # calls for other models are not evaluated
+                result = replace(result, answers={self._alias: versions})
             row.results.append(result)
             on_result(row, result)
 

@@ -41,7 +41,7 @@ def same_version(row: Mapping[str, Any], first: Mapping[str, Any]) -> int | None
     return ours[0] if len(ours) == 1 and row["policy_versions"] == first["policy_versions"] else None
 
 
-def said(row: Mapping[str, Any], first: str) -> str:
+def comparison_line(row: Mapping[str, Any], first: str) -> str:
     """Return what a row's comparison with the first says, in one line."""
     versus, beside = row["versus"], f"{row['model']} beside {first}"
     if (version := versus["same_version"]) is not None:

@@ -21,7 +21,7 @@ from ...proxy.errors import ConfigError, LightningError
 from ..run.run import RolloutResult
 from ..run.summary import by_task
 from .eval import LIVE, EvalRow
-from .evidence import said, same_version, weigh
+from .evidence import comparison_line, same_version, weigh
 from .stats import compare, ks, pass_at_k
 
 Json = dict[str, Any]
@@ -84,7 +84,7 @@ def print_tables(found: Json) -> None:
         first, *others = found["rows"]
         for row in others:
             if row["versus"] is not None:
-                print(said(row, first["model"]))
+                print(comparison_line(row, first["model"]))
 
 
 def _table(*heads: str) -> Table:

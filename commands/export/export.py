@@ -80,9 +80,9 @@ def export_command(config: Config, target: Path, format: str | None, kind: str, 
             raise ConfigError(f"--{name} is {', '.join(values)} or {ALL}, got {filters[name]!r}")
     work = export(config.store, target, file_format(target, format), cast(Kind, kind), _selection(kind, filters))
     written = run_until_signal(work)
-    told = [f"{written.rows} {kind} rows to {target}"]
-    told += [f"conversations left out: {n}, {reason}" for reason, n in written.left_out.most_common()]
-    Console(stderr=True).print("\n".join(told), markup=False, soft_wrap=True)
+    lines = [f"{written.rows} {kind} rows to {target}"]
+    lines += [f"conversations left out: {n}, {reason}" for reason, n in written.left_out.most_common()]
+    Console(stderr=True).print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 def _selection(kind: str, filters: dict[str, Any]) -> Selection:
@@ -142,9 +142,9 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
                         continue
                     with suppress(NotFound):  # deleted meanwhile, for its age perhaps
                         calls = await store.calls.of(rollout.rollout_id, short=kind == "sft")
-                        told = await store.events.of(rollout.rollout_id)
+                        events = await store.events.of(rollout.rollout_id)
                         rewards = await store.rewards.of(rollout.rollout_id)
-                        for row in rows_of(rollout, calls, kind, told, rewards, written.left_out):
+                        for row in rows_of(rollout, calls, kind, events, rewards, written.left_out):
                             writer.write(row)
                             written.rows += 1
     return written

@@ -82,24 +82,24 @@ class Found:
     tested: bool = False
 
 
-def optimize(config: Config, asked: OptimizeRequest) -> None:
+def optimize(config: Config, request: OptimizeRequest) -> None:
     """Run the whole command. Raise LightningError if it fails; what was tried until then is kept."""
-    require_litellm(f"--reflect {asked.reflect}")
-    split = _split(asked)
+    require_litellm(f"--reflect {request.reflect}")
+    split = _split(request)
     console = Console(stderr=True)
     view = ProgressView(console)
-    runner = runner_for(config, asked.command, asked.preload, view.say)
+    runner = runner_for(config, request.command, request.preload, view.say)
     options = RunOptions(
-        1, asked.concurrency, "eval", logs_directory(asked.logs), score_timeout_s=score_timeout_s(config),
+        1, request.concurrency, "eval", logs_directory(request.logs), score_timeout_s=score_timeout_s(config),
         timeout_s=config.run.timeout_s,
     )  # fmt: skip
     directory = make_directory(config.policy.directory / "optimize", "policy.directory")
-    work = _Optimization(config, asked, split, runner, options, directory, view)
+    work = _Optimization(config, request, split, runner, options, directory, view)
     found = run_until_signal(work.run())
-    if asked.as_json:
+    if request.as_json:
         print_json(asdict(found))
     else:
-        console.print(told(found, promoted=asked.promote), markup=False, highlight=False)
+        console.print(summary(found, promoted=request.promote), markup=False, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +111,18 @@ class Split:
     held_out: list[Task]
 
 
-def _split(asked: OptimizeRequest) -> Split:
-    tasks = read_tasks(asked.tasks)
-    random.Random(asked.seed).shuffle(tasks)
-    if asked.held_out is not None:
-        held_out = read_tasks(asked.held_out)
+def _split(request: OptimizeRequest) -> Split:
+    tasks = read_tasks(request.tasks)
+    random.Random(request.seed).shuffle(tasks)
+    if request.held_out is not None:
+        held_out = read_tasks(request.held_out)
     else:
         size = len(tasks) // HELD_OUT
         held_out, tasks = tasks[:size], tasks[size:]
-    size = min(asked.validation, len(tasks) // 2)
+    size = min(request.validation, len(tasks) // 2)
     if not size or not held_out:
         raise ConfigError(
-            f"{asked.tasks} has too few tasks: some to learn from, some to compare prompts on, and some held out"
+            f"{request.tasks} has too few tasks: some to learn from, some to compare prompts on, and some held out"
         )
     return Split(tasks[size:], tasks[:size], held_out)
 
@@ -130,7 +130,7 @@ def _split(asked: OptimizeRequest) -> Split:
 @dataclass(frozen=True, slots=True)
 class _Optimization:
     config: Config
-    asked: OptimizeRequest
+    request: OptimizeRequest
     split: Split
     runner: Runner
     options: RunOptions
@@ -138,14 +138,14 @@ class _Optimization:
     view: ProgressView
 
     async def run(self) -> Found:
-        asked = self.asked
+        request = self.request
         async with ApiClient.of(self.config, patience_s=60) as api:
-            prompt = await api.request("GET", f"/prompts/{quote(asked.prompt, safe='')}")
-            run = run_name(asked, self.split, prompt["text"])
+            prompt = await api.request("GET", f"/prompts/{quote(request.prompt, safe='')}")
+            run = run_name(request, self.split, prompt["text"])
             with self.view:
-                bar = self.view.bar("search", asked.budget)
+                bar = self.view.bar("search", request.budget)
                 scores = PromptScores(
-                    api, self.runner, self.options, prompt=asked.prompt, run=run, budget=asked.budget,
+                    api, self.runner, self.options, prompt=request.prompt, run=run, budget=request.budget,
                     failed_reward=self.config.trainer.failed_reward or 0.0,
                     on_result=lambda _: _show(bar, scores, job),
                 )  # fmt: skip
@@ -153,11 +153,11 @@ class _Optimization:
                 try:
                     await scores.open()
                     if scores.taken:
-                        self.view.say(f"run {run} goes on: {scores.taken} of {asked.budget} rollouts are done")
-                    if asked.method == "apo":
-                        await apo.search(job, asked.sizes)
+                        self.view.say(f"run {run} goes on: {scores.taken} of {request.budget} rollouts are done")
+                    if request.method == "apo":
+                        await apo.search(job, request.sizes)
                     else:
-                        await gepa.search(job, asked.batch)
+                        await gepa.search(job, request.batch)
                     if job.tried:
                         await job.settle()
                     return await self._judge(api, job, run)
@@ -165,45 +165,53 @@ class _Optimization:
                     await asyncio.shield(self.runner.close())
 
     def _search(self, scores: PromptScores, run: str, text: str) -> Search:
-        asked = self.asked
+        request = self.request
         file = self.directory / f"{run}.jsonl"
-        reflection = Reflection(asked.reflect, asked.reflect_url, file, most=asked.budget)
+        reflection = Reflection(request.reflect, request.reflect_url, file, most=request.budget)
 
         def tell(best: Candidate) -> None:
             self.view.say(f"version {best.version}: {best.mean:.3f} on {len(self.split.validation)} tasks")
 
         split = self.split
-        return Search(asked.prompt, text, scores, reflection, split.lessons, split.validation, asked.seed, tell)
+        return Search(request.prompt, text, scores, reflection, split.lessons, split.validation, request.seed, tell)
 
     async def _judge(self, api: ApiClient, job: Search, run: str) -> Found:
         """Compare the best version with the first one on the held-out tasks, and keep what was found with it."""
         if not job.tried:
-            raise ConfigError(f"--budget {self.asked.budget} is less than one look at the validation tasks")
+            raise ConfigError(f"--budget {self.request.budget} is less than one look at the validation tasks")
         first, best = next(iter(job.tried.values())), job.best
         before, after = [await self._held_out(job.scores, one) for one in (first, best)]
         found = Found(
-            self.asked.prompt, run, best.version, job.scores.taken, len(job.tried), first.mean, best.mean,
+            self.request.prompt, run, best.version, job.scores.taken, len(job.tried), first.mean, best.mean,
             _mean(before), _mean(after),
-            compare(after, before, self.asked.seed) if best is not first else None,
+            compare(after, before, self.request.seed) if best is not first else None,
         )  # fmt: skip
-        metrics = {"method": self.asked.method, "run": run, "validation": best.mean, "held_out": found.after}
-        body = {"name": self.asked.prompt, "text": best.text, "metrics": metrics, "promote": self.asked.promote}
+        metrics = {"method": self.request.method, "run": run, "validation": best.mean, "held_out": found.after}
+        body = {"name": self.request.prompt, "text": best.text, "metrics": metrics, "promote": self.request.promote}
         prompt = await api.request("POST", "/prompts", body)
-        return replace(found, tested=self.asked.promote and prompt["live_version"] != best.version)
+        return replace(found, tested=self.request.promote and prompt["live_version"] != best.version)
 
     async def _held_out(self, scores: PromptScores, candidate: Candidate) -> list[float]:
         tried = await scores.of(candidate.version, self.split.held_out, held_out=True)
         return [score.reward for score in tried]
 
 
-def run_name(asked: OptimizeRequest, split: Split, text: str) -> str:
+def run_name(request: OptimizeRequest, split: Split, text: str) -> str:
     """Return the name of a run: the same for the same question, so that asking again goes on."""
-    parts: list[Any] = [asked.method, asked.prompt, text, asked.command, asked.seed, asked.reflect, asked.batch]
-    parts += [asdict(asked.sizes), *([task.line for task in tasks] for tasks in (split.lessons, split.validation))]
+    parts: list[Any] = [
+        request.method,
+        request.prompt,
+        text,
+        request.command,
+        request.seed,
+        request.reflect,
+        request.batch,
+    ]
+    parts += [asdict(request.sizes), *([task.line for task in tasks] for tasks in (split.lessons, split.validation))]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
-def told(found: Found, *, promoted: bool) -> str:
+def summary(found: Found, *, promoted: bool) -> str:
     """Say what was found."""
     lines = [
         f"{found.tried} versions of {found.prompt} tried in {found.rollouts} rollouts (run {found.run})",

@@ -59,7 +59,7 @@ class _Adapter:
 
     def __init__(self, job: Search, loop: asyncio.AbstractEventLoop) -> None:
         self._job, self._loop = job, loop
-        self._idle, self._asked = 0, -1
+        self._idle, self._requested = 0, -1
         self.is_over = False
         self.fault: Exception | None = None
 
@@ -85,8 +85,8 @@ class _Adapter:
         return self._wait(self._job.reflection.ask(text))
 
     def is_done(self, _: Any) -> bool:
-        self._idle = self._idle + 1 if self._job.scores.asked == self._asked else 0
-        self._asked = self._job.scores.asked
+        self._idle = self._idle + 1 if self._job.scores.requested == self._requested else 0
+        self._requested = self._job.scores.requested
         return self._idle > MOST_IDLE
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

@@ -26,8 +26,8 @@ def outputs(rollout: Mapping[str, Any]) -> str:
     if not turns:
         return "(no call was made)"
     longest = max(turns, key=lambda turn: len(turn.whole))
-    said = [line for message in longest.whole for line in _lines(message)]
-    return _cut("\n".join(said) or "(nothing was said)")
+    lines = [line for message in longest.whole for line in _lines(message)]
+    return _cut("\n".join(lines) or "(nothing was said)")
 
 
 def feedback(rollout: Mapping[str, Any]) -> str:

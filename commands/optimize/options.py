@@ -47,8 +47,8 @@ def optimize(
     from .command import optimize as run
 
     modules = preload.split(",") if preload else []
-    asked = OptimizeRequest(
+    request = OptimizeRequest(
         method, prompt, tasks, held_out, command, modules, reflect, reflect_url, budget, validation, batch,
         Sizes(beam, branch, batch, rounds), seed, concurrency, promote, logs, as_json,
     )  # fmt: skip
-    run(load_config(context.obj), asked)
+    run(load_config(context.obj), request)

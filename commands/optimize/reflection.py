@@ -26,20 +26,20 @@ class Reflection:
 
     def __init__(self, model: str, base_url: str | None, file: Path, most: int | None = None) -> None:
         self._model, self._base_url, self._file, self._most = model, base_url, file, most
-        self._asked: Counter[str] = Counter()
+        self._uses: Counter[str] = Counter()
         self._answers = _read(file)
 
     async def ask(self, text: str) -> str:
         """Return the model's answer; LightningError if it gives none, BudgetSpent if it may not be asked again."""
-        if self._most is not None and self._asked.total() >= self._most:
+        if self._most is not None and self._uses.total() >= self._most:
             raise BudgetSpent
         digest = hashlib.sha256(f"{self._model}\n{text}".encode()).hexdigest()
-        key = f"{digest} {self._asked[digest] + 1}"
+        key = f"{digest} {self._uses[digest] + 1}"
         if key not in self._answers:
             answer = await self._complete(text)
             await asyncio.to_thread(self._keep, key, answer)
             self._answers[key] = answer
-        self._asked[digest] += 1
+        self._uses[digest] += 1
         return self._answers[key]
 
     async def _complete(self, text: str) -> str:

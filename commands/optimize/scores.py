@@ -53,7 +53,7 @@ class PromptScores:
         self._failed_reward, self._on_result = failed_reward, on_result
         self._known: dict[tuple[int, str], list[Score]] = {}  # one for each look
         self._elsewhere: dict[tuple[int, str], list[float]] = {}  # what other runs saw
-        self._asked: set[tuple[int, str]] = set()
+        self._requested: set[tuple[int, str]] = set()
         self.taken = 0  # rollouts of the search
 
     async def open(self) -> None:
@@ -79,9 +79,9 @@ class PromptScores:
         return max(self._budget - self.taken, 0)
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         """Return how many scores were asked for since the start, each counted once."""
-        return len(self._asked)
+        return len(self._requested)
 
     async def version_of(self, text: str, parent: int | None = None, comment: str | None = None) -> int:
         """Return the version with this text; it is added if there is none."""
@@ -94,7 +94,7 @@ class PromptScores:
 
         `held_out`: it is no part of the search, and not of its budget.
         """
-        self._asked |= {(version, task.task_id) for task in tasks}
+        self._requested |= {(version, task.task_id) for task in tasks}
         return await self.look(version, tasks, 0, held_out=held_out)
 
     async def look(self, version: int, tasks: Sequence[Task], look: int, *, held_out: bool = False) -> list[Score]:

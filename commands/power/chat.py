@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 CHAT = "/v1/chat/completions"
 DERENDER = "/v1/chat/completions/derender"
-UNSAID = 16  # tokens: vLLM's default, which it leaves out of its sampling parameters
+DEFAULT_MAX_TOKENS = 16  # tokens: vLLM's default, which it leaves out of its sampling parameters
 MAX_TOKENS = 3072  # of a request that names no limit: the paper's
 TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=5)  # of each of the many requests to vLLM
 _NAME = re.compile(r"power:(\d+(?:\.\d+)?)")
@@ -78,7 +78,7 @@ class PowerChat:
         _check(body)
         vllm = _Vllm(self._session, self._base_url, headers)
         try:
-            return _as_asked(body, await _sample(vllm, body | {"model": await vllm.base_model(alpha)}, alpha))
+            return _as_json_or_chunk(body, await _sample(vllm, body | {"model": await vllm.base_model(alpha)}, alpha))
         except _Refused as refused:
             return refused.answer
 
@@ -134,12 +134,12 @@ class _Vllm:
     async def rendered(self, body: Json) -> tuple[list[int], int]:
         """Return the prompt's tokens, and how many an answer may have."""
         prompt = await self._ask(RENDER, body)
-        return prompt["token_ids"], prompt["sampling_params"].get("max_tokens", UNSAID)
+        return prompt["token_ids"], prompt["sampling_params"].get("max_tokens", DEFAULT_MAX_TOKENS)
 
     async def endings(self, body: Json, prompt: list[int], n: int, tokens: int) -> list[SampledAnswer]:
         """`n` answers to these tokens, sampled at temperature 1."""
-        asked = {"kv_transfer_params": {"prompt_token_ids": prompt}, "n": n, "max_completion_tokens": tokens}
-        completion = await self._ask(CHAT, body | asked)
+        options = {"kv_transfer_params": {"prompt_token_ids": prompt}, "n": n, "max_completion_tokens": tokens}
+        completion = await self._ask(CHAT, body | options)
         if completion.get("prompt_token_ids") != prompt:
             raise UpstreamUnreachable("power sampling: vLLM does not take prompts as tokens; vLLM 0.32 does")
         return [_sampled(choice) for choice in completion["choices"]]
@@ -150,7 +150,7 @@ class _Vllm:
         choice = {
             "index": 0,
             # With a parser for tools, vLLM would write out the token that ended the answer.
-            "token_ids": answer.said or answer.token_ids,
+            "token_ids": answer.content_ids or answer.token_ids,
             "logprobs": {"content": [{"token_id": token, "logprob": value} for token, value in pairs]},
         }
         completion = await self._ask(
@@ -214,7 +214,7 @@ def _sampled(choice: Json) -> SampledAnswer:
 def _finish(choice: Json, answer: SampledAnswer) -> None:
     """What vLLM does to an answer that it sampled itself: how it ended, and without what ended it."""
     message = choice["message"]
-    if not answer.said:
+    if not answer.content_ids:
         message["content"] = ""
     elif answer.stop is not None and isinstance(text := message.get("content"), str):
         message["content"] = text.partition(answer.stop)[0]
@@ -223,7 +223,7 @@ def _finish(choice: Json, answer: SampledAnswer) -> None:
     choice["token_ids"] = answer.token_ids
 
 
-def _as_asked(body: Json, completion: Json) -> WholeAnswer:
+def _as_json_or_chunk(body: Json, completion: Json) -> WholeAnswer:
     """The answer as JSON, or for a request that wants a stream as one chunk."""
     if not body.get("stream"):
         return WholeAnswer(200, "application/json", orjson.dumps(completion))

@@ -38,7 +38,7 @@ class SampledAnswer:
         return self.finish_reason != NOT_ENDED
 
     @property
-    def said(self) -> tuple[int, ...]:
+    def content_ids(self) -> tuple[int, ...]:
         """Return the answer's tokens without the one that ended it."""
         return self.token_ids[:-1] if self.ended and self.stop is None else self.token_ids
 

@@ -185,9 +185,9 @@ class _Work:
             before = {reward["name"]: reward["reward"] for reward in rollout["rewards"] if reward["call_id"] is None}
             made = partial(RescoredRollout, rollout_id, rollout["task_id"], before)
             try:
-                said = await process.ask(orjson.dumps(rollout | {"calls": whole_calls(rollout["calls"])}))
+                judgement = await process.ask(orjson.dumps(rollout | {"calls": whole_calls(rollout["calls"])}))
             except NoReward as error:
                 return made({}, source, str(error))
-            return made(said.values, source_of(self._config, said.version), None)
+            return made(judgement.values, source_of(self._config, judgement.version), None)
         finally:
             self._free.put_nowait(process)

@@ -55,8 +55,8 @@ def show(scored: Sequence[RescoredRollout], there_before: int, counted: Mapping[
     failed = [one for one in scored if one.error is not None]
     silent = len(scored) - len(failed) - sum(bool(one.values) for one in scored)
     if as_json:
-        told: dict[str, Any] = {"asked": len(scored), "failed": len(failed), "without_reward": silent}
-        print_json(told | {"scored_before": there_before, "rewards": [asdict(change) for change in found]})
+        counts: dict[str, Any] = {"asked": len(scored), "failed": len(failed), "without_reward": silent}
+        print_json(counts | {"scored_before": there_before, "rewards": [asdict(change) for change in found]})
         return
     _print_table(found, scored)
     print(f"{len(scored)} rollouts asked about, {len(failed)} failed, {silent} without a reward, "

@@ -61,12 +61,12 @@ class Backlog(BacklogGate):
 
     async def wait(self) -> None:
         """Return when there is room for one more group; PolicyCollapsed if there will be none."""
-        started, told = time.monotonic(), False
+        started, is_reported = time.monotonic(), False
         while not self._has_room():
             if await self._forget_published() or self._has_room():
                 return
-            if not told and not self._running and time.monotonic() - started > PATIENCE_S:
-                told = True
+            if not is_reported and not self._running and time.monotonic() - started > PATIENCE_S:
+                is_reported = True
                 self._say(f"waiting for the trainer: {len(self._ended)} rollouts are not yet in the live weights")
             await asyncio.sleep(POLL_S)
 

@@ -52,37 +52,37 @@ class RunRequest:
     as_json: bool
 
 
-def run_command(config: Config, asked: RunRequest) -> None:
+def run_command(config: Config, request: RunRequest) -> None:
     """Run the whole command. Raise LightningError if it fails, or if every program failed."""
-    if asked.mode not in ("train", "eval"):
-        raise ConfigError(f"--mode is train or eval, got {asked.mode!r}")
-    for option, value in (("--ahead", asked.ahead is not None), ("--refill", asked.refill)):
-        if value and asked.mode != "train":
+    if request.mode not in ("train", "eval"):
+        raise ConfigError(f"--mode is train or eval, got {request.mode!r}")
+    for option, value in (("--ahead", request.ahead is not None), ("--refill", request.refill)):
+        if value and request.mode != "train":
             raise ConfigError(f"{option} does not go with --mode eval: nothing is trained on such rollouts")
-    tasks, console, trainer = read_tasks(asked.tasks) * asked.repeat, Console(stderr=True), config.trainer
+    tasks, console, trainer = read_tasks(request.tasks) * request.repeat, Console(stderr=True), config.trainer
     view = ProgressView(console)
-    runner = runner_for(config, asked.command, asked.preload, view.say)
-    group_size = asked.group_size or (trainer.group_size if asked.mode == "train" else 1)
+    runner = runner_for(config, request.command, request.preload, view.say)
+    group_size = request.group_size or (trainer.group_size if request.mode == "train" else 1)
     options = RunOptions(
-        group_size, asked.concurrency, cast(Mode, asked.mode), logs_directory(asked.logs),
+        group_size, request.concurrency, cast(Mode, request.mode), logs_directory(request.logs),
         score_timeout_s=score_timeout_s(config), timeout_s=config.run.timeout_s,
     )  # fmt: skip
     wrong = too_small(trainer, tasks, group_size) or too_few(trainer, tasks, group_size)
-    if asked.mode == "train" and wrong is not None:
+    if request.mode == "train" and wrong is not None:
         console.print(wrong, markup=False, style="yellow")
     api = ApiClient.of(config, patience_s=60)
     gate: BacklogGate | None = None
-    if asked.ahead is not None:
-        limit = int((1 + asked.ahead) * trainer.group_size * trainer.tasks_per_step)
+    if request.ahead is not None:
+        limit = int((1 + request.ahead) * trainer.group_size * trainer.tasks_per_step)
         gate = Backlog(api, limit, group_size, view.say)
-    run = _Run(api, tasks, runner, options, view, gate, asked.refill)
+    run = _Run(api, tasks, runner, options, view, gate, request.refill)
     results = run_until_signal(run.work())
-    if asked.as_json:
+    if request.as_json:
         print_json(summarize(results))
     else:
         console.print(sentence(results), markup=False)
-        for told in filter(None, (begun_anew(results), no_calls(results), *run.told)):
-            console.print(told, markup=False, style="yellow")
+        for line in filter(None, (begun_anew(results), no_calls(results), *run.warnings)):
+            console.print(line, markup=False, style="yellow")
     if all(result.failed for result in results):
         raise LightningError("every program failed")
 
@@ -99,7 +99,7 @@ def logs_directory(path: Path | None) -> Path | None:
 
 @dataclass(slots=True)
 class _Run:
-    """The work of the command. `told`: what there is to say at its end."""
+    """The work of the command. `warnings`: what there is to say at its end."""
 
     api: ApiClient
     tasks: list[Task]
@@ -108,7 +108,7 @@ class _Run:
     view: ProgressView
     gate: BacklogGate | None
     refill: int
-    told: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     async def work(self) -> list[RolloutResult]:
         size = self.options.group_size
@@ -128,8 +128,8 @@ class _Run:
     async def _tell(self, refill: Refill) -> None:
         """Say which groups were not replaced, and whether the trainer learns nothing any more."""
         if self.refill and refill.missing:
-            self.told.append(f"{refill.missing} groups taught nothing and were not replaced: --refill is used up")
+            self.warnings.append(f"{refill.missing} groups taught nothing and were not replaced: --refill is used up")
         with suppress(ApiError):
             status = await self.api.request("GET", "/status")
             if standstill := status.get("standstill"):
-                self.told.append(standstill["story"])
+                self.warnings.append(standstill["story"])

@@ -54,8 +54,8 @@ class Bar:
     def __init__(self, view: ProgressView, label: str, total: int) -> None:
         self._view, self.label, self._total = view, label, total
         self._bar = view.progress.add_task(label, total=total, reward="-", failed=0)
-        self._started = self._told_at = time.monotonic()
-        self._done = self._told = self._failed = self._rewarded = 0
+        self._started = self._printed_at = time.monotonic()
+        self._done = self._printed = self._failed = self._rewarded = 0
         self._reward, self._mean = 0.0, "-"
 
     def add(self, result: RolloutResult) -> None:
@@ -74,14 +74,14 @@ class Bar:
         self._done, self._failed = done, failed
         self._mean = "-" if mean_reward is None else f"{mean_reward:.3f}"
         self._view.progress.update(self._bar, completed=done, reward=self._mean, failed=failed)
-        if done == self._total or time.monotonic() - self._told_at > LINE_EVERY_S:
+        if done == self._total or time.monotonic() - self._printed_at > LINE_EVERY_S:
             self.tell()
 
     def tell(self) -> None:
         """Print the progress where no bar shows it, unless it was just printed."""
-        if self._view.console.is_terminal or self._done == self._told:
+        if self._view.console.is_terminal or self._done == self._printed:
             return
-        self._told, self._told_at = self._done, time.monotonic()
-        elapsed = timedelta(seconds=int(self._told_at - self._started))
+        self._printed, self._printed_at = self._done, time.monotonic()
+        elapsed = timedelta(seconds=int(self._printed_at - self._started))
         line = f"{self.label} {self._done}/{self._total}  reward {self._mean}  failed {self._failed}  {elapsed}"
         self._view.console.print(line, markup=False, highlight=False, soft_wrap=True)

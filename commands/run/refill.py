@@ -14,17 +14,17 @@ from .tasks import Task
 
 @dataclass(slots=True)
 class _Group:
-    """A group under way. `told`: the rewards of all programs so far that did not fail are known."""
+    """A group under way. `all_known`: the rewards of all programs so far that did not fail are known."""
 
     task: Task
     running: int
     rewards: list[float] = field(default_factory=list)
-    told: bool = True
+    all_known: bool = True
 
     @property
     def taught(self) -> bool | None:
         """Whether the rewards differ; None if that cannot be told."""
-        if not self.told or len(self.rewards) < 2:
+        if not self.all_known or len(self.rewards) < 2:
             return None
         return not math.isclose(max(self.rewards), min(self.rewards), rel_tol=1e-9, abs_tol=1e-9)
 
@@ -59,7 +59,7 @@ class Refill:
         if reward is not None:
             group.rewards.append(reward)
         elif not failed:
-            group.told = False
+            group.all_known = False
         if not group.running:
             self.missing += group.taught is False
             self._taught.extend([group.task] if group.taught else [])

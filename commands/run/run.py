@@ -256,10 +256,10 @@ def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int |
     found: dict[str | None, dict[int | None, None]] = {}
     for call in calls:
         if call["status"] == "ok":
-            asked = call["request"].get("model") if isinstance(call["request"], dict) else None
+            model = call["request"].get("model") if isinstance(call["request"], dict) else None
             versions = dict.fromkeys(call["policy_versions"] or [None])
-            found.setdefault(asked if isinstance(asked, str) else None, {}).update(versions)
-    return {asked: tuple(versions) for asked, versions in found.items()}
+            found.setdefault(model if isinstance(model, str) else None, {}).update(versions)
+    return {model: tuple(versions) for model, versions in found.items()}
 
 
 def last_line(log: Path) -> str:

@@ -45,9 +45,9 @@ def _progress(evidence: dict[str, Any]) -> str:
         return "not weighed yet"
     left_out = evidence["candidate"]["unrewarded"] + evidence["live"]["unrewarded"]
     failed = evidence["candidate"]["failed"] + evidence["live"]["failed"]
-    said = f"{count(evidence['rollouts'])} of at most {count(evidence['max_rollouts'])} rollouts"
-    said += f", {count(evidence['groups'])} groups, {count(failed)} failed, {count(left_out)} without a reward"
-    return f"{said}; it may go live, but {evidence['waits']}" if "waits" in evidence else said
+    text = f"{count(evidence['rollouts'])} of at most {count(evidence['max_rollouts'])} rollouts"
+    text += f", {count(evidence['groups'])} groups, {count(failed)} failed, {count(left_out)} without a reward"
+    return f"{text}; it may go live, but {evidence['waits']}" if "waits" in evidence else text
 
 
 def table_of(test: dict[str, Any]) -> Table | None:

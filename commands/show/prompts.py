@@ -53,8 +53,8 @@ def show(
     """Print a prompt's text, and nothing else: it can go into a file."""
     from ..formats import print_json
 
-    asked = "" if version is None else f"?version={version}"
-    prompt = _ask(context, "GET", f"{_path(name)}{asked}")
+    query = "" if version is None else f"?version={version}"
+    prompt = _ask(context, "GET", f"{_path(name)}{query}")
     if as_json:
         print_json(prompt)
     else:
@@ -137,12 +137,12 @@ def rollback(context: typer.Context, name: Name, as_json: Json = False) -> None:
 
 def test_of(prompt: dict[str, Any], version: int) -> str:
     """Say that a version of a prompt is tested, or waits for that."""
-    said, test = f"prompt {prompt['name']} version {version}", prompt["test"]
+    subject, test = f"prompt {prompt['name']} version {version}", prompt["test"]
     if test is not None and prompt["waiting"] == version:
-        return f"{said} is tested after version {test['version']}"
+        return f"{subject} is tested after version {test['version']}"
     if test is None or test["version"] != version:
-        return f"{said}: `lightning-proxy prompts list` shows its test"
-    return f"{said} is tested against version {test['against']}: `lightning-proxy prompts list` shows how it goes"
+        return f"{subject}: `lightning-proxy prompts list` shows its test"
+    return f"{subject} is tested against version {test['against']}: `lightning-proxy prompts list` shows how it goes"
 
 
 def prompts_table(prompts: list[dict[str, Any]]) -> Table:

@@ -60,7 +60,7 @@ def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
             parts += [Text(""), *_event(events.popleft(), full)]
         parts += [Text(""), _call_line(call)]
         parts += [line for message in added for line in _message(message, full)]
-        parts += [line for message in turn.answer for line in _said(message, full)]
+        parts += [line for message in turn.answer for line in _message_lines(message, full)]
         if not turn.answer:
             parts.append(plain(f"  no answer: {call['error'] or call['status']}", "red"))
         parts += _tools(call, full)
@@ -137,12 +137,12 @@ def _call_line(call: dict[str, Any]) -> Text:
 
 def _message(message: dict[str, Any], full: bool) -> Iterator[RenderableType]:
     """A message that the model was shown, with the tool calls that no call of this rollout made."""
-    yield from _said(message, full, even_empty=not message.get("tool_calls"))
+    yield from _message_lines(message, full, even_empty=not message.get("tool_calls"))
     for function in called(message):
         yield _line("called", "yellow", f"{function.get('name')}({_json(function.get('arguments'))})", full)
 
 
-def _said(message: dict[str, Any], full: bool, even_empty: bool = False) -> Iterator[RenderableType]:
+def _message_lines(message: dict[str, Any], full: bool, even_empty: bool = False) -> Iterator[RenderableType]:
     role = str(message.get("role") or message.get("type", "?"))
     if thought := message.get("reasoning_content"):
         yield _line("thinks", "dim", str(thought), full)

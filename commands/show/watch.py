@@ -38,7 +38,7 @@ def watch_status(config: Config, *, as_json: bool) -> None:
 
 
 async def _lines(config: Config, api: ApiClient, console: Console, *, as_json: bool) -> None:
-    told = ""
+    shown = ""
     while True:
         try:
             status = await read_status(api)
@@ -50,9 +50,9 @@ async def _lines(config: Config, api: ApiClient, console: Console, *, as_json: b
             line = error.message
             if as_json:
                 print_json({"url": api.url, "error": error.message})
-        if line != told and not as_json:
+        if line != shown and not as_json:
             console.print(plain(f"{time.strftime('%H:%M:%S')} {line}"), soft_wrap=True)
-        told = line
+        shown = line
         await asyncio.sleep(EVERY_S)
 
 

@@ -114,8 +114,8 @@ class Child:
         """Return whether it died for want of something that may be there later, and is to be tried again till then."""
         with self.log.open("rb") as log:
             log.seek(self._output_from)
-            said = log.read().decode(errors="replace")
-        if self.spec.shortage is None or re.search(self.spec.shortage, said) is None:
+            output = log.read().decode(errors="replace")
+        if self.spec.shortage is None or re.search(self.spec.shortage, output) is None:
             self._short_since = 0.0
             return False
         now = time.monotonic()
@@ -189,17 +189,17 @@ class Supervisor:
     async def _keep_up(self, child: Child) -> None:
         """Start the child again when it dies, as its spec allows, or raise ChildDied."""
         while await child.process.wait() != 0 or not child.spec.may_end:
-            said = f"{child.spec.name} {child.how_it_ended()}"
+            problem = f"{child.spec.name} {child.how_it_ended()}"
             if child.is_short():
-                self._say(f"{said} for want of memory: trying again for {SHORTAGE_S / 60:.0f} min; see {child.log}")
+                self._say(f"{problem} for want of memory: trying again for {SHORTAGE_S / 60:.0f} min; see {child.log}")
                 await asyncio.sleep(SHORTAGE_DELAY_S)
             elif child.may_restart():
-                self._say(f"{said}: starting it again; see {child.log}")
+                self._say(f"{problem}: starting it again; see {child.log}")
                 await asyncio.sleep(RESTART_DELAY_S)
             elif child.spec.vital or child.process.returncode == 2:
                 raise child.death()
             else:
-                self._say(f"{said} once more: the others go on; starting it again in {RESTARTS_S / 60:.0f} min")
+                self._say(f"{problem} once more: the others go on; starting it again in {RESTARTS_S / 60:.0f} min")
                 await asyncio.sleep(RESTARTS_S)
             size = child.log.stat().st_size
             child.restarted(*await _launch(child.spec, child.log), size)

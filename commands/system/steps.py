@@ -50,13 +50,13 @@ async def tell_steps(
     async with opened(config) as database:
         store = Store(database)
         last, stopped = await store.steps.last(), None
-        told = last.step if last else 0
+        shown = last.step if last else 0
         while True:
             with suppress(StoreUnavailable):  # busy; the next poll will do
                 for step in reversed(await store.steps.newest(NEWEST)):
-                    if step.step > told and "publish_s" in step.metrics:
+                    if step.step > shown and "publish_s" in step.metrics:
                         show(step.step, step.metrics)
-                        told = step.step
+                        shown = step.step
                 if stopped != (collapse := await store.steps.collapse()):
                     say(f"stopped: {collapse.story}" if collapse else "not stopped any more")
                 stopped = collapse

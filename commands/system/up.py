@@ -25,8 +25,8 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
     if settled.plan is not None and log_format == "text":
         console.print(*plan_tables(settled), sep="\n")
     with UpView(console, log_format) as view:
-        if told := without_tools(config):
-            view.say(told, "yellow")
+        if warning := without_tools(config):
+            view.say(warning, "yellow")
         parts = System(config, launch, logs, view.say, needs_trainer=False, serve_options=view.serve_options)
         async with parts as system:
             root = f"http://{address(config.proxy.host, config.proxy.port)}"

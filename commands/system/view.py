@@ -82,7 +82,7 @@ class UpView:
     def _print(self, what: str, style: str = "", **fields: Any) -> None:
         if self._format == "json":
             at = datetime.now().astimezone().isoformat(timespec="milliseconds")
-            said = json.dumps({"time": at, "level": "info", "message": what, **fields}, ensure_ascii=False)
-            self.console.print(plain(said), soft_wrap=True, highlight=False)
+            line = json.dumps({"time": at, "level": "info", "message": what, **fields}, ensure_ascii=False)
+            self.console.print(plain(line), soft_wrap=True, highlight=False)
         else:
             self.console.print(plain(f"{time.strftime('%H:%M:%S')} {what}", style), soft_wrap=True, highlight=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.eval.evidence import said, same_version, weigh
+from lightning_proxy.commands.eval.evidence import comparison_line, same_version, weigh
 
 
 def tasks(differences: list[float], live: float = 0.5) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -16,7 +16,7 @@ def tasks(differences: list[float], live: float = 0.5) -> tuple[dict[str, list[f
 
 
 def line(evidence: dict[str, Any], same: int | None = None) -> str:
-    return said({"model": "5", "versus": {"evidence": evidence, "same_version": same}}, "live")
+    return comparison_line({"model": "5", "versus": {"evidence": evidence, "same_version": same}}, "live")
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ async def _refusal(answer: aiohttp.ClientResponse) -> ClusterError:
     """The API's own words."""
     text = (await answer.read()).decode(errors="replace")
     try:
-        said = json.loads(text)["message"]
+        message = json.loads(text)["message"]
     except (ValueError, KeyError, TypeError):
-        said = text[:300] or answer.reason
-    return ClusterError(f"Kubernetes refused a request: {said} (HTTP {answer.status})", answer.status)
+        message = text[:300] or answer.reason
+    return ClusterError(f"Kubernetes refused a request: {message} (HTTP {answer.status})", answer.status)

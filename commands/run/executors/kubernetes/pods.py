@@ -22,12 +22,12 @@ TOO_LONG = "DeadlineExceeded"  # activeDeadlineSeconds of the template: the prog
 class PodState:
     """`waiting` and `refused` may become `running`; then comes `ended`, with an exit code, or `lost`.
 
-    `refused`: the container cannot be started as things are. `said`: what Kubernetes says about it.
+    `refused`: the container cannot be started as things are. `message`: what Kubernetes says about it.
     """
 
     phase: Literal["waiting", "refused", "running", "ended", "lost"]
     pod: str
-    said: str = ""
+    message: str = ""
     code: int | None = None
 
 
@@ -42,19 +42,19 @@ def state_of(pod: Mapping[str, Any], *, deleted: bool = False) -> PodState:
             return PodState("lost", name, gone)
         return _ended(name, ended)
     if status.get("phase") == "Failed" and status.get("reason") == TOO_LONG:
-        return PodState("ended", name, _told(status), KILLED)
+        return PodState("ended", name, _message(status), KILLED)
     if not gone and (failed := _failed_before(status)) is not None:
         return PodState(
             "ended", name, f"init container {failed['name']} failed", failed["state"]["terminated"]["exitCode"]
         )
     if gone or deleted or status.get("phase") == "Failed":  # Failed without a container's end: the kubelet refused it
-        return PodState("lost", name, gone or _told(status) or "the pod was deleted")
+        return PodState("lost", name, gone or _message(status) or "the pod was deleted")
     if "running" in state:
         return PodState("running", name)
     waiting = state.get("waiting") or {}
     if waiting.get("reason") in CANNOT_BE_MADE:
-        return PodState("refused", name, _told(waiting))
-    return PodState("waiting", name, _unscheduled(status) or _told(waiting))
+        return PodState("refused", name, _message(waiting))
+    return PodState("waiting", name, _unscheduled(status) or _message(waiting))
 
 
 def _first(pod: Mapping[str, Any], status: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,26 +73,26 @@ def _failed_before(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _ended(name: str, ended: Mapping[str, Any]) -> PodState:
     if ended.get("reason") in CANNOT_BE_RUN:
-        return PodState("ended", name, _told(ended), CANNOT_START)
-    said = _told(ended) if ended.get("reason") not in ("Completed", "Error", None) else ""
-    return PodState("ended", name, said, ended["exitCode"])
+        return PodState("ended", name, _message(ended), CANNOT_START)
+    message = _message(ended) if ended.get("reason") not in ("Completed", "Error", None) else ""
+    return PodState("ended", name, message, ended["exitCode"])
 
 
 def _disruption(status: Mapping[str, Any]) -> str:
     """Why Kubernetes itself ended the pod: its node went away or was drained, or another pod took its place."""
     for condition in status.get("conditions") or ():
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
-            return _told(condition)
+            return _message(condition)
     return ""
 
 
 def _unscheduled(status: Mapping[str, Any]) -> str:
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return _told(condition)
+            return _message(condition)
     return ""
 
 
-def _told(entry: Mapping[str, Any]) -> str:
+def _message(entry: Mapping[str, Any]) -> str:
     """Reason and message, as far as they are there."""
     return ": ".join(part for part in (entry.get("reason"), entry.get("message")) if part)

@@ -40,7 +40,7 @@ class KubernetesRunner:
             raise ConfigError(
                 "executor kubernetes needs --proxy-url (run.proxy_url): the proxy's address as pods reach it"
             )
-        self._config, self._say, self._told = config, say, set[str]()
+        self._config, self._say, self._reported = config, say, set[str]()
         self._keeping = keeping or Keeping()
         self._start_timeout_s = config.kubernetes.start_timeout_s
         self._name = f"lightning-{secrets.token_hex(4)}"
@@ -109,25 +109,25 @@ class KubernetesRunner:
                 if state is None and (why := await cluster.failure(name)) is not None:
                     raise RunLost(f"the Job has no pod: {why}")
                 if state is not None and state.phase == "refused" and waited_s >= self._start_timeout_s:
-                    output.add(f"the container cannot start: {state.said}")
+                    output.add(f"the container cannot start: {state.message}")
                     return CANNOT_START
             elif state.phase == "lost":
-                raise RunLost(f"the pod was lost: {state.said}")
+                raise RunLost(f"the pod was lost: {state.message}")
             else:
                 output.follow(state.pod)
                 if limit_s is not None:
                     until = min(until, time.monotonic() + limit_s)
                 if state.code is not None:
                     await output.complete()
-                    output.add(state.said)
+                    output.add(state.message)
                     return state.code
 
     def _tell(self, state: PodState | None) -> None:
         """Say what is waited for, the same words once."""
-        said = (state.said if state is not None else "") or "no pod starts"
-        if said not in self._told:
-            self._told.add(said)
-            self._say(f"waiting for Kubernetes: {said}")
+        message = (state.message if state is not None else "") or "no pod starts"
+        if message not in self._reported:
+            self._reported.add(message)
+            self._say(f"waiting for Kubernetes: {message}")
 
 
 async def _to_its_end(creating: Coroutine[Any, Any, str]) -> str:

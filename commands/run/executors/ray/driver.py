@@ -74,9 +74,9 @@ class Driver:
             code = await self._follow(name, pieces, log)
             return {"late": True} if code == sent.LATE else {"code": code}
         except GONE as error:
-            return {"lost": f"Ray lost the run: {told(error).partition('. ')[0]}"}
+            return {"lost": f"Ray lost the run: {in_one_line(error).partition('. ')[0]}"}
         except failures.RayError as error:
-            return {"failed": f"Ray cannot run the program: {told(error)}"}
+            return {"failed": f"Ray cannot run the program: {in_one_line(error)}"}
         except asyncio.CancelledError:
             await end(pieces)
             raise
@@ -102,8 +102,8 @@ class Driver:
             nothing_runs = len(self._waiting) == len(self._runs)
             longest_s = time.monotonic() - min(self._waiting.values()) if self._waiting and nothing_runs else 0.0
         there = {name: n for name, n in ray.cluster_resources().items() if ":" not in name}
-        said = f"no Ray node has room for a program, which needs {self._options}; the whole cluster has {there}"
-        self._report({"say": said})
+        message = f"no Ray node has room for a program, which needs {self._options}; the whole cluster has {there}"
+        self._report({"say": message})
 
     def _report(self, report: Mapping[str, Any]) -> None:
         os.write(self._reports, json.dumps(report).encode() + b"\n")
@@ -125,7 +125,7 @@ async def end(pieces: ray.ObjectRefGenerator) -> None:
             continue
 
 
-def told(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """What happened, without Ray's advice and stack."""
     return " ".join(str(error).split())[:300]
 
@@ -145,7 +145,7 @@ def connect(setup: Mapping[str, Any]) -> dict[str, Any]:
         where = setup["address"]
         return {"failed": f"no Ray cluster answers at {where!r} (run.ray.address); start one: ray start --head"}
     except Exception as error:
-        return {"failed": f"the Ray cluster cannot be used: {told(error)}"}
+        return {"failed": f"the Ray cluster cannot be used: {in_one_line(error)}"}
     return {"machines": sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})}
 
 

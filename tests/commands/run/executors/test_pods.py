@@ -50,7 +50,7 @@ def ended(code: int, reason: str = "Error", **more: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_a_pod_says_how_its_program_does(status: dict[str, Any], phase: str, code: int | None, said: str) -> None:
     state = state_of(status)
-    assert (state.phase, state.code, state.said) == (phase, code, said)
+    assert (state.phase, state.code, state.message) == (phase, code, said)
 
 
 def test_a_pod_that_is_gone_is_lost_unless_its_program_had_ended() -> None:
