@@ -47,13 +47,13 @@ def dashboard(store: StoreConfig, port: int) -> None:
     server = Server(Settings(create_dashboard(config), host=HOST, port=port, **UVICORN))
     typer.echo(f"{store.where}: http://{HOST}:{port}/#/?key={key}")
     typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
-    idle = None if path is None or is_in_use(path) else IdleFile(path)  # a server says to all what is new
+    idle = None if path is None or is_in_use(path) else IdleFile(path)  # a PostgreSQL server notifies of changes
     if idle is not None:
         threading.Thread(target=_end_when_written, args=(idle, server), daemon=True).start()
     with suppress(KeyboardInterrupt):
         server.run()
     if idle is not None and idle.is_written():
-        raise LightningError(f"{path} is in use now, and what was shown grows old: start the dashboard again")
+        raise LightningError(f"{path} is in use again, so the page would be out of date: start the dashboard again")
 
 
 class IdleFile:

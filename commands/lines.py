@@ -19,7 +19,7 @@ LogFormat = Literal["text", "json"]
 
 log = logging.getLogger("lightning_proxy.serving")
 EACH_S, COUNTED_S = 0.5, 10.0
-MOST = 10  # calls that are told of at once
+MOST = 10  # calls that get a line of their own at once
 COLOURS = {"ok": "32", "error": "31", "cancelled": "33"}
 
 
@@ -64,7 +64,7 @@ class CallLines:
         self._timer: asyncio.TimerHandle | None = None
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
-        """Note the call; what is noted is told soon."""
+        """Note the call, to be printed soon."""
         self._counts[end.status] += 1
         if len(self._waiting) < MOST and (self._each or end.status == "error"):
             self._waiting.append((start, end))

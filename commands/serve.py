@@ -52,7 +52,7 @@ ORPHAN_S = 8.0  # that a worker may take to end after its supervisor
 
 
 def uvicorn_options(proxy: ProxyConfig) -> dict[str, Any]:
-    """Return what uvicorn.Config is told, apart from the app."""
+    """Return the arguments of uvicorn.Config, without the app."""
     return UVICORN | {"host": proxy.host, "port": proxy.port, "timeout_graceful_shutdown": proxy.stop_timeout_s}
 
 
@@ -80,7 +80,7 @@ def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None 
 
 
 class Shown(NamedTuple):
-    """How a server says what happens, and whether it tells of each call."""
+    """The format of a server's log lines, and whether each call gets one."""
 
     format: LogFormat
     calls: bool

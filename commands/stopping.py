@@ -20,7 +20,7 @@ POLL_S = 0.1
 
 
 class OneServer(Server):
-    """A server in this process. `started` is told its port, `stopping` how many requests are under way."""
+    """A server in this process. `started` is called with its port, `stopping` with the number of open requests."""
 
     def __init__(self, config: Config, started: Callable[[int], None], stopping: Callable[[int], None]) -> None:
         super().__init__(config)

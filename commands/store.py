@@ -35,7 +35,7 @@ def info(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def compact(context: typer.Context) -> None:
-    """Give the space of deleted rollouts back to the disk, in small steps. The proxy may go on serving."""
+    """Give the space of deleted rollouts back to the disk, in small steps. The proxy may keep serving."""
     from .formats import size
     from .signals import run_until_signal
 
@@ -45,7 +45,7 @@ def compact(context: typer.Context) -> None:
 
 @app.command()
 def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file")]) -> None:
-    """Copy the store to a file, as it is at one moment. The proxy may go on serving."""
+    """Copy the store to a file, as it is at one moment. The proxy may keep serving."""
     from ..proxy.store.copies import back_up
     from .formats import size
 

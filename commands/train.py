@@ -27,7 +27,7 @@ LAUNCHER_POLL_S = 1.0
 def train(config: Config, *, once: bool = False, offline: Offline | None = None, method: str = "rl") -> None:
     """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready.
 
-    Methods other than rl are one run, which SIGINT and SIGTERM interrupt; the next one goes on from there.
+    Methods other than rl are one run, which SIGINT and SIGTERM interrupt; the next start resumes it.
     """
     require_model(config)
     if offline is None:
@@ -106,6 +106,6 @@ async def _train(config: Config, run: Run) -> None:
 async def _stop_without_launcher(stop: asyncio.Event) -> None:
     """The launcher of several trainer processes passes signals on; when it is killed there is nobody who would."""
     launcher = os.getppid()
-    while os.getppid() == launcher:  # noqa: ASYNC110 - of a parent nothing but this is told
+    while os.getppid() == launcher:  # noqa: ASYNC110 - nothing notifies of a parent's end
         await asyncio.sleep(LAUNCHER_POLL_S)
     stop.set()

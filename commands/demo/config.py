@@ -25,7 +25,7 @@ TASKS_PER_STEP = 8
 class DemoOptions:
     """`repeat` is the number of answers per held-out task and evaluation. `ahead` is that of `run`.
 
-    With `ahead` above 0 the agent goes on during a step. Its answers are then one version old and teach less.
+    With `ahead` above 0 the agent keeps running during a step. Its answers are then one version old and teach less.
     The agent speaks `api`.
     """
 

@@ -17,7 +17,7 @@ from .checks import Check, failed, ok, warning
 
 
 async def check_training(config: Config) -> AsyncIterator[Check]:
-    """Yield what is to be said of the trainer and of its next step."""
+    """Yield checks of the trainer and of its next step."""
     if not config.store.may_be_there:
         return
     try:

@@ -37,7 +37,7 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
 
 
 def ends(turns: Sequence[ChatTurn]) -> list[int]:
-    """Return the places of the turns that were answered and that no later turn goes on with, or says again."""
+    """Return the places of the answered turns that no later turn continues or repeats."""
     latest: dict[int, int] = {}
     wholes: list[int] = []
     for i, turn in enumerate(turns):

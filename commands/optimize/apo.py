@@ -1,7 +1,7 @@
 """Automatic prompt optimisation: textual gradients and beam search (ProTeGi, arXiv 2305.03495).
 
 A critic reads a few rollouts and says what is wrong with the prompt, the textual gradient. An editor rewrites the
-prompt. The best prompts of all go on to the next round.
+prompt. The best prompts of all enter the next round.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ alone, between <prompt> and </prompt>."""
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How wide and how long the search is: prompts that go on, new ones of each, runs that a critic reads, rounds."""
+    """How wide and long the search is: prompts kept each round, new ones of each, runs that a critic reads, rounds."""
 
     beam: int = 4
     branch: int = 4
@@ -87,7 +87,7 @@ async def _run(job: Search, score: Score) -> str:
 
 
 def between(answer: str) -> str | None:
-    """Return the text between the tags that the editor was asked for; None without them."""
+    """Return the text between the tags that the editor was to write; None without them."""
     _, opened, rest = answer.partition("<prompt>")
     text, closed, _ = rest.rpartition("</prompt>")
     return text.strip() or None if opened and closed else None

@@ -153,7 +153,7 @@ class _Optimization:
                 try:
                     await scores.open()
                     if scores.taken:
-                        self.view.say(f"run {run} goes on: {scores.taken} of {request.budget} rollouts are done")
+                        self.view.say(f"run {run} resumes: {scores.taken} of {request.budget} rollouts are done")
                     if request.method == "apo":
                         await apo.search(job, request.sizes)
                     else:
@@ -176,7 +176,7 @@ class _Optimization:
         return Search(request.prompt, text, scores, reflection, split.lessons, split.validation, request.seed, tell)
 
     async def _judge(self, api: ApiClient, job: Search, run: str) -> Found:
-        """Compare the best version with the first one on the held-out tasks, and keep what was found with it."""
+        """Compare the best version with the first one on the held-out tasks, and store the result with it."""
         if not job.tried:
             raise ConfigError(f"--budget {self.request.budget} is less than one look at the validation tasks")
         first, best = next(iter(job.tried.values())), job.best
@@ -197,7 +197,7 @@ class _Optimization:
 
 
 def run_name(request: OptimizeRequest, split: Split, text: str) -> str:
-    """Return the name of a run: the same for the same question, so that asking again goes on."""
+    """Return the name of a run: the same for the same request, so that the same command resumes it."""
     parts: list[Any] = [
         request.method,
         request.prompt,
@@ -212,7 +212,7 @@ def run_name(request: OptimizeRequest, split: Split, text: str) -> str:
 
 
 def summary(found: Found, *, promoted: bool) -> str:
-    """Say what was found."""
+    """Return the result in words."""
     lines = [
         f"{found.tried} versions of {found.prompt} tried in {found.rollouts} rollouts (run {found.run})",
         f"validation tasks: {found.mean_before:.3f} before, {found.mean_after:.3f} with version {found.version}",

@@ -19,8 +19,8 @@ MOST_IDLE = 20  # iterations in a row that try nothing new
 async def search(job: Search, minibatch: int) -> None:
     """Try prompts until the budget is spent; what was tried is in `job.tried`. ConfigError without the package.
 
-    The package runs in a thread, from its beginning: with a run's seed, and with what the store and the file of
-    reflections know, it takes the way again that an earlier start took, and goes on from there.
+    The package runs in a thread, always from its beginning. With the run's seed, its store and its file of reflections,
+    it repeats the steps of an earlier start at no cost, and continues from there.
     """
     try:
         import gepa
@@ -49,7 +49,7 @@ async def search(job: Search, minibatch: int) -> None:
 
 
 class _Ended(BaseException):
-    """Ends the package, which goes on after any other fault."""
+    """Ends the package, which ignores any other exception."""
 
 
 class _Adapter:

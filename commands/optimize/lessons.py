@@ -1,4 +1,4 @@
-"""Writes a rollout as text that a model can learn from: what was asked, said and done, and what came of it. Pure."""
+"""Writes a rollout as text that a model can learn from: its messages, tool calls, rewards and ending. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST = 6_000  # characters of one text
 
 
 def inputs(rollout: Mapping[str, Any]) -> str:
-    """Return what the agent was asked: the first message that is no prompt."""
+    """Return the agent's task: the first message that is no system prompt."""
     for turn in read(rollout["calls"])[:1]:
         for message in turn.shown:
             if message["role"] == "user":
@@ -21,7 +21,7 @@ def inputs(rollout: Mapping[str, Any]) -> str:
 
 
 def outputs(rollout: Mapping[str, Any]) -> str:
-    """Return what the agent's models said, and what its tools answered, in order."""
+    """Return the answers of the agent's models, and the results of its tools, in order."""
     turns = read(rollout["calls"])
     if not turns:
         return "(no call was made)"
@@ -31,7 +31,7 @@ def outputs(rollout: Mapping[str, Any]) -> str:
 
 
 def feedback(rollout: Mapping[str, Any]) -> str:
-    """Return what is known of how it went: the reward, its comments, failed tools, failed calls, how it ended."""
+    """Return the outcome: the reward, its comments, failed tools, failed calls, how the rollout ended."""
     return _cut("\n".join(_feedback(rollout)))
 
 

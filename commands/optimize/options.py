@@ -24,7 +24,7 @@ def optimize(
     ] = 200,
     validation: Annotated[int, typer.Option(metavar="N", min=1, help="tasks to compare prompts on")] = 16,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="rollouts that are reflected on at a time")] = 4,
-    beam: Annotated[int, typer.Option(metavar="N", min=1, help="apo: prompts that go on to the next round")] = 4,
+    beam: Annotated[int, typer.Option(metavar="N", min=1, help="apo: prompts kept for the next round")] = 4,
     branch: Annotated[int, typer.Option(metavar="N", min=1, help="apo: new prompts from each")] = 4,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="apo: rounds")] = 3,
     seed: Annotated[int, typer.Option(metavar="N", help="another one is another search")] = 0,
@@ -39,7 +39,7 @@ def optimize(
     """Search for a better prompt. The agent changes nothing: the proxy puts the prompts in.
 
     Rollouts are of mode eval: no weights are trained on them. Every prompt that is tried is a version, and the best
-    one is compared with the first on held-out tasks. The same command goes on where it was stopped.
+    one is compared with the first on held-out tasks. The same command resumes where it was stopped.
     """
     from ...proxy.config.file import load_config
     from .apo import Sizes

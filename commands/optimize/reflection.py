@@ -1,4 +1,4 @@
-"""Asks the model that reflects on rollouts. An answer is kept in a file before it is used: a run goes on with it."""
+"""Asks the model that reflects on rollouts. Answers are kept in a file first, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TIMEOUT_S = 300.0
 class Reflection:
     """`model` is litellm's name of it: `openai/gpt-5`, `anthropic/…`. Its key is where litellm looks for it.
 
-    The n-th time that the same is asked, the n-th answer of the file counts, if there is one. After `most` answers,
-    those of the file included, `ask` raises BudgetSpent.
+    The n-th time that it gets the same text, it returns the n-th answer of the file, if there is one. After `most`
+    answers, those of the file included, `ask` raises BudgetSpent.
     """
 
     def __init__(self, model: str, base_url: str | None, file: Path, most: int | None = None) -> None:

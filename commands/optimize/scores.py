@@ -37,7 +37,7 @@ class Candidate:
 
 
 class PromptScores:
-    """Tries versions of a prompt. Each rollout is kept in the store under the run's name, so that a run goes on.
+    """Tries versions of a prompt. Rollouts are kept in the store under the run's name, so that a run can be resumed.
 
     A version that was tried on a task in this run is not tried on it again, but by another look. What the store has
     of other runs counts where versions are compared.
@@ -80,7 +80,7 @@ class PromptScores:
 
     @property
     def requested(self) -> int:
-        """Return how many scores were asked for since the start, each counted once."""
+        """Return how many scores were requested since the start, each counted once."""
         return len(self._requested)
 
     async def version_of(self, text: str, parent: int | None = None, comment: str | None = None) -> int:

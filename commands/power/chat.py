@@ -1,8 +1,8 @@
 """Answers chat completions for `power:ALPHA`, sampled from the base model that a vLLM serves.
 
-By routes of vLLM: `render` says which tokens the messages are. The ordinary chat completions go on with these and with
-what is kept of an answer (in `kv_transfer_params.prompt_token_ids`). `derender` makes of the answer's tokens what vLLM
-would have answered, tool calls included.
+It uses routes of vLLM: `render` returns the tokens of the messages. The ordinary chat completions continue these and
+the kept part of an answer (in `kv_transfer_params.prompt_token_ids`). `derender` makes vLLM's own answer of the
+answer's tokens, tool calls included.
 """
 
 from __future__ import annotations

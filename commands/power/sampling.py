@@ -23,7 +23,7 @@ NOT_ENDED = "length"
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """Sampled tokens and the log-probability of each at temperature 1; one that has ended cannot be gone on with.
+    """Sampled tokens and the log-probability of each at temperature 1; one that has ended cannot be continued.
 
     `stop`: the text that ended it, if it was one of the request's stop strings.
     """

@@ -39,7 +39,7 @@ def rescore(
 ) -> None:
     """Ask a reward function about completed rollouts of the store, and record its rewards beside the old ones.
 
-    The same command goes on where it was stopped. The exit code is 1 if the function failed for a rollout.
+    The same command resumes where it was stopped. The exit code is 1 if the function failed for a rollout.
     """
     from .rescore import Options, rescore_command
 

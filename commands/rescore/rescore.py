@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line asks for. `failed`: a results file whose failed rollouts are asked about, no others."""
+    """The options of the command line. `failed`: a results file; only its failed rollouts are scored again."""
 
     filters: dict[str, Any]
     failed: Path | None = None
@@ -44,7 +44,7 @@ class Options:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it: the rollouts that were asked about, and how many had this version's reward before."""
+    """The result: the rollouts that were scored, and how many had this version's reward before."""
 
     scored: list[RescoredRollout] = field(default_factory=list)
     there_before: int = 0
@@ -169,7 +169,7 @@ class _Work:
             self._on_scored(one)
 
     async def _score(self, rollout_id: str) -> RescoredRollout | None:
-        """What the function says of a rollout; None if it has said it before, or the rollout was deleted."""
+        """The function's rewards of a rollout; None if it has this version's already, or was deleted."""
         try:
             rollout = await self._api.rollout(quote(rollout_id, safe=""))
         except ApiError as error:

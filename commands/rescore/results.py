@@ -1,4 +1,4 @@
-"""What the function said of each rollout, as lines of a file."""
+"""Keeps the function's rewards of each rollout as lines of a file."""
 
 from __future__ import annotations
 

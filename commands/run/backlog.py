@@ -21,7 +21,7 @@ class PolicyCollapsed(LightningError):
 
 
 class BacklogGate:
-    """Says when the next group may be opened, and is told of groups opened and rollouts ended. Always open."""
+    """Decides when the next group may be opened, from groups opened and rollouts ended. This one is always open."""
 
     async def wait(self) -> None:
         """Return when there is room for one more group."""

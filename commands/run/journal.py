@@ -61,7 +61,7 @@ class Journal:
 async def fail_left(api: ApiClient, runner: Runner) -> int:
     """End the rollouts that killed runs left open at this proxy as failed, and return how many there were.
 
-    Their programs are ended first, where the runner's go on without their `run`.
+    Their programs are ended first, where the runner's outlive their `run`.
     """
     count = 0
     for path in sorted(directory().glob("*")):

@@ -15,7 +15,7 @@ from ...proxy.recording.redact import Redactor
 from ...proxy.store.copies import make_private
 
 PIECE = 1 << 16
-MARK = 100  # bytes for the line that says what was left out
+MARK = 100  # bytes for the line that counts the bytes left out
 
 
 @dataclass(frozen=True, slots=True)

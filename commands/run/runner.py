@@ -35,7 +35,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class OutlivesRun(Protocol):
-    """A way of running whose programs go on when `run` is killed."""
+    """A runner whose programs keep running when `run` is killed."""
 
     async def end_left(self, rollout_ids: Collection[str]) -> None:
         """End the programs that work on these rollouts."""

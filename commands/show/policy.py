@@ -41,7 +41,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
 def promote(
     context: typer.Context, version: Annotated[int, typer.Argument(metavar="N")], as_json: Json = False
 ) -> None:
-    """Make a version live. The trainer goes on from it."""
+    """Make a version live. The trainer continues from it."""
     _change(context, "/policy/promote", {"version": version}, as_json)
 
 

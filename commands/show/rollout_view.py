@@ -136,7 +136,7 @@ def _call_line(call: dict[str, Any]) -> Text:
 
 
 def _message(message: dict[str, Any], full: bool) -> Iterator[RenderableType]:
-    """A message that the model was shown, with the tool calls that no call of this rollout made."""
+    """A message of the request, with the tool calls that no call of this rollout made."""
     yield from _message_lines(message, full, even_empty=not message.get("tool_calls"))
     for function in called(message):
         yield _line("called", "yellow", f"{function.get('name')}({_json(function.get('arguments'))})", full)

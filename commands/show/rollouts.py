@@ -42,7 +42,7 @@ def list_rollouts(
     sort: Annotated[str, typer.Option(help="newest, reward, tokens or calls: greatest first")] = "newest",
     reverse: Annotated[bool, typer.Option("--reverse", help="least first")] = False,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="at most so many")] = 20,
-    cursor: Annotated[str | None, typer.Option(help="go on where an earlier list ended")] = None,
+    cursor: Annotated[str | None, typer.Option(help="continue where an earlier list ended")] = None,
     as_json: Json = False,
 ) -> None:
     """List rollouts, newest first. Other orders are of the newest 1,000 that fit. A pipe gets whole ids."""

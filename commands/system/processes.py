@@ -36,7 +36,7 @@ NOBODY_S = 1.0  # a port that nobody holds can still be taken: its process is ju
 
 
 class ChildDied(LightningError):
-    """A child ended that should have gone on. The message has its exit code and the end of its log."""
+    """A child ended that should keep running. The message has its exit code and the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,9 @@ class Supervisor:
             elif child.spec.vital or child.process.returncode == 2:
                 raise child.death()
             else:
-                self._say(f"{problem} once more: the others go on; starting it again in {RESTARTS_S / 60:.0f} min")
+                self._say(
+                    f"{problem} once more: the others keep running; starting it again in {RESTARTS_S / 60:.0f} min"
+                )
                 await asyncio.sleep(RESTARTS_S)
             size = child.log.stat().st_size
             child.restarted(*await _launch(child.spec, child.log), size)

@@ -22,7 +22,7 @@ from .download import downloaded
 from .processes import Child, ChildSpec, Supervisor, require_free_port
 
 T = TypeVar("T")
-# How often each part is started again when it dies; it goes on where it was.
+# How often each part is started again when it dies; it resumes where it was.
 RESTARTS = 3
 AFTERWARDS_S = 10.0  # that the proxy may take to end after the last answer
 # What vLLM says when the trainer has the memory just now: at its peak, or on the way down.

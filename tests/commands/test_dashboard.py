@@ -121,7 +121,7 @@ async def test_it_ends_when_somebody_else_uses_the_store(running: Running, tmp_p
     async with running(tmp_path) as system:
         await system.chat("r2")
         _, said = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 1 and b"is in use now" in said
+    assert process.returncode == 1 and b"is in use again" in said
 
 
 async def test_a_store_in_use_can_be_looked_at(running: Running, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ async def test_a_search_that_was_killed_goes_on(
         done = await system.lightning(*arguments, "--json", "--", *agent)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
-        assert re.search(rf"run {found['run']} goes on: \d+ of 40 rollouts are done", done.stderr)
+        assert re.search(rf"run {found['run']} resumes: \d+ of 40 rollouts are done", done.stderr)
         _, tried = await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}")
         kept = [(one["version"], one["task_id"]) for one in tried["data"] if one["status"] != "discarded"]
         assert max(Counter(kept).values()) == 1  # no finished score was asked for again

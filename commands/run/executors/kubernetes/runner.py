@@ -23,7 +23,7 @@ from .pods import PodState
 from .watch import PodWatch
 
 CREATED_S = 5.0  # that a cancelled run waits for its Job to be there, so that it can be deleted
-WAITS_S = 30.0  # until somebody is told that a pod does not start
+WAITS_S = 30.0  # until a line says that a pod does not start
 
 
 class KubernetesRunner:
@@ -123,7 +123,7 @@ class KubernetesRunner:
                     return state.code
 
     def _tell(self, state: PodState | None) -> None:
-        """Say what is waited for, the same words once."""
+        """Say why the run waits, each reason once."""
         message = (state.message if state is not None else "") or "no pod starts"
         if message not in self._reported:
             self._reported.add(message)

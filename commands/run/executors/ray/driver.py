@@ -1,4 +1,4 @@
-"""The process that Ray's client lives in. It starts tasks as it is told on stdin, and reports how they ended."""
+"""The process that Ray's client lives in. It reads from stdin which tasks to start, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ray import exceptions as failures
 from .....client import no_proxy
 from . import task as sent
 
-WAITS_S = 30.0  # until somebody is told that no node has room
+WAITS_S = 30.0  # until a line says that no node has room
 LOOK_S = 1.0
 PROBE_S = 10.0
 END_S = 10.0  # for a cancelled task to kill its program; then its worker is killed
@@ -126,7 +126,7 @@ async def end(pieces: ray.ObjectRefGenerator) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """What happened, without Ray's advice and stack."""
+    """An error's message, without Ray's advice and stack."""
     return " ".join(str(error).split())[:300]
 
 
@@ -178,6 +178,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in (sent, no_proxy):
         ray.cloudpickle.register_pickle_by_value(module)
-    # Ray tells of nodes that die in lines that would stand in the midst of a progress bar.
+    # Ray logs nodes that die, in lines that would break a progress bar.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # noqa: PTH123
         asyncio.run(main())

@@ -91,7 +91,7 @@ def _gather(reading: int, process: subprocess.Popen[bytes]) -> bytes:
         if not select.select([reading], [], [], left)[0]:
             break
         if not (piece := _read(reading, PIECE - len(gathered))):
-            with suppress(subprocess.TimeoutExpired):  # closed by a program that goes on
+            with suppress(subprocess.TimeoutExpired):  # closed by a program that keeps running
                 process.wait(left)
             break
         gathered += piece
