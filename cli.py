@@ -260,7 +260,8 @@ def evaluate(
     pass_at: Annotated[float, typer.Option(help="a rollout passes with at least this reward")] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="seed of the intervals")] = 0,
     promote: Annotated[
-        bool, typer.Option("--promote", help="make versions live in turn if they are not served side by side")
+        bool,
+        typer.Option("--promote", help="make versions live one after the other if they are not served side by side"),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
     preload: Preload = "",

@@ -35,13 +35,13 @@ def init(
     model: Annotated[str | None, typer.Option(help="a Hugging Face id or a directory, to train")] = None,
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="the proxy's port")] = 8080,
     upstream: Annotated[
-        str | None, typer.Option(metavar="URL", help="a model server that runs already, with /v1")
+        str | None, typer.Option(metavar="URL", help="URL of a model server that is already running, with /v1")
     ] = None,
     kind: Annotated[Literal["vllm", "openai", "litellm"], typer.Option(help="what the upstream is")] = "vllm",
-    store: Annotated[Path, typer.Option(help="the file of what is recorded")] = Path("lightning.db"),
+    store: Annotated[Path, typer.Option(help="the store's file")] = Path("lightning.db"),
     group_size: Annotated[int, typer.Option(metavar="N", min=2, max=1000, help="rollouts of a task")] = 8,
     tasks_per_step: Annotated[int, typer.Option(metavar="N", min=1, help="groups that make a step")] = 8,
-    force: Annotated[bool, typer.Option("--force", help="write over a file that is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:
     """Write a small commented configuration."""
     options = InitOptions(model, port, store, upstream, kind, group_size, tasks_per_step)
@@ -51,7 +51,7 @@ def init(
 def write(path: Path, options: InitOptions, *, force: bool) -> str:
     """Write the file and return what to do next. Raise ConfigError for a wrong option, LightningError if it fails."""
     if path.exists() and not force:
-        raise LightningError(f"{path} is there already; --force writes it again")
+        raise LightningError(f"{path} already exists; --force overwrites it")
     text = configuration(options)
     part = path.with_name(f".{path.name}.part")
     try:

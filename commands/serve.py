@@ -121,7 +121,7 @@ def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
     _tell(config, listener.getsockname()[1])
     supervisor.run()
     if any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes):
-        raise LightningError("a worker of the proxy could not start; what it wrote above says why")
+        raise LightningError("a worker of the proxy could not start; see its output above")
 
 
 def _tell(config: Config, port: int) -> None:

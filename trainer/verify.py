@@ -179,7 +179,7 @@ class Verifier:
             before = await in_thread(self._trainer.logprobs, rows, adapter, kept=True)
             evidence.add(ours, before, answers)
         if evidence.is_old:
-            raise PublishError(f"vLLM still serves the weights from before as {model}: {evidence}")
+            raise PublishError(f"vLLM still serves the previous weights as {model}: {evidence}")
         return evidence
 
     async def _look_at_names(

@@ -42,8 +42,8 @@ def export(
 def import_(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="a JSON Lines file, one chat conversation per line")],
-    model: Annotated[str, typer.Option(help="who answered, where a line has no `model`")] = "imported",
-    reward: Annotated[float, typer.Option(help="what a conversation was worth, where a line has no `reward`")] = 1.0,
+    model: Annotated[str, typer.Option(help="the model of lines without `model`")] = "imported",
+    reward: Annotated[float, typer.Option(help="the reward of lines without `reward`")] = 1.0,
 ) -> None:
     """Record conversations of others, to imitate. The proxy need not run.
 

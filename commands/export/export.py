@@ -207,7 +207,11 @@ def _reward(reward: Reward) -> dict[str, Any]:
 
 
 def _untrainable(call: ModelCall) -> str | None:
-    return "several answers: the reward belongs to no one of them" if len(call.choices) > 1 else call.untrainable_reason
+    return (
+        "several answers: it is not known which one earned the reward"
+        if len(call.choices) > 1
+        else call.untrainable_reason
+    )
 
 
 def _without_ids(value: Any) -> Any:

@@ -27,7 +27,7 @@ async def export_policy(config: Config, number: int, target: Path, form: str | N
         raise ConfigError(f"--as is adapter or merged, got {form!r}")
     target = target.expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is there already: choose a new directory")
+        raise ConfigError(f"{target} already exists: choose a new directory")
     if not config.store.may_be_there:
         raise LightningError(f"there is no store at {config.store.where} (store.url)")
     async with opened(config.store) as database:

@@ -15,7 +15,9 @@ def optimize(
     prompt: Annotated[str, typer.Option(metavar="NAME", help="a prompt of `prompts list`")],
     tasks: Annotated[Path, typer.Option(metavar="FILE", help="a JSON Lines file, one task per line")],
     reflect: Annotated[str, typer.Option(metavar="MODEL", help="litellm's name of the model that writes prompts")],
-    reflect_url: Annotated[str | None, typer.Option(metavar="URL", help="where that model is, if not at home")] = None,
+    reflect_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="that model's base URL, if not the provider's own")
+    ] = None,
     held_out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="tasks to judge by", show_default="a fifth of --tasks")
     ] = None,
@@ -27,7 +29,7 @@ def optimize(
     beam: Annotated[int, typer.Option(metavar="N", min=1, help="apo: prompts kept for the next round")] = 4,
     branch: Annotated[int, typer.Option(metavar="N", min=1, help="apo: new prompts from each")] = 4,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="apo: rounds")] = 3,
-    seed: Annotated[int, typer.Option(metavar="N", help="another one is another search")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="another seed is another search")] = 0,
     concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")] = 8,
     promote: Annotated[
         bool, typer.Option("--promote", help="make the best prompt live, or test it if prompts have a gate")

@@ -58,7 +58,7 @@ def run_command(config: Config, request: RunRequest) -> None:
         raise ConfigError(f"--mode is train or eval, got {request.mode!r}")
     for option, value in (("--ahead", request.ahead is not None), ("--refill", request.refill)):
         if value and request.mode != "train":
-            raise ConfigError(f"{option} does not go with --mode eval: nothing is trained on such rollouts")
+            raise ConfigError(f"{option} cannot be used with --mode eval: such rollouts are not trained on")
     tasks, console, trainer = read_tasks(request.tasks) * request.repeat, Console(stderr=True), config.trainer
     view = ProgressView(console)
     runner = runner_for(config, request.command, request.preload, view.say)

@@ -24,10 +24,10 @@ def too_small(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> 
     if siblings == 1:
         if config.takes_lone_rollouts:
             return None
-        return f"no step will come of this: each task gets one rollout, with nothing to compare it with; {way_out}"
+        return f"no step will be taken: each task gets one rollout, with nothing to compare it with; {way_out}"
     return (
         f"a task gets {siblings} rollouts, fewer than the {config.group_size} that the trainer compares: "
-        f"it waits {duration(config.group_timeout_s)} for the others; {way_out}"
+        f"the trainer waits {duration(config.group_timeout_s)} for the others; {way_out}"
     )
 
 
@@ -40,5 +40,5 @@ def too_few(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> st
     return (
         f"{groups} {'group comes' if groups == 1 else 'groups come'} of this, and a step takes {wanted} "
         f"(trainer.tasks_per_step): if no others come, it waits {duration(config.group_timeout_s)} for them; "
-        f"give more tasks, or --repeat {math.ceil(wanted / groups)}"
+        f"add tasks, or --repeat {math.ceil(wanted / groups)}"
     )

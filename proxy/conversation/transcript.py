@@ -103,7 +103,7 @@ class _Reader:
 def _chat(request: Json, response: Json) -> ChatTurn:
     messages = request["messages"]
     if any(message.get("function_call") for message in messages):
-        raise Untranslatable("`function_call`, which came before `tool_calls`")
+        raise Untranslatable("`function_call`, which `tool_calls` replaced")
     return ChatTurn(messages, [c["message"] for c in dicts(response.get("choices"))[:1]], request.get("tools") or [])
 
 

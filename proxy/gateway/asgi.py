@@ -52,7 +52,7 @@ def read_headers(scope: Scope) -> dict[str, str]:
             headers["content-encoding"] = ", ".join(packed)
     encoding = headers.get("transfer-encoding")
     if encoding is not None and (encoding.lower() != "chunked" or scope["http_version"] == "1.0"):
-        raise InvalidRequest("the only Transfer-Encoding that is understood is chunked, in HTTP/1.1")
+        raise InvalidRequest("Transfer-Encoding must be chunked, in HTTP/1.1")
     return headers
 
 
@@ -156,7 +156,9 @@ class Bodies:
         except asyncio.CancelledError:
             if task not in self._late or task.uncancel() > 0:
                 raise
-            raise RequestTimeout(f"no whole body within {self._seconds:g} s (proxy.body_timeout_s)") from None
+            raise RequestTimeout(
+                f"the request's body did not arrive within {self._seconds:g} s (proxy.body_timeout_s)"
+            ) from None
         finally:
             del self._since[task]
             self._late.discard(task)

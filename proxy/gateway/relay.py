@@ -192,12 +192,14 @@ class Relay:
         if not path.rest or not _is_allowed(path.rest):
             raise NotFound(f"no such route: {scope['method']} {scope['path']}")
         if scope["method"] not in _METHODS:
-            raise MethodNotAllowed(f"{scope['method']} is not passed on")
+            raise MethodNotAllowed(f"{scope['method']} is not forwarded")
         headers = read_headers(scope)
         caller = _NOBODY if _is_preflight(scope, headers) else await self._keys.authenticate(headers)
         rollout = caller.admit(name_rollout(path, headers, caller.rollout_id))
         if caller.rollout is not None and caller.rollout.ended:
-            raise Forbidden(f"rollout {caller.rollout_id!r} has ended: its key calls no more", code="rollout_ended")
+            raise Forbidden(
+                f"rollout {caller.rollout_id!r} has ended: its key makes no more calls", code="rollout_ended"
+            )
         return Visit(scope, path.rest, headers, caller, rollout)
 
     async def _handle(self, visit: Visit, receive: Receive, reply: Reply) -> None:

@@ -37,9 +37,9 @@ def _refusal(error: LightningError) -> bytes:
 
 
 _REFUSAL = _refusal(InvalidRequest("this is no valid HTTP request"))
-_NO_SOCKETS = _refusal(Unsupported("WebSockets are not passed on: ask over HTTP"))
-_LATE = _refusal(RequestTimeout(f"no whole head of a request within {HEAD_S:g} s"))
-_FULL = _refusal(Overloaded("as many calls are under way as files may be open"))
+_NO_SOCKETS = _refusal(Unsupported("WebSockets are not forwarded: use HTTP"))
+_LATE = _refusal(RequestTimeout(f"the request's headers did not arrive within {HEAD_S:g} s"))
+_FULL = _refusal(Overloaded("too many calls: the limit of open files is reached"))
 
 _of_server: WeakKeyDictionary[ServerState, Connections] = WeakKeyDictionary()
 _STOPPING = "lightning_proxy.stopping"

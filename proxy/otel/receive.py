@@ -208,9 +208,9 @@ async def _record_call(p: Parts, call: Imported) -> None:
 def _check(span: Span) -> None:
     """Raise InvalidRequest for ids and times that cannot be."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
-        raise InvalidRequest("its trace id has not 16 bytes, or its span id not 8")
+        raise InvalidRequest("its trace id must have 16 bytes and its span id 8")
     if not 0 < span.started_at <= span.ended_at:
-        raise InvalidRequest("it does not end after it began")
+        raise InvalidRequest("it ends before it begins")
 
 
 def _rollout(span: Span) -> RolloutName:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 30.0  # a server without operator routes
 LEAVE_S = 3.0  # until every proxy has seen that a server has no version's label, and sends it no call
-DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, and go on with the new weights
+DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, and finish with the new weights
 DRAIN_POLL_S = 0.2
 
 
@@ -63,7 +63,7 @@ class Swap:
     async def activate(
         self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
     ) -> None:
-        """Load the version into vLLM and move the alias to it; running requests go on.
+        """Load the version into vLLM and move the alias to it; running requests are not interrupted.
 
         Superseded, and nothing changed, if `expected` is given and another version is live. `verified`: it was seen
         to be served.
@@ -285,7 +285,9 @@ class Swap:
         except NotFound:
             if version.status == "live":
                 raise
-            log.warning("policy version %d has lost its files: its rollouts go on with the live one", version.version)
+            log.warning(
+                "policy version %d has lost its files: its rollouts continue with the live one", version.version
+            )
             await self.store.versions.forget_files(version.version)
 
     async def _live_before(self, version: PolicyVersion, expected: int | None) -> PolicyVersion:
@@ -330,6 +332,6 @@ async def _drained(server: VllmServer) -> None:
     begun = monotonic()
     while left := await server.requests():
         if monotonic() > begun + DRAIN_S:
-            log.warning("%s has %d requests under way: they go on with the new weights", shown(server.base_url), left)
+            log.warning("%s has %d requests under way: they finish with the new weights", shown(server.base_url), left)
             return
         await asyncio.sleep(DRAIN_POLL_S)

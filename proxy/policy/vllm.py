@@ -118,7 +118,7 @@ class VllmServer:
             await self._request("POST", "/collective_rpc", {"method": "reload_weights", **where})
 
     async def go_on(self, label: str) -> None:
-        """Name the weights that were loaded, and let the frozen requests go on."""
+        """Name the weights that were loaded, and resume the frozen requests."""
         await self.name_weights(label)
         await self.resume()
 
@@ -312,7 +312,7 @@ class VllmFleet:
         return labels.pop() if len(labels) == 1 else "mixed"
 
     async def replace_weights(self, path: str, label: str, commit: Callable[[], Awaitable[None]]) -> None:
-        """Freeze all servers, load the weights at `path`, await `commit`, and let the requests go on.
+        """Freeze all servers, load the weights at `path`, await `commit`, and resume the requests.
 
         No two versions are sampled at once. Where this fails, requests stay frozen under the label `loading`, so that
         no token is sampled from unknown weights; `Swap.restore` mends it.

@@ -151,7 +151,7 @@ class Watch:
         try:
             await self.swap.restore(set())
         except LightningError as error:
-            log.warning("servers without the live weights are not mended: %s", error)
+            log.warning("servers without the live weights are not repaired: %s", error)
 
     def _fall_out_of_line(self, problem: LightningError, story: str, exc_info: Exception | None = None) -> None:
         """Log it once, not at every look for as long as it stays the same: vLLM may be away for days."""

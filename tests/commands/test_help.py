@@ -70,7 +70,7 @@ def test_init_writes_a_configuration_that_says_what_was_asked_for(tmp_path: Path
     assert "# agents use http://127.0.0.1:9000/v1" in (tmp_path / "config.yaml").read_text()
     again = lightning("init", cwd=tmp_path)
     assert (again.returncode, again.stderr) == (
-        1, "lightning-proxy: config.yaml is there already; --force writes it again\n"
+        1, "lightning-proxy: config.yaml already exists; --force overwrites it\n"
     )  # fmt: skip
 
 

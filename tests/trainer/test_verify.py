@@ -95,7 +95,7 @@ async def test_old_weights_are_noticed_below_the_tolerance(base: Path, tmp_path:
     """At this learning rate a step moves log-probabilities by more than rounding, and by less than is tolerated."""
     async with bench(base, tmp_path, publish, RoundingDeafServer, policy=LOOSE, learning_rate=0.005) as b:
         await b.groups("t1", "t2")
-        with pytest.raises(PublishError, match="vLLM still serves the weights from before as "):
+        with pytest.raises(PublishError, match="vLLM still serves the previous weights as "):
             await b.loop().run(asyncio.Event(), once=True)
         assert (await b.store.versions.live()).version == 0
 

@@ -51,7 +51,7 @@ class TinkerService:
     def begin(self, state: str | None) -> None:
         """Make the model that a saved state has, with its optimizer, or a new one."""
         self.forget()
-        with self._calls(f"cannot go on from {state}" if state else f"does not train {self._base_model}"):
+        with self._calls(f"cannot resume from {state}" if state else f"does not train {self._base_model}"):
             self._session = self._tinker.ServiceClient(base_url=self._config.base_url, api_key=self._key())
             if state is None:
                 made = self._session.create_lora_training_client(

@@ -294,7 +294,11 @@ def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
         return "longer than trainer.max_sample_tokens or the model's context"
     if counts["calls_other_tokens"]:
         return "not the model's tokens: another one sampled them"
-    return "several answers a call: whose is the reward?" if counts["calls_ambiguous"] else "no trainable calls"
+    return (
+        "several answers a call: it is not known which one earned the reward"
+        if counts["calls_ambiguous"]
+        else "no trainable calls"
+    )
 
 
 def _why_nothing(group: Sequence[Sibling], agents: TrainedAgents) -> str:

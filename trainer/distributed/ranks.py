@@ -178,5 +178,5 @@ def _lost_ranks_named() -> Iterator[None]:
             raise
         raise RankLost(
             "another process of the trainer has ended, or cannot be reached; its own output says why. The last "
-            f"finished step is kept: start the trainer again to go on from it ({str(error).splitlines()[0][:200]})"
+            f"finished step is kept: start the trainer again to resume from it ({str(error).splitlines()[0][:200]})"
         ) from error

@@ -53,7 +53,7 @@ def changes(directory: Path, config: Saved) -> list[str]:
     try:
         before: Saved = json.loads(path.read_text())
     except ValueError:
-        raise ConfigError(f"{path} is damaged: restore it, or delete it to go on without this check") from None
+        raise ConfigError(f"{path} is damaged: restore it, or delete it to continue without this check") from None
     differing = [key for key in config if key in before and before[key] != config[key]]
     fixed = [key for key in differing if key in FIXED or (key in FIXED_OF_LORA and config[KIND] == "lora")]
     if fixed:

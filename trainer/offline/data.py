@@ -83,7 +83,7 @@ def check_store(config: Config) -> None:
         config.store.is_postgres or config.store.path.expanduser().resolve() != own.resolve()
     ):
         raise ConfigError(
-            f"{directory} holds an offline run: set store.url to sqlite:///{own} to go on from it, "
+            f"{directory} holds an offline run: set store.url to sqlite:///{own} to continue from it, "
             "or policy.directory to another directory"
         )
 

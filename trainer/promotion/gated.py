@@ -83,7 +83,7 @@ class GatedPublisher(Publisher):
         if await self._tests.now() is None:
             await self._test(version, samples, stop)
         else:
-            log.info("policy version %d waits until the one that is tested is decided about", version.version)
+            log.info("policy version %d waits until the test under way is decided", version.version)
         return await self._store.versions.get(version.version)
 
     async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
@@ -103,7 +103,7 @@ class GatedPublisher(Publisher):
         try:
             await self._test(version, await samples_of(await self._store.steps.rollouts_of(step.step)), stop)
         except Stopped:
-            log.info("stopped before the test of policy version %d began: it waits on", version.version)
+            log.info("stopped before the test of policy version %d began: it still waits", version.version)
         finally:
             if last.step != step.step:
                 await in_thread(self._trainer.load, Path(str(last.checkpoint)))
@@ -115,7 +115,7 @@ class GatedPublisher(Publisher):
         """
         live = await self._store.versions.live()
         if not await self.goes_on(version.version, live):
-            await self._tests.withdraw(f"version {live.version} is live, which it does not go on from")
+            await self._tests.withdraw(f"version {live.version} is live, and it was not trained on from that")
             return
 
         async def begin() -> None:
@@ -144,7 +144,7 @@ class GatedPublisher(Publisher):
         last = await self._tests.last_of(test.version)
         if last is not None and not last.evidence:
             log.warning(
-                "no proxy weighs policy version %d, so it will not be decided about: give the proxy the trainer's "
+                "no proxy weighs policy version %d, so it will not be decided: give the proxy the trainer's "
                 "configuration (policy.promotion: gated) and start it again",
                 test.version,
             )

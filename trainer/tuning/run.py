@@ -119,7 +119,7 @@ class TuningRun(Generic[T]):
         if (directory / NOTE).is_file():
             note = json.loads((directory / NOTE).read_text())
             if note["settings"] == settings and (lessons := await self._again(note)) is not None:
-                log.info("going on with the run in %s", directory)
+                log.info("resuming the run in %s", directory)
                 return lessons
             log.warning("the run in %s begins anew: its rollouts, settings or weights have changed", directory)
             shutil.rmtree(directory)

@@ -113,5 +113,5 @@ def _thinking(body: Json, disabled_effort: str | None) -> Json:
     if kind == "disabled" and disabled_effort is not None:
         return {"reasoning_effort": disabled_effort}
     if kind == "disabled":
-        raise TemplateUnknown("how the server turns thinking off is unknown")
+        raise TemplateUnknown("it is not known how the server turns thinking off")
     raise Untranslatable(f"vLLM does not know the type of thinking {kind!r}")

@@ -36,7 +36,7 @@ def _message(item: Json) -> Json:
     kind = item.get("type") or "message"
     make = _BY_TYPE.get(kind)
     if make is None:
-        raise Untranslatable(f"an item of type {kind} has no place in a chat")
+        raise Untranslatable(f"an item of type {kind} cannot be written as chat")
     return make(item)
 
 

@@ -48,7 +48,7 @@ function Warnings({ now, policy }) {
   }, [now]);
   const collapse = now.collapse ?? policy?.collapse;
   const said = [
-    collapse && `Training stopped: ${collapse.what}. Promote version ${collapse.go_back_to} to go on.`,
+    collapse && `Training stopped: ${collapse.what}. Promote version ${collapse.go_back_to} to continue.`,
     now.publishing && `New weights cannot be published: ${now.publishing}`,
     now.standstill && sentence(now.standstill.story),
     ...(ready && ready.status !== "ready" ? reasons(ready) : []),

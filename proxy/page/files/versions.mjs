@@ -41,7 +41,7 @@ function History({ versions, near, reload }) {
     <div class="table versions" tabindex="0" role="region" aria-label="Versions"><table>
       <thead><tr><th scope="col">lineage</th><th scope="col" class="num">version</th><th scope="col">status</th><th scope="col">verified</th><th scope="col" class="num">from</th><th scope="col" class="num">step</th><th scope="col" class="num">train reward</th><th scope="col" class="num">eval reward</th><th scope="col" class="num">made</th><th scope="col">action</th></tr></thead>
       <tbody>${shown.map((version, i) => html`<${Version} key=${version.version} version=${version} near=${near.get(version.version)} graph=${i === 0 && html`<${Lineage} versions=${shown} />`} count=${shown.length}
-        onPromote=${() => setAsking({ path: "/policy/promote", body: { version: version.version }, what: `Make version ${version.version} live? The trainer goes on from it.`, verb: "Promote" })} />`)}</tbody>
+        onPromote=${() => setAsking({ path: "/policy/promote", body: { version: version.version }, what: `Make version ${version.version} live? The trainer continues from it.`, verb: "Promote" })} />`)}</tbody>
     </table></div>
     ${newest.length > SHOWN && html`<button onClick=${() => setAll(!all)}>${all ? "Show the newest only" : `Show all ${number(newest.length)} versions`}</button>`}
     ${asking && html`<${Confirm} ...${asking} onDone=${onDone} onClose=${() => setAsking(null)} />`}`;

@@ -203,7 +203,7 @@ def test_what_only_the_provider_has_is_left_out_and_said() -> None:
     assert sorted(left_out) == [
         "Response with id 'elsewhere' not found in its rollout",
         "`conversation` refers to what only the provider has",
-        "an item of type web_search_call has no place in a chat",
+        "an item of type web_search_call cannot be written as chat",
         "redacted",
     ]
 

@@ -81,9 +81,9 @@ async def test_rollouts_without_a_call_are_told_of_and_groups_that_make_no_step(
             told[size] = " ".join(err.split())
         options = ("--mode", "eval", "--json")
         _, out, err = await system.lightning("run", "--tasks", tasks, *options, "--", "no-such-program")
-    assert "no step will come of this" in told["1"]
+    assert "no step will be taken" in told["1"]
     assert "2 groups come of this, and a step takes 8 (trainer.tasks_per_step)" in told["4"]
-    assert "it waits 10m for them; give more tasks, or --repeat 4" in told["4"]
+    assert "it waits 10m for them; add tasks, or --repeat 4" in told["4"]
     assert "2 of 2 rollouts made no call: does your agent read OPENAI_BASE_URL?" in told["1"]
     assert "trainer.group_size" not in told["8"]
     assert (out, "no-such-program" in err) == ("", True)
@@ -92,7 +92,7 @@ async def test_rollouts_without_a_call_are_told_of_and_groups_that_make_no_step(
 @pytest.mark.parametrize(
     ("trainer", "size", "passes", "told"),
     [
-        ({}, 1, 1, "no step will come of this"),
+        ({}, 1, 1, "no step will be taken"),
         ({"lone_rollouts": "running"}, 1, 1, None),
         ({"baseline": "reinforce_pp"}, 1, 1, None),
         ({}, 4, 1, None),
@@ -133,7 +133,7 @@ async def test_groups_that_are_not_trained_on_are_not_refilled(running: Running,
     async with running(tmp_path) as system:
         options = ("--mode", "eval", "--refill", "1")
         code, _, err = await system.lightning("run", "--tasks", tasks, *options, "--", "true")
-    assert (code, "--refill does not go with --mode eval" in err) == (2, True)
+    assert (code, "--refill cannot be used with --mode eval" in err) == (2, True)
 
 
 def result(reward: float | None, exit_code: int = 0) -> RolloutResult:

@@ -221,7 +221,7 @@ async def test_a_request_that_asks_for_an_upgrade_is_answered_without_one(proxy:
 async def test_a_websocket_is_refused_in_words(proxy: Proxy) -> None:
     socket = b"Connection: Upgrade\r\nUpgrade: WebSocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZQ==\r\n\r\n"
     answers = await proxy.send(b"GET /v1/realtime HTTP/1.1\r\n" + HOST + socket)
-    assert statuses(answers) == [501] and b"WebSockets are not passed on" in answers[0]
+    assert statuses(answers) == [501] and b"WebSockets are not forwarded" in answers[0]
     assert proxy.upstream.seen == []
 
 

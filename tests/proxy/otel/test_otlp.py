@@ -389,7 +389,7 @@ async def test_a_call_whose_end_was_not_written_gets_it_when_it_is_sent_again(ru
         ({"lightning.rollout_id": "a b"}, {}, "lightning.rollout_id must be"),
         ({"lightning.rollout_mode": "test"}, {}, "lightning.rollout_mode must be train or eval"),
         ({}, {"spanId": "00aa"}, "span id"),
-        ({}, {"endTimeUnixNano": "1"}, "does not end after it began"),
+        ({}, {"endTimeUnixNano": "1"}, "ends before it begins"),
     ],
 )
 async def test_spans_that_cannot_be_taken_are_counted_and_the_others_are_recorded(

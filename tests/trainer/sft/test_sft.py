@@ -491,7 +491,7 @@ def test_a_killed_run_ends_as_any_other(base: Path, tmp_path: Path) -> None:
         code, text = run.train("--method", "sft", script=KILLED, KILL_AT=moment)
         assert code == -signal.SIGKILL, text
     code, text = run.train("--method", "sft")
-    assert code == 0 and "going on with the run" in text, text
+    assert code == 0 and "resuming the run" in text, text
     expected = whole.adapter(1)
     for name, weight in run.adapter(1).items():
         assert torch.allclose(weight, expected[name], atol=1e-6), name
