@@ -328,7 +328,7 @@ app.command()(look.dashboard)
 
 
 def _write_for_the_owner_only() -> None:
-    """Records, logs and weights hold what users said: files of this process and its children are 0600."""
+    """Make files of this process and its children 0600: records, logs and weights hold users' conversations."""
     os.umask(0o077)
 
 

@@ -21,7 +21,7 @@ def print_json(value: Any) -> None:
 
 
 def progress_bar() -> Progress:
-    """Return a bar beside what is printed; only a terminal shows it."""
+    """Return a progress bar that stays below the printed lines; only a terminal shows it."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -19,7 +19,7 @@ COLUMN = 40
 
 @dataclass(frozen=True, slots=True)
 class InitOptions:
-    """The options: None leaves out what has a default."""
+    """The options. None: the key is left out, and has its default."""
 
     model: str | None
     port: int

@@ -79,7 +79,7 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def revoke(context: typer.Context, name: Name) -> None:
-    """End a key and the rollout keys that it asked for."""
+    """End a key and the rollout keys that were made with it."""
     from ..proxy.errors import NotFound
 
     async def work(ring: Keyring) -> list[StoredKey]:
@@ -102,7 +102,7 @@ def purge(context: typer.Context) -> None:
 
 
 def _has_store(context: typer.Context) -> bool:
-    """Whether there is a store to look at. Only what writes to it makes one."""
+    """Whether there is a store to look at. Only commands that write to it make one."""
     return load_config(context.obj).store.may_be_there
 
 

@@ -1,4 +1,4 @@
-"""What a running server says: lines with times, or JSON; calls as they come on a terminal, elsewhere counted."""
+"""Prints log lines of a running server, as text or JSON; calls one by one on a terminal, elsewhere counted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def say(message: str, **fields: Any) -> None:
 
 
 class CallLines:
-    """Tells of calls that have ended: of each, or how many there were, and of each that failed."""
+    """Logs calls that have ended: each, or only their number and each that failed."""
 
     def __init__(self, *, each: bool) -> None:
         self._each = each
@@ -72,7 +72,7 @@ class CallLines:
             self._timer = asyncio.get_running_loop().call_later(EACH_S if self._each else COUNTED_S, self.tell)
 
     def tell(self) -> None:
-        """Tell of what was noted since the last time."""
+        """Log the calls noted since the last time."""
         waiting, counts, self._waiting, self._counts, self._timer = self._waiting, self._counts, [], Counter(), None
         for start, end in waiting:
             fields = {"event": "call", "call_id": end.call_id, "rollout_id": end.rollout_id, "status": end.status}

@@ -52,14 +52,14 @@ WRITTEN = (
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """vLLM's options for the model, and what to warn of: None if requests with tools are answered."""
+    """vLLM's options for the model, and a warning; None if requests with tools are answered."""
 
     argv: tuple[str, ...]
     warning: str | None = None
 
 
 def parsers_of(model: str, extra_args: Sequence[str]) -> Parsers:
-    """Return the options for a Hugging Face id or a directory. What `vllm.extra_args` says is left alone."""
+    """Return the options for a Hugging Face id or a directory. Options in `vllm.extra_args` stay as they are."""
     given = {argument.partition("=")[0] for argument in extra_args}
     tool, reasoning = _known(model)
     argv: list[str] = []

@@ -178,7 +178,7 @@ def _watch(
 
 
 def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:
-    """What runs beside the calls."""
+    """The background work of the proxy."""
     work = [parts.keys.watch(), parts.bodies.watch(), check_health(parts.config, session, parts.health)]
     work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
     work.append(parts.store.returns.keep())
@@ -190,7 +190,7 @@ def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, No
 
 @asynccontextmanager
 async def _at_work(parts: Parts, session: ClientSession, plugged: Sequence[Work]) -> AsyncIterator[None]:
-    """Do what runs beside the calls during the block, and cancel it at its end."""
+    """Run the background work during the block, and cancel it at its end."""
     await parts.store.returns.adopt(Rules.of(parts.config.trainer))
     tasks = [asyncio.create_task(one) for one in (*_beside(parts, session), *(work() for work in plugged))]
     try:
@@ -285,7 +285,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _methods(request: Request) -> set[str]:
-    """All that this path answers to; Starlette names those of the first route only."""
+    """All methods of this path; Starlette names those of the first route only."""
     found = (r.methods for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
     methods = {method for methods in found for method in methods or ()}
     return methods | {"HEAD"} if "GET" in methods else methods

@@ -1,4 +1,4 @@
-"""Does the long work of large requests in a thread, so that all others get their turns meanwhile."""
+"""Does the long work of large requests in a thread, so that the event loop serves others meanwhile."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ LARGE = 2**17  # bytes of a request, from which on the way to a thread costs les
 
 
 async def aside(size: int, work: Callable[[], T]) -> T:
-    """Do `work`, which holds on to nothing that others change; at once for a request of few bytes."""
+    """Do `work`, which uses nothing that others change; at once for a small request."""
     return work() if size < LARGE else await asyncio.to_thread(work)

@@ -1,4 +1,4 @@
-"""Says how sure a mean over tasks is. The tasks are the sample: rollouts of one task are alike."""
+"""Computes how sure a mean over tasks is. The tasks are the sample: rollouts of one task are alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMORY = 1_000_000  # numbers held at once
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Says between which two values a mean is likely to be."""
+    """The two values between which a mean is likely to be."""
 
     low: float
     high: float

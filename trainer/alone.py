@@ -1,4 +1,4 @@
-"""Sees to it that one trainer works on a store, and on a directory of policies."""
+"""Makes sure that one trainer alone works on a store and a directory of policies."""
 
 from __future__ import annotations
 

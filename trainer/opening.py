@@ -1,4 +1,4 @@
-"""Opens what takes the training steps: a side room's engine, or a trainer in this process."""
+"""Opens the training engine: a side room's, or a trainer in this process."""
 
 from __future__ import annotations
 

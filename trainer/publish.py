@@ -37,7 +37,7 @@ FAULTS = 10  # so many errors of vLLM's own end the publishing
 
 
 class NoPublisher:
-    """Answers the training loop where weights stay with the trainer. A publisher overrides all of it."""
+    """Publishes nothing: weights stay with the trainer. A publisher overrides all methods."""
 
     publishes = False
     vllm: VllmFleet | None = None
@@ -51,7 +51,7 @@ class NoPublisher:
         return version == live.version
 
     async def waits_for(self, version: int) -> str | None:
-        """Return what training from weights of `version` is to wait for; None if it need not."""
+        """Return the reason why training from weights of `version` must wait; None if it need not."""
         return None
 
     def is_of_another_mode(self, live: PolicyVersion) -> bool:
@@ -89,7 +89,7 @@ class Publisher(NoPublisher):
 
     @property
     def difference(self) -> float:
-        """Return how far the log-probabilities of the last published weights were seen to be from the trainer's."""
+        """Return the measured difference of the last published weights' log-probabilities from the trainer's."""
         return self._verifier.difference
 
     async def publish(

@@ -44,7 +44,7 @@ Answer = tuple[list[int], list[float]]  # token ids, and their log-probabilities
 
 
 class Verifier:
-    """Lets vLLM go on from the prompts of a few samples. Raises PublishError if it does not serve the new weights.
+    """Lets vLLM continue the prompts of a few samples. Raises PublishError if it does not serve the new weights.
 
     `difference`: how far, in nats, the log-probabilities of what was verified last are from the trainer's on average;
     the greatest of its adapters and servers.

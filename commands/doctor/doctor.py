@@ -55,7 +55,7 @@ async def run_checks(path: Path | None) -> list[Check]:
 
 
 def check_memory(config: Config) -> list[Check]:
-    """Return what the memory plan says, on a machine with GPUs."""
+    """Return the check of the memory plan, on a machine with GPUs."""
     try:
         plan = settle(config).plan
     except ConfigError as error:
@@ -64,7 +64,7 @@ def check_memory(config: Config) -> list[Check]:
 
 
 def check_provider(upstream: UpstreamConfig) -> Check:
-    """Check that what calls this provider is installed; the provider itself is not asked."""
+    """Check that the package for this provider is installed. The provider itself is not called."""
     name = f"upstream {upstream.name}"
     try:
         require_litellm(f"upstream {upstream.name} of kind litellm")

@@ -78,7 +78,7 @@ async def check_proxy(api: ApiClient) -> Check:
 
 
 async def check_publish(config: Config, api: ApiClient) -> list[Check]:
-    """Return what is wrong if proxy, store and this configuration do not publish in one way."""
+    """Return the problem if proxy, store and this configuration do not publish in the same mode."""
     mode, kept, policy = publish_mode(config), kept_mode(config.store), await api.policy()
     others = {"the running proxy": policy["publish"], "the store": kept}
     if wrong := [f"{name} has {other}" for name, other in others.items() if other not in (None, mode)]:
@@ -109,7 +109,7 @@ async def check_alias(config: Config, session: aiohttp.ClientSession, api: ApiCl
 
 
 async def _clear(api: ApiClient, rollout: str) -> str:
-    """End the check's rollout and delete it. Return what to say if it stays."""
+    """End the check's rollout and delete it. Return a note if it stays."""
     await api.end_rollout(rollout, "discarded", "a check of lightning-proxy doctor")
     try:
         await api.delete_rollout(rollout)
@@ -129,7 +129,7 @@ async def _call(config: Config, session: aiohttp.ClientSession, api: ApiClient, 
 
 
 async def _uncounted(api: ApiClient, ended: Sequence[dict[str, Any]]) -> str | None:
-    """What to do if rollouts have rewards, but of names that do not count."""
+    """The fix if rollouts have rewards, but under names that do not count."""
     posted = [reward for one in ended[:LOOKED_INTO] for reward in (await api.rollout(one["rollout_id"]))["rewards"]]
     names = ", ".join(sorted({reward["name"] for reward in posted}))
     return f"they have rewards named {names}: give these names weights in trainer.reward_weights" if names else None

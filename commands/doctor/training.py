@@ -57,7 +57,7 @@ def full_groups(groups: list[Group]) -> int:
 
 
 def what_is_missing(groups: list[Group], trainer: TrainerConfig) -> str:
-    """Say how many groups are full, and what a step still needs."""
+    """Return how many groups are full, and how many a step still needs, as text."""
     wanted, full = trainer.tasks_per_step, full_groups(groups)
     begun = [group for group in groups if group.group_id is None and not group.whole]
     line = f"{full} of the {wanted} groups that it takes are full (of {trainer.group_size} ended rollouts)"

@@ -119,7 +119,7 @@ class VllmChecks:
         return ok(name, "taken after temperature, as training needs them")
 
     async def _sampling(self, name: str) -> Check:
-        """Check that the trainer can learn how an answer was sampled, and tell what the server adds by itself."""
+        """Check that the trainer can read how an answer was sampled, and show the server's own defaults."""
         status, rendered = await self._send("POST", RENDER, {"model": self._model, "messages": QUESTION})
         if status >= 400 or "sampling_params" not in rendered:
             found = "the server does not say how it samples: calls with a grammar are not trained on"

@@ -93,7 +93,7 @@ async def _run(
 
 
 def _show(evaluation: Evaluation, request: EvalRequest) -> None:
-    """Print and save what there is, also of an evaluation that was stopped."""
+    """Print and save the results so far, also of an evaluation that was stopped."""
     if not any(row.results for row in evaluation.rows):
         return
     about = {

@@ -1,4 +1,4 @@
-"""What the tasks say of a drop: is there one, and is a drop of more than the margin excluded? Plain data, and a line.
+"""Tests whether tasks show a drop, or exclude one of more than the margin. Plain data, and a line of text.
 
 The same statistics decide whether a new version goes live (proxy/gate).
 """
@@ -42,7 +42,7 @@ def same_version(row: Mapping[str, Any], first: Mapping[str, Any]) -> int | None
 
 
 def comparison_line(row: Mapping[str, Any], first: str) -> str:
-    """Return what a row's comparison with the first says, in one line."""
+    """Return a row's comparison with the first one in one line."""
     versus, beside = row["versus"], f"{row['model']} beside {first}"
     if (version := versus["same_version"]) is not None:
         return f"{beside}: both are policy version {version}, so any difference is chance"

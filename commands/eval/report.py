@@ -73,7 +73,7 @@ def comparison_table(found: Json) -> Table:
 
 
 def print_tables(found: Json) -> None:
-    """Print both tables and what they say to standard output, without colours if that is not a terminal."""
+    """Print both tables and a line for each comparison, without colours if standard output is not a terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=240, no_color=True)

@@ -19,7 +19,7 @@ EXACT_UP_TO = 13  # tasks: no more sign patterns than resamples
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Says how far one row is above another, as a mean over tasks. `p` is that of a two-sided sign-flip test."""
+    """How far one row is above another, as a mean over tasks. `p` is that of a two-sided sign-flip test."""
 
     difference: float
     interval: Interval

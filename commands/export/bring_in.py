@@ -34,7 +34,7 @@ UPSTREAM = SOURCE = "import"
 
 @dataclass(frozen=True, slots=True)
 class ImportedConversation:
-    """One line. `answers`: the places of the messages that the model said."""
+    """One line. `answers`: the places of the assistant's messages."""
 
     name: RolloutName
     model: str
@@ -128,7 +128,7 @@ def _read(line: str, model: str, reward: float) -> ImportedConversation:
 
 
 def _reward(row: Json, otherwise: float) -> float | None:
-    """The row's reward. One that failed gets none by default: nobody said that it is good."""
+    """The row's reward. One that failed gets none by default: nobody has judged it."""
     found = row.get("reward")
     if found is None:
         return None if row.get("status") == "failed" else otherwise
@@ -189,7 +189,7 @@ async def _is_known(store: Store, one: ImportedConversation) -> bool:
 
 
 async def _record(store: Store, recorder: Recorder, one: ImportedConversation) -> None:
-    """Record a call for each answer, as the model would have been asked; not those of an import that broke off."""
+    """Record a call for each answer, as if a model had been called; skip those of an import that broke off."""
     for place in one.answers:
         start, end = _call(one, place)
         match await store.calls.status(end.rollout_id, end.call_id):

@@ -33,7 +33,7 @@ METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What a card tells. `steps`: from the base model to this version, oldest first; `rewards`: by mode and version.
+    """What the card shows. `steps`: from the base model to this version, oldest first; `rewards`: by mode and version.
 
     `rank`: of the adapter. `full`: all weights were trained, and there is no adapter.
     """

@@ -1,4 +1,4 @@
-"""`export`, `import` and `policy export`: what was recorded leaves, and conversations of others come."""
+"""Commands `export`, `import` and `policy export`: take the record out, and conversations of others in."""
 
 from __future__ import annotations
 

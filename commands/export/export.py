@@ -169,7 +169,7 @@ def rows_of(
     rewards: Sequence[Reward],
     left_out: Counter[str],
 ) -> Iterator[dict[str, Any]]:
-    """Return the rollout's rows of this kind; count in `left_out` what cannot be one."""
+    """Return the rollout's rows of this kind; count in `left_out` those that cannot be one, by reason."""
     if kind == "sft":
         return conversations(rollout, calls, left_out)
     return _transitions(rollout, calls, events, rewards)

@@ -114,7 +114,7 @@ def _schema(kind: str) -> Any:
 
 
 def _features(schema: Any) -> dict[str, Any]:
-    """The columns as Hugging Face's `datasets` types them: what is JSON is objects there."""
+    """The columns as Hugging Face's `datasets` types them: JSON becomes objects there."""
     types = {"string": "string", "double": "float64"}
     json = {"_type": "Json"}
     return {f.name: {"dtype": types[str(f.type)], "_type": "Value"} if str(f.type) in types else json for f in schema}

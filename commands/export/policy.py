@@ -79,7 +79,7 @@ def has_files(version: PolicyVersion) -> bool:
 def _whole(target: Path) -> Iterator[Path]:
     """Yield an empty directory that becomes `target` if the block ends without an error. Raises LightningError.
 
-    Only its owner may read it: weights hold what users said.
+    Only its owner may read it: weights hold users' conversations.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -126,7 +126,7 @@ def _made(config: Config, wanted: Form, source: Path, step: Step | None, target:
 
 
 async def _facts(store: Store, config: Config, version: PolicyVersion, form: Form, last: Step | None) -> CardFacts:
-    """What the model card tells: the steps from the base model to this version, and rewards before and after."""
+    """The content of the model card: the steps from the base model to this version, and rewards before and after."""
     steps: list[Step] = []
     step = last
     while step is not None and step not in steps:

@@ -55,7 +55,7 @@ class Sizes:
 
 
 async def search(job: Search, sizes: Sizes) -> None:
-    """Try prompts until the rounds are over or the budget is spent; what was tried is in `job.tried`."""
+    """Try prompts until the rounds are over or the budget is spent; all versions tried are in `job.tried`."""
     rng = random.Random(job.seed)
     try:
         version = await job.scores.version_of(job.text)

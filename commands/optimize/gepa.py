@@ -17,7 +17,7 @@ MOST_IDLE = 20  # iterations in a row that try nothing new
 
 
 async def search(job: Search, minibatch: int) -> None:
-    """Try prompts until the budget is spent; what was tried is in `job.tried`. ConfigError without the package.
+    """Try prompts until the budget is spent; all versions tried are in `job.tried`. ConfigError without the package.
 
     The package runs in a thread, always from its beginning. With the run's seed, its store and its file of reflections,
     it repeats the steps of an earlier start at no cost, and continues from there.

@@ -1,4 +1,4 @@
-"""Says what a prompt earns on tasks: from the store where it was tried in this run, else by running the agent."""
+"""Measures a prompt's rewards on tasks: from the store where it was tried in this run, else by running the agent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BudgetSpent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one rollout of a task earned."""
+    """The reward of one rollout of a task."""
 
     task_id: str
     rollout_id: str
@@ -90,7 +90,7 @@ class PromptScores:
         return int(answer["version"])
 
     async def of(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
-        """Return what the version earns on each task, in their order. Raise BudgetSpent before it runs any.
+        """Return the version's rewards on the tasks, in their order. Raise BudgetSpent before it runs any.
 
         `held_out`: it is no part of the search, and not of its budget.
         """
@@ -98,7 +98,7 @@ class PromptScores:
         return await self.look(version, tasks, 0, held_out=held_out)
 
     async def look(self, version: int, tasks: Sequence[Task], look: int, *, held_out: bool = False) -> list[Score]:
-        """Return what the version earns on each task when it is looked at for the `look`th time, the first being 0."""
+        """Return the version's rewards on the tasks at its `look`th look, the first being 0."""
         missing = [task for task in tasks if len(self._known.get((version, task.task_id), ())) <= look]
         if missing and not held_out and len(missing) > self.left:
             raise BudgetSpent

@@ -1,4 +1,4 @@
-"""What every method of search gets and gives: tasks, scores and reflections in, the best prompt out.
+"""The interface of every method of search: tasks, scores and reflections in, the best prompt out.
 
 One look at each validation task is little: of true rates 0.20 and 0.85, both may be right on 3 of 6 tasks. So `settle`
 looks again at the best versions as long as they cannot be told apart and budget is left.
@@ -22,7 +22,7 @@ AT_MOST = 4  # versions that are looked at again
 class Search:
     """A search under way. `lessons`: tasks to learn from; `validation`: those that candidates are compared on.
 
-    `tell` hears of each candidate that is better than all before.
+    `tell` is called with each candidate that is better than all before.
     """
 
     prompt: str

@@ -37,7 +37,7 @@ class Caller:
     """The sender of a request: its rollout, if the key was made for one, and its right to use a keyless upstream.
 
     `key_id`: the stored key that it comes down to, if one. `own`: it sees and rewards only what was opened with it.
-    `evidence`: what it says of rollouts counts where a new version is tested.
+    `evidence`: its rewards count where a new version is tested.
     """
 
     rollout: RolloutKey | None
@@ -56,7 +56,7 @@ class Caller:
 
     @property
     def sight(self) -> Sight:
-        """Return what it may see, besides a single rollout (`Keys.require`)."""
+        """Return which rollouts it may see (`Keys.require` checks a single one)."""
         return Sight(self.key_id if self.own else None, siblings=self.rollout is None)
 
     @property

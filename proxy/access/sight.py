@@ -1,4 +1,4 @@
-"""What a caller may see of the record, in one place: for routes and for the feed, which the page reads.
+"""Decides what a caller may see of the record, for routes and for the feed, which the page reads.
 
 A key that is made with `--scope own` sees the rollouts that were opened with it, and numbers made of these alone. What
 the trainer, a gate or an optimisation made of everybody's rollouts stays out of what it is shown.
@@ -46,5 +46,5 @@ class Sight(NamedTuple):
         return self.key_id is not None
 
     def of(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:
-        """Return what is shown of this to the caller."""
+        """Return the part of this that the caller may see."""
         return view | OF_ALL[kind] if self.own else view

@@ -14,7 +14,7 @@ _PIECES = frozenset({"text", "logprobs", "token_ids"})
 
 
 class Assembler:
-    """Joins what comes in pieces: texts, tool calls, tokens. Of all else the last value that is not empty counts."""
+    """Joins the pieces of texts, tool calls and tokens. Of other fields, the last value that is not empty counts."""
 
     def __init__(self) -> None:
         self._top: Json = {}

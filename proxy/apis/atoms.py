@@ -19,7 +19,7 @@ _FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL | re.IGNORECASE)
 
 
 class Atom(NamedTuple):
-    """One thing in a conversation. `kind` is text, call or result; `who` is a role or a tool call's id.
+    """One text, call or result in a conversation. `kind` says which; `who` is a role or a tool call's id.
 
     `what`: the text, the call's arguments as JSON, or the text of the result. `name`: of the function that is called.
     """
@@ -31,7 +31,7 @@ class Atom(NamedTuple):
 
 
 def request_atoms(request: Json) -> list[Atom]:
-    """Return the conversation that a request of any recorded API sends."""
+    """Return the atoms of the conversation in a request of any recorded API."""
     atoms = []
     for name in ("system", "instructions"):
         atoms += _content("system", request.get(name))
@@ -60,7 +60,7 @@ def answer_atoms(response: Json) -> Iterator[list[Atom]]:
 
 
 def item_atoms(item: Any) -> list[Atom]:
-    """Return what one message says, or one item of Responses."""
+    """Return the atoms of one message, or of one item of Responses."""
     if not isinstance(item, dict):
         return _content("user", item)
     kind = item.get("type")
@@ -120,13 +120,13 @@ def _text(content: Any) -> str:
 
 
 def same_arguments(text: str) -> str:
-    """Return one writing of the arguments of a call, however a client writes them; no arguments are an empty object."""
+    """Return a call's arguments in a canonical form, however a client writes them; none are an empty object."""
     text = text.strip()
     return "{}" if not text or parsed(text) == {} else same_json(text) or text
 
 
 def same_json(text: str) -> str | None:
-    """Return one writing of the JSON that a text is, however it is written; None if it is no object and no list."""
+    """Return the JSON of a text in a canonical form; None if it is no object and no list."""
     text = text.strip()
     if fenced := _FENCED.fullmatch(text):
         text = fenced[1]

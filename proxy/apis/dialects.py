@@ -21,7 +21,7 @@ class Stream(Protocol):
 
     @property
     def usual(self) -> UsualChunks | None:
-        """Return what passes events on that need no parsing; None where all are parsed."""
+        """Return the object that passes on events without parsing them; None where all are parsed."""
 
     @property
     def tokens(self) -> Tokens: ...
@@ -45,7 +45,7 @@ class Stream(Protocol):
         """Return the bytes to send for an event. Bytes without injected fields pass unchanged."""
 
     def flush(self) -> bytes:
-        """Return the bytes held back so far, for a stream that goes on or ends differently."""
+        """Return the bytes held back so far, for a stream that continues or ends differently."""
 
     def last(self, raw: bytes) -> bytes:
         """Return the agent's last bytes where the upstream's are `raw`, its [DONE]; empty where that is missing."""
@@ -61,7 +61,7 @@ class Dialect(Protocol):
         """Return the request for a vLLM upstream, and the fields that were added to it."""
 
     def agents(self, body: Json, injection: Injection) -> Json | None:
-        """Return what the agent gets of a whole answer; None if that is the answer's own bytes."""
+        """Return a whole answer as the agent gets it; None if that is the answer's own bytes."""
 
     def refusal(self, body: Json, status: int) -> Json | None:
         """Return what the agent gets of the upstream's error; None if that is the error's own bytes."""

@@ -108,7 +108,7 @@ class StreamCleaner:
 
     @property
     def holds(self) -> bool:
-        """Return whether a chunk waits for what comes after it."""
+        """Return whether a chunk waits for the next one."""
         return self._held is not None
 
     def clean(self, raw: bytes, chunk: Json) -> bytes:
@@ -131,7 +131,7 @@ class StreamCleaner:
         return before + (_encode(chunk) if changed else raw)
 
     def flush(self) -> bytes:
-        """Return the bytes held back, for a stream that goes on or ends without the usage chunk."""
+        """Return the bytes held back, for a stream that continues or ends without the usage chunk."""
         return self._release(None)
 
     def _release(self, fingerprint: Any) -> bytes:
@@ -234,7 +234,7 @@ class UsualChunks:
         return b"".join(sent), data[at:]
 
     def take(self) -> list[Json]:
-        """Return chunks that say what all that were passed on since the last time do."""
+        """Return chunks with the content of all that were passed on since the last time."""
         self._read_all()
         taken, self._read = self._read, []
         return taken

@@ -100,7 +100,7 @@ class _Item:
         return bare | ({"role": "assistant"} if self._type == "message" else {}) | self._made()
 
     def _made(self) -> Json:
-        """What its texts make of it."""
+        """The item that its texts make."""
         made: Json = {}
         for (text, _), pieces in sorted(self._texts.items(), key=lambda entry: entry[0][1]):
             joined = "".join(pieces)
@@ -118,7 +118,7 @@ def _text_of(part: Any) -> _Text | None:
 
 
 def filled(value: Any, more: Any) -> Any:
-    """Return a value with what another has where it has nothing: null, an empty text or list, no such name."""
+    """Return a value with another's fields where its own are missing or empty."""
     if isinstance(value, dict) and isinstance(more, dict):
         return {name: filled(item, more.get(name)) for name, item in value.items()} | {
             name: item for name, item in more.items() if name not in value

@@ -1,4 +1,4 @@
-"""POST /v1/responses, as a server answers it itself: without the tokens of all it says. `as_chat/` gets those."""
+"""POST /v1/responses, as a server answers it itself: without the tokens of all its text. `as_chat/` gets those."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ResponsesStream:
 
 
 def _is_bare(event: Json) -> bool:
-    """Whether an event says neither what it is nor what it is about."""
+    """Whether an event has neither a type nor a response."""
     return not event.get("type") and not isinstance(event.get("response"), dict)
 
 

@@ -1,4 +1,4 @@
-"""Says which requests are sampled in a way that the trainer cannot compute again."""
+"""Decides which requests are sampled in a way that the trainer cannot compute again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def not_followed(request: Json) -> str | None:
 
 
 def constraint(request: Json) -> str | None:
-    """Return the parameter for which vLLM may allow only what fits a grammar, or None if there is none."""
+    """Return the parameter that may make vLLM use a grammar, or None if there is none."""
     text, output = request.get("text"), request.get("output_config")
     for name, shape in (
         ("response_format", request.get("response_format")),
@@ -76,12 +76,12 @@ def can_be_imitated(reason: str | None) -> bool:
 
 
 def is_not_followed(reason: str | None) -> bool:
-    """Return whether an answer was left out because of how it was sampled, or of what its prompt shows."""
+    """Return whether an answer was left out because of how it was sampled, or of images and files in its prompt."""
     return reason == MEDIA or (reason is not None and reason.startswith(NOT_FOLLOWED))
 
 
 def _beyond(request: Json) -> Iterator[str]:
-    """The parameters by which something else than the policy chooses tokens."""
+    """The reasons of parameters by which something else than the policy chooses tokens."""
     thinking = request.get("thinking")
     budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else request.get("thinking_token_budget")
     if budget is not None:

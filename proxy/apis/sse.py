@@ -55,7 +55,7 @@ class SSEDecoder:
         return frames
 
     def let_go(self) -> bytes:
-        """Give out what has come of a frame that has not ended. The rest of it will be a frame without data."""
+        """Return the bytes so far of a frame that has not ended. The rest of it will be a frame without data."""
         self._let_go = True
         given = bytes(self._buffer[:-_BLANK])
         del self._buffer[:-_BLANK]
@@ -101,7 +101,7 @@ def encode(data: bytes) -> bytes:
 
 
 def event_name(raw: bytes) -> str:
-    """Return what the `event` field of a frame says; empty without one."""
+    """Return the `event` field of a frame; empty without one."""
     match = _EVENT.search(raw)
     return match[1].decode(errors="replace") if match else ""
 

@@ -45,7 +45,7 @@ class _ChoiceTokens:
 
 
 class Tokens:
-    """Collects tokens from a whole answer (one `add`) or from its chunks, before anything is removed from them."""
+    """Collects tokens from a whole answer (one `add`) or from its chunks, before injected fields are removed."""
 
     def __init__(self) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()
@@ -135,7 +135,7 @@ def _logprobs(value: Any) -> list[Any]:
 
 
 def _are_finite(logprobs: list[Any]) -> bool:
-    """Whether all are numbers, above what stands for minus infinity and at most 0."""
+    """Whether all are numbers, above the value that stands for minus infinity and at most 0."""
     try:
         return not logprobs or bool(min(logprobs) > _MINUS_INFINITY and max(logprobs) <= 0)
     except TypeError:

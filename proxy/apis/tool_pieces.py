@@ -140,7 +140,7 @@ class ToolCallPieces:
 
     @property
     def may_change(self) -> bool:
-        """Return whether more pieces may do else than make the text longer."""
+        """Return whether more pieces may change the text, not only extend it."""
         return self._may_be_none or not isinstance(self._arguments, str | None)
 
     @property

@@ -72,7 +72,7 @@ def _of_chat(response: Json) -> Iterator[ToolCall]:
 
 
 def called_tool(call: Json) -> Any:
-    """Return what a tool call of chat calls: a function, or a custom tool."""
+    """Return the function or custom tool of a chat tool call."""
     return call.get("custom") if call.get("function") is None else call["function"]
 
 
@@ -88,14 +88,14 @@ def _of_responses(response: Json) -> Iterator[ToolCall]:
 
 
 def call_name(item: Json) -> str:
-    """Return the name of the tool that an item of Responses calls; of OpenAI's own tools, what the call is of."""
+    """Return the name of the tool that an item of Responses calls; of OpenAI's own tools, the item's type."""
     return _text(item.get("name")) or str(item["type"]).removesuffix("_call")
 
 
 def is_call(item: Json) -> bool:
     """Return whether an item of Responses is a call that the agent makes, such as one of its own tools.
 
-    Those have a `call_id`; what the server does by itself has none.
+    Those have a `call_id`; calls that the server makes itself have none.
     """
     kind = item.get("type")
     return kind in ("function_call", "custom_tool_call") or (

@@ -40,7 +40,7 @@ def join(into: Json, name: str, value: Any) -> None:
 
 
 def put(into: Json, name: str, value: Any) -> None:
-    """Take the last value that says something; objects are joined name by name."""
+    """Keep the last value that is not empty; objects are joined name by name."""
     old = into.get(name)
     if isinstance(value, dict) and isinstance(old, dict):
         merged = into[name] = dict(old)
@@ -114,7 +114,7 @@ _BESIDE = frozenset({"code", "status", "status_code", "type", "param", "request_
 
 
 def error_in(raw: bytes, event: Json) -> Any:
-    """Return the error that an event has or is, whether or not it says that it is one; None if there is none."""
+    """Return the error that an event has or is, also without an `error` field; None if there is none."""
     if (error := named_error(event)) is not None:
         return error
     if event.get("choices") is not None:

@@ -1,4 +1,4 @@
-"""Addresses of servers as a person may see them: whoever writes one into an error, a log or a record uses this."""
+"""Shows addresses of servers without secrets, for errors, logs and records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What side rooms keep beside rollouts and policy versions: the routes check it, keep it and show it."""
+"""Lets side rooms keep fields beside rollouts and policy versions, which the routes check, keep and show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Fields = Mapping[str, Any]
 
 
 class Beside:
-    """What a side room keeps beside rollouts and policy versions. A method that is not overridden does nothing."""
+    """Fields of a side room beside rollouts and policy versions. A method that is not overridden does nothing."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -21,7 +21,7 @@ class Beside:
         """Raise LightningError if rollouts cannot be opened as a request wants them."""
 
     async def opened(self, rollout_ids: Sequence[str], body: RolloutsBody) -> None:
-        """Keep what a request wants of rollouts that were just opened."""
+        """Keep the fields of a request that has just opened rollouts."""
 
     async def of_rollout(self, rollout_id: str) -> Fields:
         """Return fields for `GET /rollouts/{rollout_id}`."""

@@ -21,7 +21,7 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 def _whole(value: Any) -> Any:
-    """JSON knows one kind of number: 3.0 is an integer."""
+    """A whole number as an integer: in JSON, 3.0 is one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -99,7 +99,7 @@ class StateBody(_EventBody):
 
 
 class ActionBody(_EventBody):
-    """What the agent did without asking a model, and what came of it."""
+    """An action that the agent took without a model, and its result."""
 
     kind: Literal["action"]
     name: Annotated[str, Field(min_length=1, max_length=200)]

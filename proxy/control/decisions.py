@@ -1,4 +1,4 @@
-"""Leaves calls out that are no decisions, and gives the others what they shared with these. Pure."""
+"""Leaves out calls that are no decisions, and moves text that others share with them. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _shortened(call: ModelCall, left_out: dict[str, ModelCall]) -> ModelCall:
 
 
 def _request(call: ModelCall, parent: ModelCall) -> tuple[dict[str, Any], Of]:
-    """The request as what it adds to the one that its parent adds to."""
+    """The request as its difference from the request that its parent is stored against."""
     request, before, shared = dict(call.request), parent.request_of or {}, {}
     for name, count in (call.request_of or {}).items():
         if name == "call_id":

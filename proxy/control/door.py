@@ -1,4 +1,4 @@
-"""Lets requests into the control API: first the key, then the key's limits, and only then the body is read."""
+"""Admits requests to the control API: checks the key and its limits before the body is read."""
 
 from __future__ import annotations
 
@@ -117,5 +117,5 @@ class _ReadRequest(Request):
         return self._read
 
     async def json(self) -> Any:
-        """Return the body's JSON. NaN and infinities are read, too: who checks the values knows their names."""
+        """Return the body's JSON. NaN and infinities are read, too: the check of the values names the field."""
         return await aside(len(self._read), partial(loads_in_turns, self._read, float))

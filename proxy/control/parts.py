@@ -1,4 +1,4 @@
-"""The parts of the proxy that the routes use; `app.py` puts them together."""
+"""Holds the parts of the proxy that the routes use; `app.py` puts them together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helps the routes of the control API with the parts of a request that they all handle in the same way."""
+"""Reads the parts of a request that all routes of the control API handle in the same way."""
 
 from __future__ import annotations
 

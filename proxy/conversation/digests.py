@@ -42,7 +42,7 @@ class State(NamedTuple):
     loose: bytes = b""
 
     def then(self, atom: Atom, shown: str) -> State:
-        """Return the state with one thing more."""
+        """Return the state with another atom."""
         who = atom.who if atom.kind == "text" else atom.name
         exact = digest("", self.exact, atom.kind, who, shown)
         if self.exact == self.loose and atom.kind != "result":

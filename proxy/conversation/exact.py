@@ -152,7 +152,7 @@ class ExactCall:
 
 @dataclass(slots=True)
 class _Recent:
-    """What is kept of a rollout.
+    """The part of a rollout that is kept in memory.
 
     `seen`: the answered calls that its turns are of, or came after. `parents`: the newest calls that were read, which
     later ones are stored against. `exchanges`: those of its Responses calls, which others refer to.

@@ -31,7 +31,7 @@ NOT_AS_CHAT = "the chat route, which gives token ids, cannot stand for it"
 
 
 class ApiRequest(NamedTuple):
-    """A request: the name of its API in records, how that is spoken, and its JSON."""
+    """A request: the name of its API in records, its dialect, and its JSON."""
 
     endpoint: str
     dialect: Dialect

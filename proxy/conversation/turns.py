@@ -1,6 +1,6 @@
 """Finds the earlier call that a chat request continues, and builds a prompt with that call's exact tokens. Pure.
 
-Text does not say which tokens it was sampled as: rendered and tokenised again, an answer may come back as others.
+Text does not show its sampled tokens: rendered and tokenised again, an answer may become other tokens.
 So the next prompt is the earlier call's tokens as they were, and after them only what is new:
 
     earlier prompt · earlier answer, as sampled · what the template puts after an answer · new messages, rendered
@@ -85,7 +85,7 @@ class TokenTurn:
 def turns(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
 ) -> Iterator[TokenTurn]:
-    """Return one turn per answer of a call with known tokens. `rendered` is as in Turn, empty if it is the prompt."""
+    """Return one turn per answer of a call with known tokens. `rendered`: as in TokenTurn, or empty."""
     messages = request.get("messages")
     by_index = {choice.index: choice for choice in choices}
     for answered in dicts(response.get("choices")) if isinstance(response, dict) else ():
@@ -171,7 +171,7 @@ def exact_prompt(turn: TokenTurn, history: Sequence[int], whole: Sequence[int], 
 
 
 def _overlap(answer: Sequence[int], follows: Sequence[int]) -> int:
-    """How many of the tokens that are to follow the answer ends in already: its end of turn, if that was sampled."""
+    """The number of following tokens that the answer already ends in: its end of turn, if that was sampled."""
     longest = min(len(answer), len(follows))
     return next((n for n in range(longest, 0, -1) if [*answer[-n:]] == [*follows[:n]]), 0)
 
@@ -200,7 +200,7 @@ def _is_answer(sent: Any, answer: Json) -> bool:
 
 
 def _without_empty(message: Any) -> Json:
-    """A message without what is empty, so that a client's way of sending it again makes no difference."""
+    """A message without empty fields, which clients may drop when they send it again."""
     if not isinstance(message, dict):
         return {}
     kept = {name: value for name, value in message.items() if value not in (None, "", [])}
@@ -220,7 +220,7 @@ def _called(call: Json) -> tuple[Any, Any]:
 
 
 def _text(content: Any) -> Any:
-    """Texts in parts are one; anything else stays as it is."""
+    """The texts of parts, joined; other content unchanged."""
     if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in dicts(content)):
         return "".join(part["text"] for part in dicts(content))
     return content or ""

@@ -1,7 +1,7 @@
 """Finds the rollout of an unnamed request: the one whose conversation it continues. Contract, section 1.
 
-What is needed to find it is written with the call's own record, in the same commit: it is known after a restart, and to
-every worker. Named rollouts cost nothing here.
+The index is written in the same commit as the call's own record: it survives a restart, and is shared by
+all workers. Named rollouts cost nothing here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Conversation:
 
     @property
     def whole(self) -> State:
-        """Return the state of all of it."""
+        """Return the state of the whole request."""
         return self.begun[-1] if self.begun else State()
 
     def ends(self) -> Iterator[State]:

@@ -278,7 +278,7 @@ class CallUnderWay:
 
     @asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Record the end of the block if it did not do so itself, and show the agent any failure."""
+        """Record the call's end, if the block has not, and show the agent any failure."""
         finish_s = self._gateway.finish_s if self._question.recorded else 0.0
         with self._reply.while_connected(finish_s=finish_s):
             try:
@@ -363,7 +363,7 @@ class CallUnderWay:
         return asyncio.ensure_future(self._gateway.recorder.end(end, also))
 
     def _tell(self, end: CallEnd, written: asyncio.Future[None]) -> None:
-        """Tell limits, metrics and telemetry of a call whose end is durable."""
+        """Update limits, metrics and telemetry with a call whose end is durable."""
         if written.cancelled() or written.exception() is not None:
             return
         question, gateway = self._question, self._gateway

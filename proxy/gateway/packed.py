@@ -58,7 +58,7 @@ def _parts(body: bytes, name: str, most: int) -> Iterator[bytes]:
 
 
 def _deflate(body: bytes) -> Any:
-    """Of zlib's format, as the standard has it, or without its header, as some clients send it."""
+    """Unpack zlib's format, as the standard has it, or without its header, as some clients send it."""
     has_header = len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0
     return zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
 

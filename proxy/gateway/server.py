@@ -1,4 +1,4 @@
-"""Changes some details of how uvicorn reads HTTP/1.1, and tells running answers that the server stops.
+"""Changes some details of how uvicorn reads HTTP/1.1, and lets running answers know that the server stops.
 
 Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
 HTTP/2 with every request, and uvicorn would lose its body. A WebSocket is a 501. What is no HTTP is refused in OpenAI's
@@ -157,7 +157,7 @@ class ServerProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Read the request once more, without what asks for the upgrade: the parser would leave its body unread."""
+        """Read the request once more without its upgrade headers: with them the parser would leave its body unread."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse()
@@ -177,7 +177,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._read(b"\r\n".join(head) + b"\r\n\r\n" + rest)
 
     def _refuse(self, refusal: bytes = _REFUSAL) -> None:
-        """Answer and close: where the next request begins is not known."""
+        """Answer and close: it is not known where the next request begins."""
         under_way = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not (self.pipeline or under_way):  # nothing may come into the middle of an answer
             self.transport.write(refusal)

@@ -79,7 +79,7 @@ def otherwise(who: str, mode: PublishMode, decided: Decided) -> str:
 
 
 class ModeInUse:
-    """The way in which a running proxy serves versions. With `auto` it is that of the live version."""
+    """The mode in which a running proxy serves versions. With `auto` it is that of the live version."""
 
     def __init__(self, config: Config, store: Store) -> None:
         self.mode: PublishMode = publish_mode(config)

@@ -1,4 +1,4 @@
-"""Refuses to open a rollout for a policy version, or another model, that cannot be served."""
+"""Refuses to open a rollout for a policy version or model that cannot be served."""
 
 from __future__ import annotations
 

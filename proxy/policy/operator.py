@@ -1,6 +1,6 @@
-"""Closes the operator routes of the vLLM that we start: only who knows the operator's key may use them.
+"""Closes the operator routes of the vLLM that we start: they need the operator's key.
 
-vLLM imports `OperatorGuard` by its option `--middleware`. Whoever may use these routes can replace the weights and
+vLLM imports `OperatorGuard` by its option `--middleware`. A caller of these routes can replace the weights and
 write files, and vLLM asks nobody for a key there: any web page of a browser on this machine could reach them.
 """
 
@@ -78,7 +78,7 @@ def _make_key(path: Path) -> None:
 class OperatorGuard:
     """ASGI middleware around vLLM. It lets requests with the operator's key pass, whatever they are.
 
-    Other requests may use the agents' routes and read how the server is. They must come from this machine's programs,
+    Other requests may use the agents' routes and read the server's state. They must come from this machine's programs,
     not from a web page elsewhere, unless the proxy vouches for them. What a request asks for is decided by the
     endpoints that vLLM's own routes match, however its path is spelt. The key is read from the file that
     `LIGHTNING_OPERATOR_KEY_FILE` names.

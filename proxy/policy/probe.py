@@ -1,6 +1,6 @@
-"""Asks the policy's servers the same question again and again, and notices when other weights answer it.
+"""Sends the policy's servers the same prompt every few minutes, and notices when other weights answer it.
 
-The label of weights is what somebody set, so it proves nothing. Each version's first answer is kept. After every
+A label of weights proves nothing: anybody could have set it. Each version's first answer is kept. After every
 restart of a server and every few minutes it is sampled again, with the same seed. This detects wholly other weights;
 a single training step changes less than two servers' arithmetic may differ.
 """
@@ -43,7 +43,7 @@ class Prober:
         self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the last question
 
     async def run(self) -> None:
-        """Ask every server that needs it until cancelled."""
+        """Probe every server that needs it until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for server in self._swap.vllm.servers:

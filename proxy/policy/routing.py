@@ -90,7 +90,7 @@ class PolicyRouter:
         return Route(upstream, None, named, pins=False)
 
     async def _in_line(self, watch: Watch) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
-        """The live version, and what servers have in its place, as they were seen to have it: both of one moment."""
+        """The live version, and the versions that servers have in its place, both as of the same check."""
         for _ in range(2):  # another one may become live between two readings
             await watch.require()
             live, placed = await self._store.versions.live_now(), await watch.swap.placed()

@@ -31,13 +31,13 @@ Check = Callable[[VllmServer], Awaitable[None]]
 
 
 class NotServed(LightningError):
-    """vLLM runs, but does not serve the version that the store says is live."""
+    """vLLM runs, but does not serve the store's live version."""
 
     status = 503
 
 
 class Superseded(LightningError):
-    """Another version was made live by hand, so the planned successor of the old one does not count any more."""
+    """Another version was made live by hand, so the planned successor of the old one is dropped."""
 
     status = 409
 
@@ -150,7 +150,7 @@ class Swap:
         return True
 
     async def _give_back(self, servers: Sequence[VllmServer], live: PolicyVersion) -> None:
-        """Give servers the live weights again, as far as they have others. What fails here, the proxy's watch mends."""
+        """Give servers the live weights again, as far as they have others. The proxy's watch repairs failures."""
         for server in servers:
             try:
                 if not await self.has_label(server, live):
@@ -196,7 +196,7 @@ class Swap:
         return await self.store.versions.live() if placed is None else placed
 
     async def out_of_line(self) -> dict[str, LightningError | None]:
-        """Return, by URL, why a server lacks the merged weights wanted of it. Nothing is mended. Raise if all do."""
+        """Return, by URL, why a server lacks the merged weights wanted of it. Nothing is repaired. Raise if all do."""
 
         async def look(server: VllmServer) -> None:
             version = await self.wanted(server)

@@ -167,7 +167,7 @@ class VllmServer:
         return await self._request("POST", "/v1/completions", body, _has_usage, _events)
 
     async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what vLLM makes of a request to `endpoint` before it samples: tokens and sampling parameters.
+        """Return the tokens and sampling parameters that vLLM makes of a request to `endpoint`.
 
         VllmError where vLLM refuses it, or has no such route: it needs --enable-scale-out.
         """
@@ -186,7 +186,7 @@ class VllmServer:
         read: Callable[[Any], T] | None = None,
         parse: Callable[[str], Any] = json.loads,
     ) -> T:
-        """Return what `read` makes of the answer; VllmError where it makes nothing of it. None without `read`."""
+        """Return `read` of the answer; VllmError where it fails. None without `read`."""
         url = self.base_url + path.removeprefix("/v1") if path.startswith("/v1/") else self._root + path
         try:
             request = self._session.request(method, url, json=body, headers=self._headers, timeout=self._timeout)
@@ -297,7 +297,7 @@ class VllmFleet:
         return names.pop()
 
     async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the first server that answers makes of a request, as `VllmServer.rendered`."""
+        """Return `VllmServer.rendered` of the first server that answers."""
         return (await self._ask(lambda server: server.rendered(endpoint, body)))[0][1]
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -315,7 +315,7 @@ class VllmFleet:
         """Freeze all servers, load the weights at `path`, await `commit`, and resume the requests.
 
         No two versions are sampled at once. Where this fails, requests stay frozen under the label `loading`, so that
-        no token is sampled from unknown weights; `Swap.restore` mends it.
+        no token is sampled from unknown weights; `Swap.restore` repairs it.
         """
         loaded = await self._ask(lambda server: server.load_weights(path))
         await commit()

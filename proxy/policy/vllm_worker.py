@@ -1,4 +1,4 @@
-"""What a vLLM that we start can do on top: load weights with a head that is tied to the embeddings.
+"""Adds to the vLLM that we start a way to load weights with a head that is tied to the embeddings.
 
 It runs in vLLM's own processes, which find it by `WORKER`.
 """

@@ -85,7 +85,7 @@ class Watch:
         return tuple(url for url in urls if not self._health.problems.get((self.upstream.name, url)))
 
     async def _see_who_missed_the_live_version(self) -> None:
-        """Servers that do not serve it must be out of rotation before a call that is to reach it goes out."""
+        """Take servers without it out of rotation, before a call that needs it is sent."""
         for _ in range(2):  # a look that was under way may have begun before
             if self._in_line_for != await self._wanted():
                 await self._get_in_line(self.upstream.connect_timeout_s)
@@ -154,7 +154,7 @@ class Watch:
             log.warning("servers without the live weights are not repaired: %s", error)
 
     def _fall_out_of_line(self, problem: LightningError, story: str, exc_info: Exception | None = None) -> None:
-        """Log it once, not at every look for as long as it stays the same: vLLM may be away for days."""
+        """Log a problem once, not at every check while it stays the same: vLLM may be away for days."""
         if str(problem) != str(self._problem):
             log.warning("%s", story, exc_info=exc_info)
         self._in_line, self._problem = False, problem

@@ -1,4 +1,4 @@
-"""Where the weights of a policy version are, and under which names and labels vLLM serves them."""
+"""Finds the weights of a policy version, and the names and labels under which vLLM serves them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def adapters_of(version: PolicyVersion) -> dict[str, str]:
 
 
 def fault_of(version: PolicyVersion, served: Mapping[str, str | None]) -> str | None:
-    """Return what is wrong with the version at a server; None if nothing is.
+    """Return why a server does not serve the version; None if it does.
 
     `served`: the paths that its models were loaded from, by name, as far as it says.
     """

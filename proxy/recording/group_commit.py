@@ -1,4 +1,4 @@
-"""Writes many records in one commit. Records that arrive during a commit wait for the next. No record is dropped."""
+"""Writes many records in one commit. Records that arrive during a commit wait for the next; none is dropped."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class GroupCommit:
         return entry.done
 
     def _has_ended(self, writer: asyncio.Task[None]) -> None:
-        """Let nobody wait for a writer that ended by itself, by a fault of ours or because it was cancelled."""
+        """Fail all waiting records if the writer ended by itself, by a bug or because it was cancelled."""
         why = "it was cancelled" if writer.cancelled() else writer.exception()
         if why is None:
             return
@@ -120,7 +120,7 @@ class GroupCommit:
                 _settle(group, error)
 
     async def _write(self, group: Sequence[Entry]) -> Exception | None:
-        """Commit the group; return any error, since those who wait must hear of it."""
+        """Commit the group; return any error, for those who wait."""
         by_statement: dict[str, Rows] = {}
         for entry in group:
             for statement, row in entry.statements:
@@ -138,7 +138,7 @@ class GroupCommit:
 
 
 def _readable(rows: Rows) -> Rows:
-    """The rows with `?` for what UTF-8 cannot hold in a name or an id; JSON has such text escaped."""
+    """The rows with `?` for characters of names and ids that UTF-8 cannot hold; JSON has these escaped."""
     return [
         {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
         for row in rows
@@ -146,7 +146,7 @@ def _readable(rows: Rows) -> Rows:
 
 
 def _settle(group: Sequence[Entry], error: Exception | None) -> None:
-    """Tell those who wait how the commit went."""
+    """Set the futures of a group to the outcome of its commit."""
     if error is not None and not isinstance(error, StoreUnavailable):
         cause, error = error, StoreUnavailable(f"the call could not be recorded: {error!r}")
         error.__cause__ = cause

@@ -168,7 +168,7 @@ class _Called:
 
 
 class _Reader:
-    """Reads the end of a conversation: the newest calls, and what follows."""
+    """Reads the end of a conversation: the newest calls, and the items after them."""
 
     def __init__(self, request: ReadRequest, known: int) -> None:
         self._items, self._states, self._spot, _ = request
@@ -250,7 +250,7 @@ def _calls(signed: Signed, state: bytes, tail: Iterable[bytes], everywhere: Spot
 
 
 def _after(state: bytes, signed: Signed) -> bytes:
-    """The digest with what these say. Results do not count: some clients shorten them later, or send them late."""
+    """The digest with these atoms added. Results do not count: some clients shorten them later, or send them late."""
     for atom, own in signed:
         if atom.kind != "result" and atom.who != "system":
             state = sign(state, own)

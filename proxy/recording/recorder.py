@@ -165,7 +165,7 @@ class Recorder:
 
 
 class _Made(NamedTuple):
-    """What is made of a call's start: its statements, of `size` bytes, and what is remembered of it and its parent."""
+    """The statements of a call's start, of `size` bytes, and the call and its parent as they are remembered."""
 
     statements: list[Statement]
     size: int
@@ -319,7 +319,7 @@ class RecentCalls:
 
 
 def _freed(forgotten: RecentCall, kept: Sequence[RecentCall]) -> int:
-    """Return how many bytes of a call's text go with it. The rest is counted with the call that shares most of it."""
+    """Return how many bytes forgetting a call frees. The rest is counted with the call that shares most of it."""
     messages = conversation(forgotten.request)
     sharing_it = ((_same(messages, conversation(call.request)), call) for call in kept)
     shared, heir = max(sharing_it, key=lambda one: one[0], default=(0, forgotten))
@@ -332,12 +332,12 @@ def _freed(forgotten: RecentCall, kept: Sequence[RecentCall]) -> int:
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many messages two lists have in common from the first on, as the same objects."""
+    """Return how many messages two lists share from the first on, as the same objects."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda n: one[n] is not other[n])
 
 
 def parent_of(request: dict[str, Any], recent: Sequence[RecentCall]) -> tuple[RecentCall | None, int]:
-    """Return the recent call that the request has most in common with, and how many messages that is."""
+    """Return the recent call that shares most messages with the request, and how many."""
     messages, parent, known = conversation(request), None, 0
     for call in reversed(recent):
         before = conversation(call.request)

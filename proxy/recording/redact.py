@@ -42,7 +42,7 @@ class Redactor:
         self._hides = shown or bool(self._shapes or self._patterns)  # something that a model is shown, or says
 
     def __bool__(self) -> bool:
-        """Whether there is anything to look for."""
+        """Whether anything is redacted."""
         return bool(self._shapes or self._patterns or self._fields)
 
     def text(self, text: str) -> str:

@@ -74,7 +74,7 @@ class Upstreams:
 
 
 class Target(NamedTuple):
-    """One way to get a call answered: the upstream of this route and the form of the request. `sent` is its body.
+    """One attempt to get a call answered: the upstream of this route and the request as sent; `sent` is its body.
 
     `translated`: the request is in another API than the agent's, which reads the answer, too.
     """
@@ -154,7 +154,7 @@ def _with_form_model(body: bytes, model: str) -> bytes:
 
 
 class Attempts:
-    """One call's ways to an answer, tried in order until one is answered: `async with attempts as answer`.
+    """A call's targets, tried in order until one answers: `async with attempts as answer`.
 
     `target` is the one that is under way, or that answered. `ask` makes a target when its turn has come; its second
     argument asks for a plain one, without any injection.
@@ -170,7 +170,7 @@ class Attempts:
         self.target = ask(route, False)
 
     def begin_with(self, open_first: Callable[[Request], Awaitable[Answer]]) -> None:
-        """Ask the first upstream with this function."""
+        """Use this function to send the request to the first upstream."""
         self._open_first = open_first
 
     @property
@@ -237,7 +237,7 @@ class Attempts:
         return status == 404 and bool(self.upstream.servers) and bool(self.target.route.version)
 
     def _may_be_ours(self, status: int) -> bool:
-        """Whether the agent's own request might be answered otherwise, or in other words."""
+        """Whether the agent's own request might get another answer, or another message."""
         return status in _REFUSALS or (self.target.translated and 400 <= status < 500 and status not in _RETRIED)
 
     async def _send(self) -> Answer:

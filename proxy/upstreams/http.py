@@ -52,7 +52,7 @@ _HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 
 
 class _Protocol(ResponseHandler):
-    """Wakes whoever reads a body when its connection ends; after a malformed chunk aiohttp would let them wait."""
+    """Wakes the reader of a body when its connection ends; after a malformed chunk aiohttp would let it wait."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
         payload = self._payload
@@ -100,7 +100,7 @@ class HttpUpstream:
         return HttpAnswer(self._config, await self._open(last, request))
 
     async def close(self) -> None:
-        """Do nothing: whoever opened the session closes it."""
+        """Do nothing: the session is closed where it was opened."""
 
     async def _open(self, base_url: str, request: Request) -> aiohttp.ClientResponse:
         upstream = self._config
@@ -223,7 +223,7 @@ def _response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse
 def _location(upstream: UpstreamConfig, requested: URL, value: bytes) -> bytes:
     """A redirect's target; within the upstream it is made relative to the request, so that the agent stays with us.
 
-    Servers name themselves as we call them, in whatever scheme they believe to be called by.
+    Servers name themselves by the Host that we send, with the scheme that they assume.
     """
     if not value.startswith((b"/", b"http://", b"https://")):
         return value

@@ -1,4 +1,4 @@
-"""Turns samples into what a Tinker service trains on, and its log-probabilities into a step's numbers. Pure."""
+"""Turns samples into a Tinker service's training data, and its log-probabilities into a step's metrics. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: 
 
 
 def _divisor(tokens: int, rows: int, reduction: str) -> float:
-    """What the service divides the loss of a row of so many tokens by."""
+    """The number by which the service divides the loss of a row of so many tokens."""
     return float(tokens * rows) if reduction == "mean" else 1.0
 
 

@@ -62,7 +62,7 @@ class TinkerService:
             self._model = self._result(made) if hasattr(made, "result") else made
 
     def forget(self) -> None:
-        """Leave the model as it is on the service, with whatever was sent to it and not saved."""
+        """Give the model up. The service keeps it, with all that was sent to it and not saved."""
         session, self._session, self._model = self._session, None, None
         if hasattr(session, "close"):
             with suppress(Exception):  # what it had is given up, whatever the service says
@@ -83,7 +83,7 @@ class TinkerService:
             return self._scores(self._model.forward_backward(data, loss, config), rows)
 
     def optim_step(self, **adam: float) -> dict[str, float]:
-        """Apply the gradients, and return what the service measured."""
+        """Apply the gradients, and return the service's metrics."""
         with self._calls("cannot apply the gradients"):
             answer = self._result(self._model.optim_step(self._tinker.AdamParams(**adam)))
             return dict(getattr(answer, "metrics", None) or {})
@@ -168,7 +168,7 @@ class TinkerService:
             raise TrainingUnavailable(f"{problem}; the step is taken again from the last saved state") from error
 
     def _is_users(self, error: Exception) -> bool:
-        """Whether the service refused what the user asked for."""
+        """Whether the service refused a setting of the user's."""
         t = self._tinker
         refusals = ("AuthenticationError", "PermissionDeniedError", "BillingError", "BadRequestError")
         known = tuple(getattr(t, name) for name in (*refusals, "UnprocessableEntityError") if hasattr(t, name))

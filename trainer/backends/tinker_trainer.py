@@ -39,7 +39,7 @@ ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 class TinkerTrainer:
     """A `TrainingEngine` whose model is on a service.
 
-    After each step the service saves its state, and a checkpoint holds the path. The model goes on from a saved state
+    After each step the service saves its state, and a checkpoint holds the path. The model resumes from a saved state
     only: whatever was sent since, and may or may not have been applied, is left behind with the model that it was sent
     to. So no step counts twice.
     """
@@ -175,7 +175,7 @@ class TinkerTrainer:
             saved_config.write(temporary, self._saved_config)
 
     def load(self, directory: Path) -> int:
-        """Go on exactly from what `save` wrote; returns the step it was written after.
+        """Resume exactly from what `save` wrote; returns the step it was written after.
 
         Raises ConfigError, and changes nothing, if the checkpoint is damaged or belongs to another model.
         """

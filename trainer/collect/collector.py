@@ -132,7 +132,7 @@ class Collector:
         return found
 
     async def _takes(self, live: int, groups: Sequence[Group]) -> list[Take]:
-        """What each group gives to a step. A baseline across tasks makes one group of all."""
+        """The part of each group in a step. A baseline across tasks makes one group of all."""
         found = [await self._look_at(Take(live), group) for group in groups]
         if self._config.baseline in ACROSS_TASKS:
             parts: dict[str | None, list[ComparedRollouts]] = {}
@@ -211,7 +211,7 @@ class Collector:
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
     async def _take_group(self, take: Take, comparison: ComparedRollouts) -> None:
-        """Compare the members with each other, or a lone one with earlier rollouts, and take what teaches something."""
+        """Compare the members with each other, or a lone one with earlier rollouts, and take those to learn from."""
         members, known = comparison.members, list(comparison.known)
         if len(members) == 1 and not known and self._config.lone_rollouts == "running":
             known = await self._siblings.earlier(members[0].rollout, take.earlier)
@@ -258,7 +258,7 @@ class Collector:
         take.staleness.append(max(0, take.live - _oldest_version([call for call, _, _ in taught], take.live)))
 
     def _leave_out(self, take: Take, reason: str, rollouts: Sequence[Rollout]) -> None:
-        """Drop what would spoil the whole step, and name it."""
+        """Drop rollouts with absurd numbers, which would spoil the whole step, and name them."""
         log.warning("left out: %s: %s", ", ".join(rollout.rollout_id for rollout in rollouts), reason)
         take.drop(reason, rollouts)
 

@@ -61,7 +61,7 @@ class WaitingGroups:
         return group.whole or (group.pool is None and group.ended >= self._config.group_size)
 
     def forget(self, groups: Iterable[Group]) -> None:
-        """Know these no more. What is left of them is found again, as what has changed."""
+        """Forget these groups. Rollouts of theirs that are left are read again, as changed ones."""
         for group in groups:
             if group.pool is not None:
                 self._ready.discard(group)

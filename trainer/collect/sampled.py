@@ -135,7 +135,7 @@ def _sent(call: ModelCall) -> tuple[str, Json]:
 
 
 def _shortened(request: Json) -> Json:
-    """The request with the shortest conversation in the place of its own, which is not looked at again."""
+    """The request with the shortest conversation in place of its own, which is not needed here."""
     placeholders = {"messages": _MESSAGE["messages"], "input": "0"}
     kept = {name: value for name, value in request.items() if name not in ("system", "previous_response_id")}
     return {name: placeholders.get(name, value) for name, value in kept.items()}

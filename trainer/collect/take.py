@@ -1,4 +1,4 @@
-"""What a step takes from the store: samples, rollouts to mark, counts to report. Plain data."""
+"""The part of the store that a step takes: samples, rollouts to mark, counts to report. Plain data."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Take:
         return f"nothing to learn from {self.counts['rollouts_dropped']} rollouts{mean}: {reasons}"
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of what is trained on. `seen` has those of everything that was looked at."""
+        """Return the metrics of the rollouts that are trained on. `seen` has those of all that were looked at."""
         taken = {rollout.rollout_id for rollout in self.rollouts}
         return {
             "groups_trained": float(sum(not taken.isdisjoint(group.rollout_ids) for group in self.groups)),

@@ -15,7 +15,7 @@ SETTING = "trainer.credit"
 
 
 def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return what the function says: one advantage per call, one list per sibling. Raise ConfigError otherwise."""
+    """Return the function's advantages: one per call, one list per sibling. Raise ConfigError otherwise."""
     function = load(SETTING, name)
     with faults(SETTING, name):
         found = function(group, config)

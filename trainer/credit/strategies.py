@@ -154,7 +154,7 @@ def _by_strategy(group: Sequence[Sibling], config: TrainerConfig, strategies: Ma
 
 
 def _strategy(name: str, strategies: Mapping[str, Credit]) -> Credit:
-    """A strategy by name. What is no name is a user's own; the return that it compares is not known."""
+    """A strategy by name. Other values are a user's own; the return that it compares is not known."""
     if name in strategies:
         return strategies[name]
     return partial(own_credit, name) if strategies is STRATEGIES else rollout_returns

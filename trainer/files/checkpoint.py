@@ -45,7 +45,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
 
 
 async def prune_checkpoints(store: Store, keep: int) -> None:
-    """Keep the newest checkpoints, and those of policy versions that have files: training may go on from these."""
+    """Keep the newest checkpoints, and those of policy versions that have files: training may continue from these."""
     for step, checkpoint in await store.steps.old_checkpoints(keep):
         await asyncio.to_thread(shutil.rmtree, checkpoint, ignore_errors=True)
         await store.steps.forget_checkpoint(step)

@@ -17,14 +17,14 @@ class Guides:
         self._guides = guides
 
     async def teaches(self, rollout: Rollout) -> bool:
-        """Return whether any guide may teach something of a rollout whose rewards teach nothing."""
+        """Return whether a guide can score a rollout from whose rewards nothing can be learned."""
         for guide in self._guides:
             if await guide.teaches(rollout):
                 return True
         return False
 
     async def guided(self, batch: Batch) -> Batch:
-        """Return the batch with what all guides say. Raise GuideError if one is away."""
+        """Return the batch with the scores of all guides. Raise GuideError if one is away."""
         started = time.perf_counter()
         for guide in self._guides:
             batch = await guide.guided(batch)

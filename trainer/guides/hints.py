@@ -35,7 +35,7 @@ COUNTS = ("calls_hinted", "calls_without_hint", "hints_not_shown", "hints_too_lo
 
 
 class Hints:
-    """Shows the policy a hint to each call that there is one for, and notes what it then says of the answer."""
+    """Shows the policy the hint for each call that has one, and notes its log-probabilities of the answer."""
 
     def __init__(
         self, config: TrainerConfig, store: Store, tokenizer: PreTrainedTokenizerBase, max_tokens: int, score: Score
@@ -124,7 +124,7 @@ class Hints:
     def _row(
         self, sample: Sample, start: int, end: int, call: ModelCall | None, hint: str | None
     ) -> tuple[Sample | None, str]:
-        """The answer at [start, end) after a hint, or None; and what counts it."""
+        """The answer at [start, end) after a hint, or None; and the name of its count."""
         if call is None or hint is None:
             return None, "calls_without_hint"
         prompt = hinted_prompt(call, hint, self._kind, self._tokenizer)

@@ -54,7 +54,7 @@ def comment(reward: Reward) -> str:
 
 
 def without_quotes(comment: str, answer: str) -> str:
-    """Return a comment without what it quotes of the answer: 16 characters in a row, or all of it in quotation marks.
+    """Return a comment without its quotations of the answer: 16 characters in a row, or all of it in quotation marks.
 
     A policy that reads its own answer in the hint finds every token of it likelier, right or wrong.
     """

@@ -107,7 +107,7 @@ def _say_if_changed(source: Path, note: dict[str, Any], directory: Path) -> None
 
 
 def _change(source: Path, note: dict[str, Any]) -> str | None:
-    """What happened to the data since the note was written."""
+    """How the data has changed since the note was written; None if it has not."""
     if "digest" in note and _digest(source) != note["digest"]:
         return "the export was written anew, with other content,"
     if "newest_end" in note and is_sqlite(source):

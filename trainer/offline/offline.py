@@ -37,7 +37,7 @@ EPOCHS_DONE = "epochs_done"  # a metric of an epoch's last step
 class OfflineRun:
     """Passes over the data, each in an order of its own that the seed decides.
 
-    The store knows what each step took and which epochs are done, so a killed run goes on exactly where it was.
+    The store knows what each step took and which epochs are done, so a killed run resumes exactly where it was.
     """
 
     def __init__(self, core: TrainerCore, hooks: TrainerHooks, epochs: int) -> None:

@@ -1,4 +1,4 @@
-"""What a plan is made from: the model's config.json, and the memory of this machine's GPUs."""
+"""Reads the inputs of a plan: the model's config.json, and the memory of this machine's GPUs."""
 
 from __future__ import annotations
 

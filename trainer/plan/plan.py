@@ -25,7 +25,7 @@ USABLE_OF_MACHINE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What the configuration says; None: the plan chooses. Devices are places in the list of cards."""
+    """The configured values; None: the plan chooses. Devices are places in the list of cards."""
 
     max_model_len: int | None = None
     utilization: float | None = None
@@ -138,7 +138,7 @@ def _with_length(
     shared = wanted.served and bool(set(vllm) & set(trainer))
 
     def room(tokens: int) -> float:
-        """What a pass of so many tokens leaves to vLLM's cache."""
+        """The memory that a pass of so many tokens leaves to vLLM's cache."""
         taken = sum(_trainer(shape, wanted, tokens).values()) if shared else 0.0
         own = wanted.utilization or (USABLE if shared else ALONE)
         if shared and wanted.utilization and taken > (USABLE - own) * card:
@@ -162,7 +162,7 @@ def _with_length(
 
 
 def _server(shape: DecoderShape, wanted: PlanRequest, cards: int) -> dict[str, float]:
-    """What vLLM needs on each of its cards besides the cache of keys and values."""
+    """The memory that vLLM needs on each of its cards besides the cache of keys and values."""
     if not wanted.served:
         return {}
     return {
@@ -192,7 +192,7 @@ def _trainer(shape: DecoderShape, wanted: PlanRequest, tokens: int) -> dict[str,
 
 
 def _refusal(shape: DecoderShape, cards: Sequence[float], last: Plan, wanted: PlanRequest) -> str:
-    """Say what does not fit, with the shortest context that was tried."""
+    """The error for a plan that does not fit, with the shortest context that was tried."""
     needs = []
     if last.trainer:
         trainer, card = sum(last.trainer.values()) / GIB, min(cards[i] for i in last.trainer_devices)

@@ -1,4 +1,4 @@
-"""Chooses what is learned by preference: pairs of siblings, of which one got clearly more reward.
+"""Chooses pairs of siblings to learn preferences from, of which one got clearly more reward.
 
 The two answers of a pair follow the same prompt, token by token, for DPO compares answers to one prompt
 (https://arxiv.org/abs/2305.18290). Of a rollout with several rows the first counts.

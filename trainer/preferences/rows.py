@@ -1,4 +1,4 @@
-"""What methods of preference share: scored and padded rows of sampled tokens, and what is measured on held-out ones."""
+"""Scores and pads rows of sampled tokens for methods of preference, and measures on held-out rows."""
 
 from __future__ import annotations
 

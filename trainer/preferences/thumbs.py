@@ -1,4 +1,4 @@
-"""Chooses what is learned by thumbs: the rows of every rewarded rollout, each with thumbs up or down. No siblings.
+"""Chooses rows to learn from by thumbs: those of every rewarded rollout, each up or down. No siblings.
 
 KTO (https://arxiv.org/abs/2402.01306) needs to know only whether an answer is good.
 """

@@ -1,6 +1,6 @@
 """Publishes new weights as candidates (`policy.promotion: gated`). The proxy's gate decides which go live.
 
-The newest version waits for its test while another one is tested, and training goes on from its own weights.
+The newest version waits for its test while another one is tested, and training continues from its own weights.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GatedPublisher(Publisher):
         return line.goes_on(found, live.version, since)
 
     async def waits_for(self, version: int) -> str | None:
-        """Return what to wait for where the weights are so far ahead that rollouts of the live version are stale."""
+        """Return the reason to wait where the weights are so far ahead that rollouts of the live version are stale."""
         live = (await self._store.versions.live()).version
         if version - live <= self._max_staleness:
             return None

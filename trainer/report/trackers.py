@@ -44,7 +44,7 @@ class Trackers:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Let W&B and MLflow go on with this run, unless their own variables say something else."""
+        """Let W&B and MLflow continue this run, unless their own variables say otherwise."""
         if "wandb" in self._names:
             os.environ.setdefault("WANDB_RUN_ID", self.run_name)
             os.environ.setdefault("WANDB_RESUME", "allow")
@@ -62,7 +62,7 @@ class Trackers:
                 callback.logging_dir = str(self._file.parent / "tensorboard")
 
     def begin(self) -> None:
-        """Begin the run, or go on with it. Raises ConfigError if a tracker cannot."""
+        """Begin or continue the run. Raises ConfigError if a tracker cannot."""
         if self._begun:
             return
         trainer = self._trainer

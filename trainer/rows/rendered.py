@@ -16,7 +16,7 @@ CANNOT_BE_SHOWN = (TemplateError, ValueError, TypeError, LookupError, AttributeE
 
 
 def shown(tokenizer: PreTrainedTokenizerBase, request: Json, messages: Sequence[Json], **options: Any) -> str:
-    """Return what the template makes of `messages`, with the tools and template arguments of `request`."""
+    """Return `messages` in the template's text, with the tools and template arguments of `request`."""
     options |= request.get("chat_template_kwargs") or {}
     text: str = tokenizer.apply_chat_template([*messages], tools=request.get("tools"), tokenize=False, **options)
     return text

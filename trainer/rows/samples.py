@@ -26,7 +26,7 @@ from .sampling import sampling_of
 
 # Why a call opened a row though its rollout had one:
 # - drift: the last answer came back tokenised differently.
-# - edited: an earlier part of the history did, or the agent went on from an earlier point.
+# - edited: an earlier part of the history did, or the agent continued from an earlier point.
 # - repeated: the very same prompt, or a shorter one, was sent again.
 # - adjoining: nothing came between the call and the answer before.
 # - new: it shares no answer with any row. It is another agent's, or a new conversation.
@@ -54,7 +54,7 @@ CALL_COUNTS = (
 class Placement(NamedTuple):
     """The row of a call's answer, by its index; None if it is in none.
 
-    `placed`: `first` of its rollout (or adapter), or what counts it in CALL_COUNTS without the first word: `merged`,
+    `placed`: `first` of its rollout (or adapter), or its name in CALL_COUNTS without the first word: `merged`,
     `drift`, …, `too_long`.
     """
 
@@ -207,7 +207,7 @@ def _place(rows: Sequence[_Row], prompt: Ints) -> tuple[int, str | None]:
     continued = [i for i, n in enumerate(shared) if n == len(rows[i].ids) < len(prompt)]
     if continued:
         return max(continued, key=lambda i: len(rows[i].ids)), "calls_merged"
-    # Among rows that share as much, the agent most likely went on from the newest.
+    # Among rows that share as much, the agent most likely continued the newest.
     n, index = max((n, i) for i, n in enumerate(shared))
     return len(rows), _fork(rows[index], n, len(prompt))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class TrainingEngine(Protocol):
     """Holds the policy's weights and takes steps on them: `LightningTrainer`, or a service (`backends/`).
 
-    Any method may raise TrainingUnavailable. What was not saved is then lost, and `load` goes on from what was.
+    Any method may raise TrainingUnavailable. The state that was not saved is then lost; `load` restores the saved one.
     """
 
     settings: TrainerConfig
@@ -60,7 +60,7 @@ class TrainingEngine(Protocol):
         """Write a checkpoint. `directory` appears whole or not at all."""
 
     def load(self, directory: Path) -> int:
-        """Go on exactly from what `save` wrote; returns the step it was written after."""
+        """Resume exactly from what `save` wrote; returns the step it was written after."""
 
     def end(self) -> None:
         """Let other processes end. Not called after an error, which they must take for a failure."""

@@ -43,7 +43,7 @@ class EntropyBonus:
         return {"coef": self._coef, "is_low": self._is_low}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint. A fixed weight is the configured one."""
+        """Resume from a checkpoint. A fixed weight is the configured one."""
         if self._config.target is not None and state:
             self._coef, self._is_low = min(state["coef"], self._config.max_coef), state["is_low"]
 

@@ -1,4 +1,4 @@
-"""Goes on when memory runs out: a pass is undone and halved. A sample that does not fit alone is left out."""
+"""Handles memory that runs out: a pass is undone and halved. A sample that does not fit alone is left out."""
 
 from __future__ import annotations
 

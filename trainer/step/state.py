@@ -26,7 +26,7 @@ class Resumable(Protocol):
 
 
 def state_of(trainer: Resumable) -> State:
-    """Return what a trainer needs to go on exactly from here."""
+    """Return the state from which a trainer can resume exactly here."""
     return {
         "step": trainer.state.global_step,
         "adapters": trainer.trained.all_weights(),

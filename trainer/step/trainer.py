@@ -295,7 +295,7 @@ class LightningTrainer(GRPOTrainer):
                 saved_config.write(temporary, self._saved_config)
 
     def load(self, directory: Path) -> int:
-        """Go on exactly from what `save` wrote; returns the step it was written after.
+        """Resume exactly from what `save` wrote; returns the step it was written after.
 
         Raises ConfigError, and changes nothing, if the checkpoint is damaged, or belongs to other adapters or to
         another base model than configured.

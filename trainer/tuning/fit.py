@@ -82,7 +82,7 @@ def tune(
 ) -> dict[str, float] | None:
     """Train `trainer`'s adapter on the lessons; returns metrics, or None if it was stopped before the end.
 
-    Goes on from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
+    Resumes from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
     """
 
     def held_out() -> dict[str, float]:

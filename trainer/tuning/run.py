@@ -1,7 +1,7 @@
 """A run of fine-tuning on the store's rollouts: reads them, tunes the adapter, commits and publishes one step.
 
 It claims no rollouts. Until it is committed, its own checkpoints are in `policy.directory`/METHOD/N, where N is the
-step that it goes on from.
+step that it starts from.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TuningRun(Generic[T]):
             shutil.rmtree(directory, ignore_errors=True)
 
     async def _lessons(self, directory: Path) -> Lessons[T]:
-        """The lessons of an unfinished run in `directory`, if it can go on; else those of now."""
+        """The lessons of an unfinished run in `directory`, if it can be resumed; else new ones."""
         section = getattr(self._config, self._method).model_dump(mode="json")
         settings = {"base": self._loop.version, "seed": self._config.seed, **section}
         if (directory / NOTE).is_file():
@@ -140,7 +140,7 @@ class TuningRun(Generic[T]):
         return lessons if lessons.digest == note["digest"] else None
 
     def _forget_other_runs(self, directory: Path) -> bool:
-        """Remove runs that went on from other steps. Returns whether there were any."""
+        """Remove runs that began at other steps. Returns whether there were any."""
         others = [path for path in self._runs.glob("*") if path != directory]
         for path in others:
             shutil.rmtree(path, ignore_errors=True)

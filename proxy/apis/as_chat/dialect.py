@@ -28,7 +28,7 @@ class OwnStream(Protocol):
 
 
 class Own(Protocol):
-    """What is needed of the agent's own dialect."""
+    """The parts of the agent's own dialect that are used here."""
 
     def stream(self, injection: Injection) -> OwnStream: ...
 

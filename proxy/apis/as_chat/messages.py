@@ -26,7 +26,7 @@ _LEAST_BUDGET = 1024
 
 class MessagesTranslator:
     def __init__(self, template: Template = Template()) -> None:
-        """`template`: what is known of the server that answers."""
+        """`template`: the known template of the server that answers."""
         self._template = template
 
     def request(self, body: Json, earlier: Sequence[Json] = ()) -> MessagesTranslation:

@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 def message_of(chat: Json) -> Json:
-    """Return the message that a chat answer says."""
+    """Return a chat answer as a message of the API."""
     choice = chat["choices"][0]
     message = choice["message"]
     calls = message.get("tool_calls") or []
@@ -77,7 +77,7 @@ def _blocks(message: Json, calls: list[Json]) -> list[Json]:
 
 
 def _input(arguments: str) -> Json:
-    """A tool's input. What is no object, as where max_tokens cut it, is kept as Anthropic suggests."""
+    """A tool's input. Text that is no object, as where max_tokens cut it, is kept as Anthropic suggests."""
     if not arguments:
         return {}
     loaded = loads(arguments) if is_json(arguments) else None

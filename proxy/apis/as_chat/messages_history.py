@@ -103,7 +103,7 @@ def _texts(blocks: list[Json]) -> list[str]:
 
 
 def _conversation_message(message: Json) -> list[Json]:
-    """The chat messages for one of the user or the assistant: tool results come before what stands beside them."""
+    """The chat messages for one of the user or the assistant: tool results come before the other blocks."""
     if isinstance(message["content"], str):
         return [{"role": message["role"], "content": message["content"]}]
     collected = _Collected(message["role"])

@@ -16,7 +16,7 @@ _WORDS = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_tools(body: Json, ignores_no_tools: bool | None) -> Json:
-    """Return the fields of a chat request that are about tools; raise Untranslatable.
+    """Return the tool fields of a chat request; raise Untranslatable.
 
     `ignores_no_tools`: whether an empty list is as none to the server's template, None if that is not known.
     """

@@ -1,4 +1,4 @@
-"""Reads the fields of a request as strictly as its own route would, so that what it refuses goes to it."""
+"""Reads the fields of a request as strictly as its own route would, so that requests that it refuses are sent to it."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def _limits(given: Json) -> Json:
 
 
 def _shape(given: Json) -> Json:
-    """How hard the model thinks, and the form of what it says."""
+    """The reasoning effort, and the format of the answer."""
     shape: Json = {}
     if effort := given.get("reasoning", {}).get("effort"):
         shape["reasoning_effort"] = effort

@@ -81,7 +81,7 @@ class ResponsesReply:
         return self.call(new_id("ctc" if custom else "fc"), call["id"], name, arguments, "completed")
 
     def _finish(self, finish: str, usage: Json) -> str:
-        """Why it ended. Chat says only `tool_calls` of an answer with calls, also where the limit cut it."""
+        """Why it ended. Of an answer with calls, chat says only `tool_calls`, also where the limit cut it."""
         limit = self._body.get("max_output_tokens")
         return "length" if limit and finish == "tool_calls" and usage["completion_tokens"] >= limit else finish
 
@@ -114,7 +114,7 @@ def logprobs(choice: Json) -> list[Json]:
 
 
 def custom_input(arguments: str) -> str:
-    """Return what a custom tool is called with: the one argument, or all of a text that is no such call."""
+    """Return a custom tool's input: the one argument, or the whole text where there is none."""
     try:
         value = json.loads(arguments)[CUSTOM_INPUT]
     except (ValueError, TypeError, LookupError):
@@ -134,7 +134,7 @@ def _status(finish: str | None) -> str:
 
 
 def _usage(usage: Json | None) -> Json | None:
-    """Usage; what the server does not tell of the cache is 0."""
+    """Usage; counts of the cache that the server does not send are 0."""
     if usage is None:
         return None
     cache, spent = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
@@ -158,7 +158,7 @@ def _usage(usage: Json | None) -> Json | None:
 
 
 def _repeated(body: Json, tools: Tools) -> Json:
-    """What a response says of its request, in vLLM's order; what is only known later is null."""
+    """The fields of its request that a response repeats, in vLLM's order; those only known later are null."""
     given = {name: value for name, value in body.items() if value is not None}
     temperature, top_p = _sampled(given)
     return {
@@ -198,7 +198,7 @@ def _repeated(body: Json, tools: Tools) -> Json:
 
 
 def _sampled(given: Json) -> tuple[float, float]:
-    """The temperature and top_p that vLLM samples with; without a model's own defaults, which chat does not tell."""
+    """The temperature and top_p that vLLM samples with; without a model's own defaults, which chat does not show."""
     temperature = float(given.get("temperature", 1))
     if temperature == 0:
         return temperature, 1.0

@@ -121,7 +121,7 @@ class OpenCall(OpenItem):
         return self._reply.call(self.id, self._call_id, self._name, arguments, status)
 
     def _begun_input(self) -> str:
-        """As much of a custom tool's input as is certain; what was read before is not read again."""
+        """As much of a custom tool's input as is certain. Each character is read once."""
         arguments = self.text.rstrip()  # as vLLM: blanks wait for what follows
         if not self._read and (before := _BEFORE_INPUT.match(arguments)):
             self._read = before.end()

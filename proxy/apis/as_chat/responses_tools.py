@@ -1,4 +1,4 @@
-"""Makes chat tools of those of Responses, and finds the way back from the names that the model was shown."""
+"""Makes chat tools of those of Responses, and translates the names that the model used back."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 
 class Tools:
-    """The tools of one request. vLLM shows the model functions only: what a server would run itself is left out."""
+    """The tools of one request. vLLM shows the model functions only: tools that a server runs itself are left out."""
 
     def __init__(self, tools: list[Json]) -> None:
-        """Raise Untranslatable for what vLLM refuses."""
+        """Raise Untranslatable for tools that vLLM refuses."""
         self._tools = tools
         self._namespaced: dict[str, tuple[str, str]] = {}
         self._custom = {tool["name"] for tool in tools if tool["type"] == "custom"}

@@ -27,7 +27,7 @@ class StreamTranslation(Protocol):
 
 
 class Translation(Protocol):
-    """One request as a chat request, and the way back of its answer."""
+    """Translates one request to chat, and its answer back."""
 
     chat: Json
     """The body for the chat route, without the additions of the proxy."""
