@@ -43,9 +43,9 @@ class Chat:
     def __init__(self, model: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
 
-    def ids(self, asked: Sum, words: str = "{said}") -> list[int]:
+    def ids(self, asked: Sum, words: str = "{message}") -> list[int]:
         """The prompt's tokens; `words` go around the question, and may have a hint in them."""
-        said = words.format(said=f"What is {asked[0]}+{asked[1]}? Answer with just the number.",
+        said = words.format(message=f"What is {asked[0]}+{asked[1]}? Answer with just the number.",
                             hint=f"The right answer is {sum(asked)}.")  # fmt: skip
         messages = [{"role": "user", "content": said}]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -104,12 +104,12 @@ def emit_exception(exception: BaseException, attributes: Attributes | None = Non
     """Keep an exception and its traceback with the rollout."""
     if not isinstance(exception, BaseException):
         raise TypeError(f"Expected a BaseException instance, got: {type(exception)}.")
-    told = {
+    details = {
         "exception.type": type(exception).__name__,
         "exception.message": str(exception),
         "exception.stacktrace": "".join(traceback.format_exception(exception)),
     }
-    _note("exception", told, attributes, propagate)
+    _note("exception", details, attributes, propagate)
 
 
 def _note(name: str, value: Any, attributes: Attributes | None, propagate: bool) -> None:

@@ -45,7 +45,7 @@ class Operation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tell(self._input, self._output, error)
+        self._emit(self._input, self._output, error)
 
     def __call__(self, function: Function) -> Function:
         name = self._name or function.__name__
@@ -61,28 +61,28 @@ class Operation:
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def told_later(*args: Any, **kwargs: Any) -> Any:
+            async def recorded_async(*args: Any, **kwargs: Any) -> Any:
                 mine = begun(args, kwargs)
                 try:
                     result = await function(*args, **kwargs)
                 except Exception as error:
-                    await asyncio.to_thread(mine._tell, mine._input, None, error)
+                    await asyncio.to_thread(mine._emit, mine._input, None, error)
                     raise
-                await asyncio.to_thread(mine._tell, mine._input, result, None)
+                await asyncio.to_thread(mine._emit, mine._input, result, None)
                 return result
 
-            return told_later
+            return recorded_async
 
         @functools.wraps(function)
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             with begun(args, kwargs) as mine:
                 result = function(*args, **kwargs)
                 mine.set_output(result)
             return result
 
-        return told
+        return recorded
 
-    def _tell(self, given: Attributes, result: Any, error: BaseException | None) -> None:
+    def _emit(self, given: Attributes, result: Any, error: BaseException | None) -> None:
         if not self._propagate:
             return
         arguments = {**given, **({"attributes": self._attributes} if self._attributes else {})}

@@ -319,9 +319,9 @@ SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "an error": ({"messages": []}, {"error": {"message": "busy"}}, ["error error busy"]),
 }  # fmt: skip
 READ = """async pairs => {
-    const { asked, answered } = await import("/page/messages.mjs");
-    const told = ({ role, blocks }) => blocks.map(({ kind, said }) => `${role} ${kind} ${said}`);
-    return pairs.map(([request, response]) => [...asked(request), ...answered(response)].flatMap(told));
+    const { requestMessages, answerMessages } = await import("/page/messages.mjs");
+    const told = ({ role, blocks }) => blocks.map(({ kind, content }) => `${role} ${kind} ${content}`);
+    return pairs.map(([request, response]) => [...requestMessages(request), ...answerMessages(response)].flatMap(told));
 }"""
 
 

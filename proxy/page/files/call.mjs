@@ -1,8 +1,8 @@
 // One call of a rollout: what was new in its request, the answer, its tools, its tokens, and how it was trained.
 import { milliseconds, mean, number, plural, pretty, signed, text } from "./format.mjs";
 import { html, useMemo, useState } from "./html.mjs";
-import { answered, asked, shared } from "./messages.mjs";
-import { Badge, Reward, Said } from "./parts.mjs";
+import { answerMessages, requestMessages, shared } from "./messages.mjs";
+import { Badge, Reward, LongText } from "./parts.mjs";
 import { Tokens } from "./tokens.mjs";
 
 // Where a call's tokens went, in words. docs/metrics.md says more.
@@ -25,13 +25,13 @@ export const PLACED = {
 export function Call({ call, before, credit }) {
   const [tokens, setTokens] = useState(false);
   const [json, setJson] = useState(false);
-  const request = useMemo(() => asked(call.request), [call.request]);
-  const earlier = useMemo(() => (before ? [...asked(before.request), ...answered(before.response)] : []), [before]);
+  const request = useMemo(() => requestMessages(call.request), [call.request]);
+  const earlier = useMemo(() => (before ? [...requestMessages(before.request), ...answerMessages(before.response)] : []), [before]);
   return html`<article class="call" id=${`call-${call.seq}`}>
     <${Head} call=${call} credit=${credit} />
-    <${Request} messages=${request} known=${shared(request, earlier)} told=${before?.tool_calls.some(({ result }) => result !== null)} />
+    <${Request} messages=${request} known=${shared(request, earlier)} resultsShown=${before?.tool_calls.some(({ result }) => result !== null)} />
     <div class=${tokens ? "answer with-tokens" : "answer"}>
-      <div>${answered(call.response).map((message) => html`<${Message} ...${message} answer />`)}
+      <div>${answerMessages(call.response).map((message) => html`<${Message} ...${message} answer />`)}
         ${call.error && html`<p class="failure">${text(call.error)}</p>`}</div>
       ${tokens && html`<${Tokens} ids=${call.response_token_ids} logprobs=${call.logprobs} />`}
     </div>
@@ -41,7 +41,7 @@ export function Call({ call, before, credit }) {
       <button aria-expanded=${json} onClick=${() => setJson(!json)}>JSON</button>
       <small class="id" title="call id">${call.call_id}</small>
     </footer>
-    ${json && html`<${Said}>${text({ request: call.request, response: call.response, sampling: call.sampling })}<//>`}
+    ${json && html`<${LongText}>${text({ request: call.request, response: call.response, sampling: call.sampling })}<//>`}
   </article>`;
 }
 
@@ -72,10 +72,10 @@ function Credit({ credit }) {
 
 const isResult = ({ blocks }) => blocks.length > 0 && blocks.every(({ kind }) => kind === "result");
 
-// `known`: how many messages earlier calls have shown. `told`: so have they the tools' results.
-function Request({ messages, known, told }) {
+// `known`: how many messages earlier calls have shown. `resultsShown`: they have shown the tools' results, too.
+function Request({ messages, known, resultsShown }) {
   const [whole, setWhole] = useState(false);
-  const shown = whole ? messages : messages.slice(known).filter((message) => !told || !isResult(message));
+  const shown = whole ? messages : messages.slice(known).filter((message) => !resultsShown || !isResult(message));
   return html`${known > 0 && html`<button class="more" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>
       ${whole ? "hide" : "show"} ${plural(known, "earlier message")}
     </button>`}
@@ -85,10 +85,10 @@ function Request({ messages, known, told }) {
 function Message({ role, blocks, answer }) {
   return html`<div class=${answer ? "message of-model" : "message"}>
     <span class="role">${role}</span>
-    <div>${blocks.map(({ kind, title, said }) => html`<div class=${`block ${kind}`}>
+    <div>${blocks.map(({ kind, title, content }) => html`<div class=${`block ${kind}`}>
       ${title !== undefined && html`<span class="title">${kind === "call" ? "calls" : kind} <code>${title}</code></span>`}
       ${kind === "thought" && html`<span class="title">thought</span>`}
-      <${Said}>${said}<//>
+      <${LongText}>${content}<//>
     </div>`)}</div>
   </div>`;
 }
@@ -98,7 +98,7 @@ function ToolResult({ tool }) {
     <span class="role">tool</span>
     <div class=${tool.is_error ? "block error" : "block result"}>
       <span class="title">${tool.is_error ? "failed" : "returned"} <code>${tool.name}</code></span>
-      <${Said}>${pretty(tool.result)}<//>
+      <${LongText}>${pretty(tool.result)}<//>
     </div>
   </div>`;
 }

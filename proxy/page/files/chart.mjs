@@ -46,7 +46,7 @@ function columnsOf(x, series) {
 }
 
 function optionsFor({ x, xLabel, series, height, width, sync }) {
-  const shown = [{ label: xLabel, value: said }];
+  const shown = [{ label: xLabel, value: legendValue }];
   const bands = [];
   for (const { label, values, band, colour: name, scatter } of series) {
     const stroke = colour(name);
@@ -58,10 +58,10 @@ function optionsFor({ x, xLabel, series, height, width, sync }) {
       spanGaps: true,
       paths: scatter ? () => null : undefined,
       points: { show: scatter || few, size: scatter ? 7 : 4, fill: stroke },
-      value: said,
+      value: legendValue,
     });
     if (band) {
-      const edge = { class: "edge", stroke: "transparent", points: { show: false }, value: said };
+      const edge = { class: "edge", stroke: "transparent", points: { show: false }, value: legendValue };
       bands.push({ series: [shown.length + 1, shown.length], fill: colour(`${name}-soft`) });
       shown.push({ ...edge, label: "low" }, { ...edge, label: "high" });
     }
@@ -79,7 +79,7 @@ function optionsFor({ x, xLabel, series, height, width, sync }) {
 }
 
 // A value of the legend: the one under the cursor, else the last.
-function said(chart, value, series, index) {
+function legendValue(chart, value, series, index) {
   return number(index === null ? chart.data[series].findLast((one) => one !== null) : value);
 }
 

@@ -76,9 +76,9 @@ function Route({ route, api }) {
   return html`<details class="route">
     <summary>
       <span class=${`badge ${route.method === "get" ? "good" : ""}`}>${route.method.toUpperCase()}</span>
-      <code>${route.path}</code> <span class="muted">${said(first)}</span>
+      <code>${route.path}</code> <span class="muted">${withCode(first)}</span>
     </summary>
-    ${rest.map((paragraph) => html`<p key=${paragraph}>${said(paragraph)}</p>`)}
+    ${rest.map((paragraph) => html`<p key=${paragraph}>${withCode(paragraph)}</p>`)}
     <p class="muted">${keysOf(route)}</p>
     ${route.parameters?.length > 0 && html`<${Parameters} of=${route.parameters} api=${api} />`}
     ${body && html`<h3>Body</h3><pre>${written(body, api)}</pre>`}
@@ -90,7 +90,7 @@ function Route({ route, api }) {
 }
 
 // A docstring's text, with what stands in backticks as code.
-const said = (text) => text.split("`").map((part, i) => (i % 2 ? html`<code>${part}</code>` : part));
+const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? html`<code>${part}</code>` : part));
 
 const keysOf = (route) =>
   route.security ? `Where there are keys: ${route.security.flatMap(Object.keys).join(", or ")}.` : "It needs no key.";
@@ -126,7 +126,7 @@ function Try({ route }) {
     event.preventDefault();
     const given = Object.fromEntries(new FormData(event.target));
     setAnswer("…");
-    setAnswer(await asked(route, names, given));
+    setAnswer(await fetchAnswer(route, names, given));
   };
   return html`<form class="row" onSubmit=${ask}>
       ${names.map(
@@ -137,7 +137,7 @@ function Try({ route }) {
     ${answer !== null && html`<pre class="said" tabindex="0">${answer}</pre>`}`;
 }
 
-async function asked(route, names, given) {
+async function fetchAnswer(route, names, given) {
   const path = route.path.replace(/{(\w+)}/g, (_, name) => encodeURIComponent(given[name]));
   const query = names.filter((one) => one.in === "query" && given[one.name]).map((one) => [one.name, given[one.name]]);
   try {

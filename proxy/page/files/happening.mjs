@@ -21,7 +21,7 @@ export function Happening() {
   useEffect(() => listen((event) => {
     if (SAID[event.kind]) setEvents((before) => [{ ...event, key: (before[0]?.key ?? 0) + 1 }, ...before].slice(0, KEPT));
   }), []);
-  if (state === "off") return html`<${Empty}>This key has no feed. The numbers above are asked for every few seconds.<//>`;
+  if (state === "off") return html`<${Empty}>This key has no feed. The numbers above are read every few seconds.<//>`;
   if (events.length === 0) {
     return html`<${Empty}>Nothing has happened since you opened this page.<//>`;
   }

@@ -1,4 +1,4 @@
-// Reads the four recorded APIs' requests and answers as messages: {role, blocks: [{kind, title, said}]}. Pure.
+// Reads the four recorded APIs' requests and answers as messages: {role, blocks: [{kind, title, content}]}. Pure.
 // Agents and models wrote all of it, so nothing is taken for granted about its types.
 import { pretty, text } from "./format.mjs";
 
@@ -7,9 +7,9 @@ const IMAGES = new Set(["image", "image_url", "input_image", "input_audio", "inp
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 const listOf = (value) => (Array.isArray(value) ? value : value === undefined || value === null ? [] : [value]);
-const block = (kind, said, title) => ({ kind, said, title: title === undefined ? undefined : text(title) });
+const block = (kind, content, title) => ({ kind, content, title: title === undefined ? undefined : text(title) });
 
-export function asked(request) {
+export function requestMessages(request) {
   if (!isObject(request)) return [];
   if (request.prompt !== undefined) return [{ role: "prompt", blocks: [block("text", text(request.prompt))] }];
   const system = request.instructions ?? request.system;
@@ -17,7 +17,7 @@ export function asked(request) {
   return [...before, ...listOf(request.messages ?? request.input)].map(messageOf);
 }
 
-export function answered(response) {
+export function answerMessages(response) {
   if (!isObject(response)) return response === null || response === undefined ? [] : [messageOf(text(response))];
   if (isObject(response.error)) return [{ role: "error", blocks: [block("error", text(response.error.message ?? response.error))] }];
   if (Array.isArray(response.choices)) {
@@ -36,7 +36,7 @@ function messageOf(message) {
     ...(thought ? [block("thought", text(thought))] : []),
     ...(message.role === "tool"
       ? [block("result", text(plain(message.content)), message.name ?? message.tool_call_id ?? "")]
-      : listOf(message.content).map(partOf).filter(({ said }) => said !== "")),
+      : listOf(message.content).map(partOf).filter(({ content }) => content !== "")),
     ...(message.refusal ? [block("error", text(message.refusal))] : []),
     ...listOf(message.tool_calls).map((call) => callOf(call?.function?.name ?? call?.custom?.name, call?.function?.arguments ?? call?.custom?.input)),
   ];
@@ -72,7 +72,7 @@ function plain(content) {
   return content.every((part) => typeof part?.text === "string") ? content.map((part) => part.text).join("\n") : content;
 }
 
-// How many messages at the beginning are those that an earlier call had asked.
+// How many messages at the beginning are those of an earlier call.
 export function shared(messages, earlier) {
   const same = messages.findIndex((message, i) => JSON.stringify(message) !== JSON.stringify(earlier[i]));
   return same === -1 ? messages.length : same;

@@ -47,13 +47,13 @@ function Warnings({ now, policy }) {
     readiness().then(setReady);
   }, [now]);
   const collapse = now.collapse ?? policy?.collapse;
-  const said = [
+  const problems = [
     collapse && `Training stopped: ${collapse.what}. Promote version ${collapse.go_back_to} to continue.`,
     now.publishing && `New weights cannot be published: ${now.publishing}`,
     now.standstill && sentence(now.standstill.story),
     ...(ready && ready.status !== "ready" ? reasons(ready) : []),
   ].filter(Boolean);
-  return said.map((one) => html`<div class="failure" role="alert"><p>${one}</p>${collapse && html`<a href="#/versions">Go to versions</a>`}</div>`);
+  return problems.map((one) => html`<div class="failure" role="alert"><p>${one}</p>${collapse && html`<a href="#/versions">Go to versions</a>`}</div>`);
 }
 
 const sentence = (story) => `${story[0].toUpperCase()}${story.slice(1)}.`;

@@ -41,7 +41,7 @@ export function Failure({ error, again }) {
 
 export const Empty = ({ children }) => html`<div class="empty">${children}</div>`;
 
-// Shows what a route answered: that it is asked, its error, or what `children` makes of the data.
+// Shows a route's answer: that it is under way, its error, or what `children` makes of the data.
 export function Loaded({ of, children }) {
   if (of.data === null) {
     return of.error ? html`<${Failure} error=${of.error} again=${of.reload} />` : html`<p class="muted loading">Loading…</p>`;
@@ -87,8 +87,8 @@ function compared(a, b) {
   return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
 }
 
-// A text as it was said, cut where it is long.
-export function Said({ children, most = SHOWN }) {
+// A text, cut where it is long.
+export function LongText({ children, most = SHOWN }) {
   const [whole, setWhole] = useState(false);
   const all = text(children);
   const cut = all.length > most && !whole;

@@ -4,7 +4,7 @@ import { Call } from "./call.mjs";
 import { useFresh } from "./feed.mjs";
 import { milliseconds, number, signed, text } from "./format.mjs";
 import { html, useMemo } from "./html.mjs";
-import { Badge, Empty, Facts, Loaded, Panel, Reward, RolloutLink, Said, Table, Time, link, to } from "./parts.mjs";
+import { Badge, Empty, Facts, Loaded, Panel, Reward, RolloutLink, LongText, Table, Time, link, to } from "./parts.mjs";
 import { RolloutStatus } from "./rollouts.mjs";
 import { wholeRequests } from "./whole.mjs";
 
@@ -68,7 +68,7 @@ function About({ rollout }) {
     reason: rollout.reason,
   };
   const metadata = Object.keys(rollout.metadata ?? {}).length > 0;
-  return html`<${Facts} of=${facts} />${metadata && html`<h3>metadata</h3><${Said} most=${300}>${text(rollout.metadata)}<//>`}`;
+  return html`<${Facts} of=${facts} />${metadata && html`<h3>metadata</h3><${LongText} most=${300}>${text(rollout.metadata)}<//>`}`;
 }
 
 function Rewards({ rewards, awaits }) {
@@ -78,7 +78,7 @@ function Rewards({ rewards, awaits }) {
   return html`<ul class="rewards">${rewards.map((reward) => html`<li key=${reward.reward_id}>
     <${Reward} value=${reward.reward} /> <span>${reward.name}</span>
     <small>${reward.call_id ? html`for call <span class="id">${reward.call_id}</span>` : "for the rollout"}${reward.source && `, by ${reward.source}`}, <${Time} at=${reward.created_at} /></small>
-    ${reward.comment && html`<${Said} most=${300}>${reward.comment}<//>`}
+    ${reward.comment && html`<${LongText} most=${300}>${reward.comment}<//>`}
   </li>`)}</ul>`;
 }
 
@@ -119,6 +119,6 @@ function before(calls, i) {
 function Event({ event }) {
   return html`<article class="call event">
     <header><h3>${event.kind}${event.name && html` <code>${event.name}</code>`}</h3>${event.agent && html`<${Badge}>${event.agent}<//>`}${event.is_error && html`<${Badge} kind="bad">failed<//>`} <${Time} at=${event.created_at} /></header>
-    ${["value", "arguments", "result"].map((part) => event[part] !== null && html`<div class="message"><span class="role">${part}</span><${Said}>${text(event[part])}<//></div>`)}
+    ${["value", "arguments", "result"].map((part) => event[part] !== null && html`<div class="message"><span class="role">${part}</span><${LongText}>${text(event[part])}<//></div>`)}
   </article>`;
 }

@@ -1,4 +1,4 @@
-// Rollouts: search, filter, sort. What is asked for stands in the address.
+// Rollouts: search, filter, sort. The filters are in the address.
 import { get, useData } from "./api.mjs";
 import { useFresh } from "./feed.mjs";
 import { number, plural } from "./format.mjs";

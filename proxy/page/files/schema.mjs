@@ -30,13 +30,13 @@ function fields(schema, document, indent, inside) {
 }
 
 function bounds({ minimum, exclusiveMinimum, maximum, minLength, maxLength, pattern }) {
-  const said = [
+  const limits = [
     range(minimum, maximum),
     exclusiveMinimum !== undefined && `over ${exclusiveMinimum}`,
     range(minLength, maxLength, " characters"),
     pattern,
   ].filter(Boolean);
-  return said.length ? ` (${said.join(", ")})` : "";
+  return limits.length ? ` (${limits.join(", ")})` : "";
 }
 
 function range(least, most, unit = "") {

@@ -41,8 +41,8 @@ function Choice({ params }) {
 }
 
 function List({ params }) {
-  const { solved, ...asked } = params;
-  const wanted = { ...asked, limit: PAGE };
+  const { solved, ...filters } = params;
+  const wanted = { ...filters, limit: PAGE };
   const first = useData("/tasks", wanted);
   const [more, setMore] = useState({ rows: [], cursor: null, error: null });
   useEffect(() => setMore({ rows: [], cursor: first.data?.next_cursor ?? null, error: null }), [first.data]);

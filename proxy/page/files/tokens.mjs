@@ -20,7 +20,7 @@ export function Tokens({ ids, logprobs }) {
     if (index !== undefined) setAt(Number(index));
   };
   return html`<div class="tokens-of">
-    <p class="muted" role="status">${at === null ? "Point at a token, or use the arrow keys: the stronger the colour, the less likely it was." : said(ids, logprobs, at)}</p>
+    <p class="muted" role="status">${at === null ? "Point at a token, or use the arrow keys: the stronger the colour, the less likely it was." : tokenLine(ids, logprobs, at)}</p>
     <div class="tokens" tabindex="0" role="group" aria-label=${`${ids.length} tokens`} onKeyDown=${onKeyDown} onMouseOver=${onOver} onFocus=${() => setAt((now) => now ?? 0)}>
       ${shown.map((id, i) => html`<span data-index=${i} class=${i === at ? "token at" : "token"} style=${{ "--surprise": surprise(logprobs[i]) }}>${id}</span>`)}
     </div>
@@ -30,7 +30,7 @@ export function Tokens({ ids, logprobs }) {
 
 const surprise = (logprob) => (typeof logprob === "number" ? 1 - Math.exp(logprob) : 0);
 
-function said(ids, logprobs, at) {
+function tokenLine(ids, logprobs, at) {
   const logprob = logprobs[at];
   const how = typeof logprob === "number" ? `log-probability ${number(logprob)}, probability ${number(Math.exp(logprob))}` : "no log-probability";
   return `Token ${at + 1} of ${ids.length}: id ${ids[at]}, ${how}`;
