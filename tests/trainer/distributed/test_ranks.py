@@ -61,7 +61,8 @@ def worker(config: Path, what: str, directory: Path) -> "subprocess.Popen[str]":
     return launch(config, str(ROOT / "tests/support/ranks.py"), what, str(directory))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.long), "fsdp"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_two_processes_make_the_update_of_one(directory: Path, tmp_path: Path, kind: str) -> None:
     """Seven steps: unequal shares, a NaN that one rank meets, a single sample, none at all, before and after a load."""
     process = worker(launcher(tmp_path, kind), kind, directory)
