@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -221,3 +222,23 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places[node.name].append(str(path.relative_to(ROOT)))
     assert {name: of for name, of in places.items() if len(of) > 1} == {}
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "AGENTS.md"])
+def test_the_map_names_every_room(page: str) -> None:
+    text = (ROOT / page).read_text()
+    rooms = {path.name for top in ("proxy", "trainer", "commands") for path in (ROOT / top).iterdir() if path.is_dir()}
+    assert [room for room in sorted(rooms - {"__pycache__"}) if f"{room}/" not in text] == []
+
+
+def test_the_map_draws_the_levels_in_their_order() -> None:
+    """Each level of LEVELS stands below the ones that import it, wherever its names are in the picture."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for top, levels in LEVELS.items():
+        picture = text.partition(f"## {top}/: ")[2].partition("```")[2].partition("```")[0].splitlines()
+        depth = 0
+        for level in levels:
+            named = [n for n, line in enumerate(picture) for name in level if re.search(rf"\b{name}(/|\.py)", line)]
+            assert len(named) == len(level), f"{top}: {sorted(level)} in the picture of docs/architecture.md"
+            assert min(named) >= depth, f"{top}: {sorted(level)} stands too high"
+            depth = max(named)
