@@ -1,4 +1,4 @@
-"""How a server stops: nobody gets in, calls under way reach their end, and a second Ctrl-C cuts them off.
+"""Stops a server: new calls are refused, running ones finish, and a second Ctrl-C cuts them off.
 
 uvicorn's supervisor and what a server does with signals are no public API: pyproject.toml bounds uvicorn to the version
 that the tests ran with.

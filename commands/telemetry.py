@@ -1,4 +1,4 @@
-"""What libraries tell their makers by themselves is turned off, unless the user has set it."""
+"""Turns off the telemetry of libraries, unless the user has set it."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def exec_vllm(config: Config) -> None:
 
 
 def without_tools(config: Config) -> str | None:
-    """Return what to warn of if this vLLM will refuse requests with tools."""
+    """Return a warning if this vLLM will refuse requests with tools."""
     return parsers_of(require_model(config), config.vllm.extra_args).warning
 
 

@@ -32,7 +32,7 @@ class RolloutRewards:
 
     @classmethod
     def counted(cls, rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "completed") -> RolloutRewards:
-        """Return what was posted for a rollout of this status, as the rules count it. Oldest reward first."""
+        """Return the rewards of a rollout of this status, as the rules count them. `rewards`: oldest first."""
         found = earned(rewards, rules, status)
         return cls(found.own, found.calls)
 
@@ -115,7 +115,7 @@ class Sampling:
 
 
 class Guidance(NamedTuple):
-    """What a guide says of a row's tokens: their log-probabilities under it, NaN where it says nothing.
+    """A guide's log-probabilities of a row's tokens, NaN where it has none.
 
     `weight`: what a nat of difference from the policy's own log-probability adds to a token's advantage.
     """
@@ -181,10 +181,10 @@ class Batch:
 
 
 class Guide(Protocol):
-    """Says more about the tokens of a step than their rewards do."""
+    """Scores the tokens of a step, beside their rewards."""
 
     async def teaches(self, rollout: Rollout) -> bool:
-        """Return whether it may teach something of a rollout whose rewards teach nothing."""
+        """Return whether it can score a rollout from whose rewards nothing can be learned."""
 
     async def guided(self, batch: Batch) -> Batch:
         """Return the batch with its guidance in the samples. Raise GuideError if it cannot answer now."""

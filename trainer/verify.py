@@ -112,7 +112,7 @@ class Verifier:
         give_back()
 
     def _check(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> Check:
-        """What a server with new merged weights has to pass before it answers agents."""
+        """Check a server with new merged weights before it answers agents."""
         self.difference = 0.0
 
         async def check(server: VllmServer) -> None:
@@ -243,7 +243,7 @@ class Verifier:
 
 
 class WeightEvidence:
-    """Tells whether answers come from new weights or from the old ones.
+    """Evidence whether answers come from new weights or from the old ones.
 
     By token, it is how much nearer the served log-probability is to that of the new weights. The sum is judged by its
     own spread, so it does not matter how large rounding is.
@@ -285,7 +285,7 @@ class WeightEvidence:
 
     @property
     def may_become_clear(self) -> bool:
-        """Return whether more answers are worth asking for: with luck they make it clear."""
+        """Return whether more answers may still decide it."""
         if not self.rounds:
             return True
         by_then = (abs(self.deviations) + 2) * math.sqrt(MOST_TOKENS / max(1, self.tokens))

@@ -35,7 +35,7 @@ async def pause(stop: asyncio.Event, seconds: float | None = None) -> None:
 
 
 async def pause_until_changed(stop: asyncio.Event, changes: Changes, seconds: float) -> None:
-    """Wait until it is worth looking at the store again (`Changes.wait`), or until `stop` is set."""
+    """Wait until the store may have changed (`Changes.wait`), or until `stop` is set."""
     waiting = [asyncio.create_task(stop.wait()), asyncio.create_task(changes.wait(seconds))]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -70,7 +70,7 @@ class PowerChat:
     async def answer(self, body: Json, headers: Mapping[str, str]) -> WholeAnswer:
         """Return the answer to a request's body. vLLM gets `headers`, which carry the key that it may want.
 
-        Raises NotFound, InvalidRequest and Unsupported for what cannot be sampled; vLLM's own refusals are answers.
+        Raises NotFound, InvalidRequest and Unsupported where it cannot be sampled; vLLM's own refusals are answers.
         """
         alpha = power_of(body.get("model"))
         if alpha is None:
@@ -188,7 +188,7 @@ class _Vllm:
 
 
 def _check(body: Json) -> None:
-    """Raises InvalidRequest for what a cut answer would not keep to."""
+    """Raise InvalidRequest for fields that a cut answer could not obey."""
     shaped = body.get("response_format") not in (None, {"type": "text"})
     if shaped or body.get("tool_choice") not in (None, "auto", "none") or any(body.get(g) for g in _GRAMMARS):
         raise InvalidRequest("power sampling cannot keep to a grammar: no response_format, no tool_choice but auto")
@@ -212,7 +212,7 @@ def _sampled(choice: Json) -> SampledAnswer:
 
 
 def _finish(choice: Json, answer: SampledAnswer) -> None:
-    """What vLLM does to an answer that it sampled itself: how it ended, and without what ended it."""
+    """Finish an answer as vLLM does its own: set how it ended, and remove the text that ended it."""
     message = choice["message"]
     if not answer.content_ids:
         message["content"] = ""

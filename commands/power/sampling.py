@@ -97,7 +97,7 @@ class PowerSampler:
         return [beginning.followed_by(ending) for ending in endings]
 
     def _weight(self, answer: SampledAnswer, cut: int) -> float:
-        """The logarithm of p^alpha over p, of what follows `cut`: p has sampled it already."""
+        """The logarithm of p^alpha over p, of the tokens after `cut`, which p has sampled already."""
         return (self.alpha - 1) * math.fsum(answer.logprobs[cut:])
 
     def _draw(self, answers: Sequence[SampledAnswer], weights: Sequence[float]) -> SampledAnswer:

@@ -50,7 +50,7 @@ async def _listen(runner: web.AppRunner, url: str) -> None:
 
 
 class _Handler:
-    """Answers requests; vLLM is asked with the key that a request carries, and with the operator's."""
+    """Answers requests. vLLM gets the key that a request carries, and the operator's."""
 
     def __init__(self, chat: PowerChat, operator: Mapping[str, str]) -> None:
         self._chat = chat

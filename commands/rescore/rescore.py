@@ -81,7 +81,7 @@ async def _run(config: Config, options: Options, outcome: Outcome) -> None:
 
 
 async def _require(config: Config, process: FunctionProcess, *, force: bool) -> None:
-    """Raise ConfigError if the function does not say that the record is all that it needs; NotLoaded."""
+    """Raise ConfigError if the function does not declare that it needs the record alone; NotLoaded."""
     if not (await process.start()).from_record and not force:
         name = config.rewards.name
         raise ConfigError(
@@ -91,7 +91,7 @@ async def _require(config: Config, process: FunctionProcess, *, force: bool) -> 
 
 
 class _Work:
-    """One run: lists the rollouts, asks about each, and posts what the function says."""
+    """One run: lists the rollouts, scores each, and posts the rewards."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Says what rescoring changed: for people a table, for programs JSON."""
+"""Summarises what rescoring changed, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Change:
 
 
 def changes(scored: Sequence[RescoredRollout]) -> list[Change]:
-    """Return what changed, by the reward's name."""
+    """Return the changes by the reward's name."""
     names = sorted({name for one in scored for name in one.values})
     return [_change(name, [(one.before.get(name), one.values[name]) for one in scored if name in one.values])
             for name in names]  # fmt: skip

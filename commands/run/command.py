@@ -99,7 +99,7 @@ def logs_directory(path: Path | None) -> Path | None:
 
 @dataclass(slots=True)
 class _Run:
-    """The work of the command. `warnings`: what there is to say at its end."""
+    """The work of the command. `warnings`: lines to print at its end."""
 
     api: ApiClient
     tasks: list[Task]

@@ -1,4 +1,4 @@
-"""Says before a run whether the trainer will make steps of its groups."""
+"""Checks before a run whether the trainer will make steps of its groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tasks import Task
 
 
 def too_small(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> str | None:
-    """Return what is wrong with groups of this size, and what to do. None if each rollout gets enough siblings.
+    """Return the problem with groups of this size, and its fix. None if each rollout gets enough siblings.
 
     Several that are opened together are a group. Single ones become groups of `trainer.group_size` of a task.
     """

@@ -1,4 +1,4 @@
-"""The file with what a program writes: bounded in size, and redacted as records are (`recording.redact`)."""
+"""The file of a program's output: bounded in size, and redacted as records are (`recording.redact`)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MARK = 100  # bytes for the line that counts the bytes left out
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How much of a program's output is kept, in bytes, and what is taken out of it."""
+    """How many bytes of a program's output are kept, and what is redacted in it."""
 
     most: int = 10_000_000
     redact: Callable[[str], str] | None = None
 
     @classmethod
     def of(cls, config: Config) -> Keeping:
-        """Return what the configuration says."""
+        """Return the configured limits."""
         redactor = Redactor(config.recording.redact, config.keys())
         return cls(int(config.run.log_mb * 1_000_000), redactor.text if redactor else None)
 
@@ -44,7 +44,7 @@ class ProgramLog:
         self._line, self._head, self._tail, self._left_out = b"", 0, bytearray(), 0
 
     def write(self, data: bytes) -> None:
-        """Take what the program has written."""
+        """Take a piece of the program's output."""
         if self._redact is None:
             self._keep(data)
             return
@@ -60,13 +60,13 @@ class ProgramLog:
             self._line = self._line[end:]
 
     def restart(self) -> None:
-        """Forget all that was written."""
+        """Drop all output so far."""
         self._file.seek(0)
         self._file.truncate()
         self._line, self._head, self._tail, self._left_out = b"", 0, bytearray(), 0
 
     def close(self) -> None:
-        """Write the end. What spans lines is redacted now."""
+        """Write the end. Secrets that span lines are redacted now."""
         self._keep(self._redacted(self._line))
         if self._left_out:
             self._file.write(f"\n[{self._left_out} bytes left out: run.log_mb]\n".encode())

@@ -1,4 +1,4 @@
-"""`--refill`: opens further groups in place of those that taught nothing."""
+"""`--refill`: opens further groups in place of those whose rewards were all equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Group:
 
     @property
     def taught(self) -> bool | None:
-        """Whether the rewards differ; None if that cannot be told."""
+        """Whether the rewards differ; None if that is not known."""
         if not self.all_known or len(self.rewards) < 2:
             return None
         return not math.isclose(max(self.rewards), min(self.rewards), rel_tol=1e-9, abs_tol=1e-9)

@@ -71,7 +71,7 @@ def sentence(results: Sequence[RolloutResult]) -> str:
 
 
 def no_calls(results: Sequence[RolloutResult]) -> str | None:
-    """Say that rollouts made no call, and what to look at. None if all made one."""
+    """Return a line about rollouts without a call, and what to check. None if all made one."""
     silent = totals(results).without_call
     if not silent:
         return None
@@ -79,6 +79,6 @@ def no_calls(results: Sequence[RolloutResult]) -> str | None:
 
 
 def begun_anew(results: Sequence[RolloutResult]) -> str | None:
-    """Say how many runs were begun anew because their machine went away. None if none was."""
+    """Return how many runs were begun anew because their machine went away, as a line. None if none was."""
     restarts = totals(results).restarts
     return f"{restarts} runs were begun anew, in other rollouts: their machine went away" if restarts else None

@@ -20,7 +20,7 @@ class Warden:
 
     @contextlib.asynccontextmanager
     async def awake(self) -> AsyncIterator[Callable[[str], None]]:
-        """Yield what takes `+PID` and `-PID`."""
+        """Yield a function that takes `+PID` and `-PID`."""
         async with self._starting:
             if self._child is None:
                 self._child = await asyncio.create_subprocess_exec(

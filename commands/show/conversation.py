@@ -32,7 +32,7 @@ def beginnings(messages: Sequence[Message]) -> Iterator[int]:
 
 
 def core(message: Message) -> Core:
-    """Return what makes a message the same one. Clients add and drop empty fields, and give calls other ids."""
+    """Return the identity of a message. Clients add and drop empty fields, and give calls other ids."""
     tools = tuple((tool.get("name"), json.dumps(tool.get("arguments"), sort_keys=True)) for tool in called(message))
     return message.get("role"), body(message).strip(), tools
 
@@ -43,7 +43,7 @@ def called(message: Message) -> list[Message]:
 
 
 def body(message: Message) -> str:
-    """Return the message's text; of what is no message all its fields, as JSON."""
+    """Return the message's text; for other items all fields, as JSON."""
     return text(message) if "role" in message else json.dumps(message)
 
 

@@ -1,4 +1,4 @@
-"""Collects the rollouts that `rollouts list` shows: page by page, in the order that is asked for."""
+"""Collects the rollouts that `rollouts list` shows: page by page, in the requested order."""
 
 from __future__ import annotations
 

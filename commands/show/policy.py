@@ -70,7 +70,7 @@ def versions_table(versions: list[dict[str, Any]]) -> Table:
 
 
 def _readiness(obstacle: str | None) -> str:
-    """What a version that was live once is now: `ready` to be promoted, or not."""
+    """The present status of a version that was live once: `ready` to be promoted, or not."""
     return "ready" if obstacle is None else "files gone" if "gone" in obstacle else "other mode"
 
 

@@ -136,7 +136,7 @@ def rollback(context: typer.Context, name: Name, as_json: Json = False) -> None:
 
 
 def test_of(prompt: dict[str, Any], version: int) -> str:
-    """Say that a version of a prompt is tested, or waits for that."""
+    """Return a line about a version that is tested, or waits for its test."""
     subject, test = f"prompt {prompt['name']} version {version}", prompt["test"]
     if test is not None and prompt["waiting"] == version:
         return f"{subject} is tested after version {test['version']}"

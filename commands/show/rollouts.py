@@ -96,7 +96,7 @@ def end(
 def _each(
     context: typer.Context, given: list[str], done: str, work: Callable[[ApiClient, str], Awaitable[None]]
 ) -> None:
-    """Do something to each of these rollouts; one that is refused does not keep the others."""
+    """Change each of these rollouts; one that is refused does not stop the others."""
     from ...proxy.errors import LightningError, NotFound
     from ..api_client import ApiError, ask
     from .find import with_id

@@ -60,7 +60,7 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
 
 
 def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
-    """Return the condition that the trainer waits for, as its configuration says."""
+    """Return the condition that the trainer waits for, by its configuration."""
     schedule, rollouts = config.schedule, f"{count(waiting)} complete rollouts wait"
     match schedule.when:
         case "rollouts":
@@ -110,7 +110,7 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
 
 
 def _new_versions(status: dict[str, Any], policy: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
-    """What tests or keeps back the next version."""
+    """The lines about the next version: its test, or why it cannot be published."""
     if policy["test"]:
         yield "promotion", line_of(policy["test"])
     if policy["waiting"] is not None:
@@ -123,7 +123,7 @@ def _new_versions(status: dict[str, Any], policy: dict[str, Any]) -> Iterator[tu
 
 
 def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
-    """What was recorded and teaches nothing, with the reasons."""
+    """The lines about records that cannot be trained on, with the reasons."""
     if dropped := status["dropped"]:
         reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in dropped.items())
         yield "dropped", plain(f"of the newest {count(NEWEST)} rollouts: {reasons}")

@@ -15,7 +15,7 @@ GAP = "  "
 
 
 def step_line(step: int, metrics: Metrics, width: int | None = None) -> Text:
-    """Return one step in at most `width` columns. What matters least is left out first."""
+    """Return one step in at most `width` columns. The least important parts are left out first."""
     parts = [part for part in _parts(step, metrics) if part[1]]
     room, shown = width, []
     for part in sorted(parts):
@@ -82,7 +82,7 @@ def _times(metrics: Metrics) -> str:
 
 
 def _groups(metrics: Metrics) -> str:
-    """The groups that taught something / all groups."""
+    """The groups whose rewards differed / all groups."""
     if "groups" not in metrics:
         return "-"
     trained = metrics.get("groups_trained")

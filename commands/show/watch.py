@@ -57,7 +57,7 @@ async def _lines(config: Config, api: ApiClient, console: Console, *, as_json: b
 
 
 def status_line(status: dict[str, Any]) -> str:
-    """Return the state in one line, without what changes by itself."""
+    """Return the state in one line, without fields that change by themselves."""
     ready, policy, last = status["ready"], status["policy"], None
     parts = [str(ready["status"])]
     parts += [f"{part} {ready[part]}" for part in ("store", "upstream") if ready[part] != "ok"]

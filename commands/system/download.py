@@ -1,4 +1,4 @@
-"""How much of a model's files is on this disk already, while vLLM downloads them."""
+"""Measures how much of a model's files is on this disk already, while vLLM downloads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `up` shows: a view that lives on a terminal, lines with times elsewhere, or JSON."""
+"""Shows the output of `up`: a live view on a terminal, lines with times elsewhere, or JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLL_S = 0.5
 
 
 class UpView:
-    """`with UpView(console, format) as view:`. What is waited for is shown with the time that it takes."""
+    """`with UpView(console, format) as view:`. Parts that are starting are shown with the time so far."""
 
     def __init__(self, console: Console, format: LogFormat = "text") -> None:
         self.console, self._format = console, format
@@ -46,7 +46,7 @@ class UpView:
         self._progress.stop()
 
     def say(self, what: str, style: str = "dim") -> None:
-        """Show what happens. The text itself may be anything."""
+        """Show a line of any text."""
         if self._is_live:
             for task in self._progress.task_ids:
                 self._progress.remove_task(task)

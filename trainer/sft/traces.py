@@ -1,4 +1,4 @@
-"""Chooses what is learned by imitation: the best rollouts of each task, and the rows of their answers.
+"""Chooses rows to imitate: those of the answers in the best rollouts of each task.
 
 RAFT (https://arxiv.org/abs/2304.06767) keeps the best answers to each prompt, STaR (https://arxiv.org/abs/2203.14465)
 the right ones. RFT (https://arxiv.org/abs/2308.01825) shows that different answers teach more than copies.

@@ -1,4 +1,4 @@
-"""What takes the training steps, as the loop and the publisher use it."""
+"""Defines the training engine, as the loop and the publisher use it."""
 
 from __future__ import annotations
 

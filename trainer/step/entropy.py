@@ -39,7 +39,7 @@ class EntropyBonus:
         self._coef = min(max(self._coef + change, 0.0), config.max_coef)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"coef": self._coef, "is_low": self._is_low}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class EntropyBonus:
 
 
 def entropy_term(entropies: Tensor, mask: Tensor, tokens: int) -> Tensor:
-    """Return what (A, L) entropies add, where `mask` is 1, to the mean over the `tokens` of a whole step."""
+    """Return the term that (A, L) entropies, where `mask` is 1, add to the mean over the `tokens` of a whole step."""
     return (entropies * mask).sum() / tokens
 
 

@@ -17,7 +17,7 @@ _KEPT = 100
 
 
 class Masks(NamedTuple):
-    """What a grammar allowed at each token of an answer, as bits (N, V/32), up to the first that it did not allow."""
+    """The tokens that a grammar allowed at each place of an answer, as bits (N, V/32), up to the first one refused."""
 
     allowed: Tensor
 

@@ -74,7 +74,7 @@ def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: in
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Says where the A answers of B samples are in (B, T) tensors. Each becomes a row of length L."""
+    """The places of the A answers of B samples in (B, T) tensors. Each becomes a row of length L."""
 
     rows: Tensor  # (A, 1)
     columns: Tensor  # (A, L)
@@ -103,7 +103,7 @@ def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
 
 
 def loss_inputs(samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return what the loss is made of, apart from the policy's log-probabilities: (A, L) each, 0 without a token."""
+    """Return the inputs of the loss, apart from the policy's log-probabilities: (A, L) each, 0 without a token."""
     mask = answers.mask
     of_rows = torch.tensor([weights[sample.rollout_id] for sample in samples], device=mask.device)
     return {

@@ -16,7 +16,7 @@ SETTING = "trainer.loss"
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a loss is made of. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
+    """The inputs of a loss. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
 
     `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
     sampled. `advantages`: the same for every token of an answer, but for what guides add to single tokens.
@@ -29,7 +29,7 @@ class LossInputs:
 
 
 def own_loss(name: str, inputs: Mapping[str, Tensor], logprobs: Tensor) -> Tensor:
-    """Return the weighted sum of what the function says for each token. Raise ConfigError for another shape.
+    """Return the weighted sum of the function's values of the tokens. Raise ConfigError for another shape.
 
     The weights are those of `loss_type`: they make the sum a mean over rollouts or tokens.
     """

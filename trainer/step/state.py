@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trainer besides the configuration: weights, optimizer, schedule, random state."""
+"""The state of a trainer in a checkpoint: weights, optimizer, schedule, random state."""
 
 from __future__ import annotations
 

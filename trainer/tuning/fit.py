@@ -63,7 +63,7 @@ class FitCallback(TrainerCallback):
 
 @dataclass(frozen=True, slots=True)
 class Recipe(Generic[T]):
-    """What differs between methods of fine-tuning. The configuration has a section of the method's name.
+    """The parts in which methods of fine-tuning differ. The configuration has a section of the method's name.
 
     `read` returns the lessons of all rollouts, or of some; it raises NothingToLearn without any. `tuner` makes TRL's
     trainer, and tells how many tokens it computes in an epoch. `measure` returns the numbers of lessons under the

@@ -1,4 +1,4 @@
-"""What a run of fine-tuning learns from: rows, or pairs of them, or rows with thumbs."""
+"""The lessons of a run of fine-tuning: rows, or pairs of them, or rows with thumbs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Lessons(Generic[T]):
 
     @property
     def rows(self) -> list[Sample]:
-        """Return all rows that are learned from."""
+        """Return all rows to learn from."""
         return [row for one in self.train for row in rows_of(one)]
 
     @property

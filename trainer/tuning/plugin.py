@@ -22,7 +22,7 @@ class TuningPlugin(TrainerPlugin):
 
     @abstractmethod
     def recipe(self, method: str) -> Recipe[Any]:
-        """Return what one of `methods` does."""
+        """Return the recipe of one of `methods`."""
 
     def check(self, run: Run) -> None:
         if run.method in self.methods and run.launched:

@@ -73,7 +73,7 @@ class RolloutReader:
     async def rewarded(self, among: Collection[str] | None, seen: Seen) -> list[RewardedRollout]:
         """Return rollouts with a reward that counts (`reward_weights`), newest first; all, or those `among` these.
 
-        Those that a reward function is still to be asked about have not got all of theirs.
+        Rollouts that still await a reward function lack some of theirs.
         """
         await self._store.returns.use(Rules.of(self._config))
         found: list[RewardedRollout] = []

@@ -58,7 +58,7 @@ class TuningRun(Generic[T]):
         self._runs = config.policy.directory.absolute() / self._method
 
     async def run(self, stop: asyncio.Event) -> Step | None:
-        """Fine-tune on what the store has now, commit, publish; returns the last step.
+        """Fine-tune on the store's rollouts, commit, publish; returns the last step.
 
         Raises NothingToLearn without lessons. If the store cannot be written, waits for it.
         """

@@ -61,7 +61,7 @@ def warn_of_rate(config: TrainerConfig, rate: float) -> None:
 
 
 def trained(model: PreTrainedModel, config: TrainerConfig, policy: PolicyConfig, spread: Spread) -> Trained:
-    """Return what is trained of `model`, which has LoRA layers if there is a `peft_config`."""
+    """Return the trained weights of `model`, which has LoRA layers if there is a `peft_config`."""
     if config.weights == "lora":
         return Adapters(model, policy.adapters, spread)
     base = None

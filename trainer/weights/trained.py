@@ -1,4 +1,4 @@
-"""What a trainer trains: LoRA adapters on a frozen model, or the whole model. The rest of the trainer need not know."""
+"""The weights that a trainer trains: LoRA adapters on a frozen model, or the whole model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Weights = dict[str, Tensor]
 
 
 class Spread(Protocol):
-    """How weights are spread over processes; `step.processes.Processes` says so."""
+    """How weights are spread over processes: a part of `step.processes.Processes`."""
 
     rank: int
     sharded: bool
@@ -74,11 +74,11 @@ class Trained(ABC):
 
     @abstractmethod
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the optimizer."""
+        """Return the optimizer's state for a checkpoint."""
 
     @abstractmethod
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Give the optimizer what a checkpoint has kept of it."""
+        """Give the optimizer the state from a checkpoint."""
 
     @property
     def writes(self) -> bool:

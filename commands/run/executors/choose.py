@@ -15,7 +15,7 @@ PACKAGES = {"ray": "ray", "kubernetes": "kubernetes.aio"}
 
 
 def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], say: Callable[[str], None]) -> Runner:
-    """Make the runner for a command line. ConfigError if it cannot work. `say` tells a person what is waited for."""
+    """Make the runner for a command line. ConfigError if it cannot work. `say` prints what the run waits for."""
     executor = config.run.executor
     if executor == "local":
         return make_runner(command, preload, Keeping.of(config))

@@ -1,4 +1,4 @@
-"""Talks to a Kubernetes cluster through its official client: creates, watches and deletes what one `run` needs."""
+"""Talks to a Kubernetes cluster through its official client: creates, watches and deletes the objects of one `run`."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Cluster:
 
 
 async def _load(settings: client.Configuration, context: str | None) -> str:
-    """Fill in where the cluster is and who we are; return the namespace that goes with it."""
+    """Fill in the cluster's address and our credentials; return their namespace."""
     files = os.environ.get("KUBECONFIG", config.KUBE_CONFIG_DEFAULT_LOCATION)
     if context is None and "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         config.load_incluster_config(client_configuration=settings)
@@ -197,7 +197,7 @@ async def _load(settings: client.Configuration, context: str | None) -> str:
 
 
 async def _refusal(answer: aiohttp.ClientResponse) -> ClusterError:
-    """The API's own words."""
+    """The API's own message."""
     text = (await answer.read()).decode(errors="replace")
     try:
         message = json.loads(text)["message"]

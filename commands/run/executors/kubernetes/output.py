@@ -1,4 +1,4 @@
-"""The log of one run: what its container writes, as it writes it."""
+"""The log of one run: its container's output, as it is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the status of a pod says about the program in it."""
+"""Reads the state of a program from the status of its pod."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOO_LONG = "DeadlineExceeded"  # activeDeadlineSeconds of the template: the prog
 class PodState:
     """`waiting` and `refused` may become `running`; then comes `ended`, with an exit code, or `lost`.
 
-    `refused`: the container cannot be started as things are. `message`: what Kubernetes says about it.
+    `refused`: the container cannot be started as things are. `message`: Kubernetes' own words about it.
     """
 
     phase: Literal["waiting", "refused", "running", "ended", "lost"]

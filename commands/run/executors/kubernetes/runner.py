@@ -131,7 +131,7 @@ class KubernetesRunner:
 
 
 async def _to_its_end(creating: Coroutine[Any, Any, str]) -> str:
-    """Wait for a creation. If this is cancelled, wait a little longer: what is deleted before it is made stays."""
+    """Wait for a creation. If cancelled, wait a little longer: an object deleted before it is made would stay."""
     task = asyncio.create_task(creating)
     try:
         return await asyncio.shield(task)

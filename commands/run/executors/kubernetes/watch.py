@@ -14,7 +14,7 @@ from .pods import PodState, state_of
 
 
 class PodWatch:
-    """Hands on a pod's state at each change. `expect` a run before its Job is there, and `forget` it at the end."""
+    """Passes on a pod's state at each change. `expect` a run before its Job is there, and `forget` it at the end."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

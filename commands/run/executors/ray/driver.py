@@ -95,7 +95,7 @@ class Driver:
         return code
 
     async def _tell_of_waiting(self) -> None:
-        """Say once that nothing runs, though programs have waited for long."""
+        """Report once that nothing runs, though programs have waited for long."""
         longest_s = 0.0
         while longest_s < WAITS_S:
             await asyncio.sleep(LOOK_S)

@@ -85,7 +85,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subpr
 
 
 def _gather(reading: int, process: subprocess.Popen[bytes]) -> bytes:
-    """What is written within a moment: few pieces, and none is large."""
+    """The output of a moment, in few pieces, none of them large."""
     gathered, until = b"", time.monotonic() + POLL_S
     while len(gathered) < PIECE and (left := until - time.monotonic()) > 0:
         if not select.select([reading], [], [], left)[0]:
