@@ -27,7 +27,7 @@ LARGEST = 1e30
 class Rules(NamedTuple):
     """How rewards count. `failed`: the reward of a failed rollout that has none of its own; None: it has none.
 
-    `within`: `rewards.range`. What was stored before there was one, and is outside of it, counts as the nearer end.
+    `within`: `rewards.range`. Rewards stored before there was one, and outside of it, count as the nearer end.
     """
 
     weights: Mapping[str, float]
@@ -36,7 +36,7 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Rules:
-        """Return the rules that the configuration of a trainer has. A judge's scores only add to them."""
+        """Return the rules of a trainer's configuration. A judge's scores only add to them."""
         return cls(config.reward_weights, config.failed_reward, config.reward_range)
 
 
@@ -62,7 +62,7 @@ def return_of(own: float | None, calls: Iterable[float]) -> float | None:
 
 
 def earned(rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "completed") -> Earned:
-    """Return what a rollout of this status earned. Oldest reward first: the newest of a call and name counts."""
+    """Return the rewards of a rollout with this status. Oldest first: the newest of a call and name counts."""
     newest: dict[str | None, dict[str, float]] = {}
     for reward in rewards:
         newest.setdefault(reward.call_id, {})[reward.name] = reward.value

@@ -29,7 +29,7 @@ LATE = 124  # that of a program that ran for too long, as of timeout(1)
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """Says how one run of the program ended. `reward` is None while no reward of the rollout has arrived.
+    """The outcome of one run of the program. `reward` is None while no reward of the rollout has arrived.
 
     `answers` maps each model that was asked for to the policy versions that answered, in order. A version is None for
     a model outside the policy. `tokens`: how many were sampled. `calls`: how many were recorded, of whatever status.
@@ -181,7 +181,7 @@ class TaskRun:
             return await self._ended(job, code, reason, len(lost))
 
     async def _replaced(self, job: Job) -> Job:
-        """Return the same task with a new rollout. What the old one has recorded is of a run that never ended."""
+        """Return the same task with a new rollout: the old one has calls of a run that never ended."""
         options, old = self._options, job.rollout.rollout_id
         join = {"sibling_of": old, **options.choice}
         (rollout,) = await self._api.open_rollouts(job.task.task_id, options.mode, 1, **join)
@@ -252,7 +252,7 @@ async def run_tasks(
 
 
 def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int | None, ...]]:
-    """Which versions answered, by the model asked for. A call has several if weights were replaced during it."""
+    """The versions that answered, by the requested model. A call has several if weights were replaced during it."""
     found: dict[str | None, dict[int | None, None]] = {}
     for call in calls:
         if call["status"] == "ok":

@@ -1,4 +1,4 @@
-"""What a way of running the agent program has to do: here (programs.py), or on a cluster (executors/)."""
+"""The interface for running the agent program: here (programs.py), or on a cluster (executors/)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ CANNOT_START = 126  # what a shell answers
 
 
 class RunLost(LightningError):
-    """The machine under a run went away, through no fault of the program. How it would have ended is not known."""
+    """The machine under a run went away, through no fault of the program. Its outcome is not known."""
 
 
 class RunTimedOut(LightningError):
-    """The program ran for longer than it may, and was ended."""
+    """The program ran longer than its time limit, and was ended."""
 
 
 class Runner(Protocol):

@@ -39,7 +39,7 @@ class ServedRunner(ABC):
 
     @abstractmethod
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
-        """Return what the child has to know of a run."""
+        """Return the request to the child for a run."""
 
     @abstractmethod
     async def _open(self, child: asyncio.subprocess.Process) -> None:

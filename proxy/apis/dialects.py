@@ -64,7 +64,7 @@ class Dialect(Protocol):
         """Return a whole answer as the agent gets it; None if that is the answer's own bytes."""
 
     def refusal(self, body: Json, status: int) -> Json | None:
-        """Return what the agent gets of the upstream's error; None if that is the error's own bytes."""
+        """Return the upstream's error as the agent gets it; None if that is the error's own bytes."""
 
     def tokens(self, body: Json) -> Tokens:
         """Return the tokens that a whole answer reports. Call it before `agents`, which may change the answer."""

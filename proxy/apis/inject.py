@@ -193,7 +193,7 @@ class UsualChunks:
 
     @property
     def expected(self) -> bool:
-        """Return whether there may be more of them."""
+        """Return whether more usual chunks may come."""
         return self._start != b""
 
     def learn(self, raw: bytes, *, is_last: bool) -> None:
@@ -206,7 +206,7 @@ class UsualChunks:
             self._start = start if alone and b"token_ids" not in start and b"logprobs" not in start else b""
 
     def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
-        """Keep the usual chunks that `data` begins with. Return what the agent gets of them, and the rest of `data`."""
+        """Keep the usual chunks that `data` begins with. Return the agent's bytes for them, and the rest of `data`."""
         start = self._start
         if not start or not (data.isascii() or _is_utf8(data)):
             return b"", data

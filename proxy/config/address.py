@@ -27,7 +27,7 @@ def without_secrets(text: str) -> str:
 
 
 def secrets_in(url: str) -> Iterator[str]:
-    """Yield what is secret of an address: its user and password, and parts of its query whose names sound so."""
+    """Yield the secrets in an address: its user and password, and parts of its query with secret-sounding names."""
     try:
         parts = urlsplit(url)
         held = [parts.username, parts.password]

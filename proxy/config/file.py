@@ -90,7 +90,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _problem(error: Exception) -> str:
-    """Say what is wrong and where, without quoting the text: it may hold a key."""
+    """Return the problem and its place, without quoting the text: it may hold a key."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, ValueError):

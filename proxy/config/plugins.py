@@ -11,7 +11,7 @@ GROUP = "lightning_proxy.plugins"
 
 
 def load_plugin(name: str) -> Any:
-    """Return what the entry point of this name leads to. Raise ConfigError where it cannot be had."""
+    """Return the object of the entry point with this name. Raise ConfigError if it cannot be loaded."""
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in installed:
         known = ", ".join(sorted(installed)) or "none"

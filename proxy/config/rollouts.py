@@ -1,4 +1,4 @@
-"""The sections `rollouts` and `rewards`: when a rollout ends by itself, and who says what it was worth."""
+"""The sections `rollouts` and `rewards`: when a rollout ends by itself, and which function rewards it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _can_test_a_version_beside_the_live_one(self) -> Config:
-        """Merged weights are one version for each server, and whose server answers is ours to say."""
+        """Merged weights are one version for each server, and we choose the server that answers."""
         if self.trainer.promote_every > 1 and not self.policy.is_gated:
             raise ValueError("trainer.promote_every is how many steps come to one test: set policy.promotion to gated")
         is_merged = self.policy.publish == "merged" or self.trainer.weights == "full"

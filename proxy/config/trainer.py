@@ -28,7 +28,7 @@ def _own(value: str) -> str:
 
 
 def _strategies(value: Any) -> Any:
-    """Refuse what is no strategy, for all agents or by agent."""
+    """Refuse unknown strategies, for all agents or by agent."""
     for one in value.values() if isinstance(value, dict) else [value]:
         if not isinstance(one, str) or (one not in STRATEGIES and not _OWN.fullmatch(one)):
             known = ", ".join(STRATEGIES)
@@ -299,7 +299,7 @@ class TrainerConfig(Section):
 
     @property
     def teaches_without_rewards(self) -> bool:
-        """Return whether something may be learned from rollouts whose rewards teach nothing."""
+        """Return whether guides make something learnable in rollouts whose rewards are all equal."""
         return self.hints == "comments" or self.teacher.base_url is not None
 
     @property

@@ -62,7 +62,7 @@ class UpstreamConfig(Section):
         return {header: f"Bearer {key}" if header == "authorization" else key}
 
     def secrets(self) -> list[str]:
-        """Return its key, what is secret of its addresses, and values in `litellm_params` whose names sound secret."""
+        """Return its key, the secrets in its addresses, and values in `litellm_params` with secret-sounding names."""
         own = [] if self.api_key is None else [self.api_key.get_secret_value()]
         urls = [secret for url in (self.base_url or "", *self.replicas, *self.servers) for secret in secrets_in(url)]
         return [*own, *urls, *_secret_texts(self.litellm_params, secret=False)]

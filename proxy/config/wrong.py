@@ -1,4 +1,4 @@
-"""Says what is wrong with a configuration: a line for each wrong key or value, and what was probably meant."""
+"""Explains a wrong configuration: a line for each wrong key or value, with the key that was probably meant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_GUESSES = 3
 
 
 def lines(error: ValidationError, model: type[BaseModel], path: Path | None, origins: Mapping[str, str]) -> str:
-    """Return a line for each wrong key or value: where it comes from, its name, what is wrong."""
+    """Return a line for each wrong key or value: its source, its name, the problem."""
     found = dict.fromkeys(_line(one, model, path, origins) for one in error.errors(include_input=False))
     return "\n".join(found)
 

@@ -39,14 +39,14 @@ class Trace:
 
 
 class Agents:
-    """Remembers the newest traces of each sender (`owner`): who is part of what, and which calls wait for a name."""
+    """Remembers the newest traces of each sender (`owner`): their spans, and the calls that wait for a name."""
 
     def __init__(self) -> None:
         self._traces: OrderedDict[tuple[object, str], Trace] = OrderedDict()
         self._spans = 0
 
     def tell(self, owner: object, span: Span, agent: str | None) -> None:
-        """Remember a span, and the oldest traces no more."""
+        """Remember a span, and forget the oldest traces."""
         trace = self._traces.setdefault((owner, span.trace_id), Trace())
         self._traces.move_to_end((owner, span.trace_id))
         self._spans += span.span_id not in trace.spans

@@ -17,7 +17,7 @@ _INVOCATION = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty
 
 
 def as_genai(attributes: Attributes) -> Attributes:
-    """Return a span's attributes with those of the GenAI conventions that say the same. Own ones stay."""
+    """Return a span's attributes with their GenAI equivalents added. Its own GenAI attributes stay."""
     for read in (_openinference, _vercel, _events, _logfire):
         if found := read(attributes):
             return {**{name: value for name, value in found.items() if value not in (None, [])}, **attributes}
@@ -171,7 +171,7 @@ def _vercel_tool(tool: Any) -> Any:
 
 
 def _events(attributes: Attributes) -> Json:
-    """What pydantic-ai's first version has in `events`: one event for each message, `gen_ai.choice` for the answer."""
+    """The `events` of pydantic-ai's first version: one for each message, `gen_ai.choice` for the answer."""
     events = parsed(attributes.get("events"))
     if not isinstance(events, list) or "gen_ai.request.model" not in attributes:
         return {}
@@ -208,7 +208,7 @@ def _pydantic_tool(tool: Any) -> Any:
 
 
 def _logfire(attributes: Attributes) -> Json:
-    """What logfire's own instrumentation of OpenAI's and Anthropic's clients has: the request and the response."""
+    """The request and response of logfire's own instrumentation of OpenAI's and Anthropic's clients."""
     request, response = parsed(attributes.get("request_data")), parsed(attributes.get("response_data"))
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         return {}
@@ -262,7 +262,7 @@ def _listed(tree: Any) -> list[Json]:
 
 
 def _inner(one: Json, name: str) -> Json:
-    """What stands below the name that a list's items have in OpenInference."""
+    """The value below the name that a list's items have in OpenInference."""
     return one[name] if _is_tree(one, name) else one
 
 

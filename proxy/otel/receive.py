@@ -37,7 +37,7 @@ BY_ITS_OWN_KEY = "reported through OpenTelemetry with the rollout's own key"
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A call that a span tells of."""
+    """A call read from a span."""
 
     span: Span
     start: CallStart
@@ -50,7 +50,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action that a span tells of; `key` is the span's own."""
+    """An action read from a span; `key` is the span's own."""
 
     rollout: RolloutName
     key: str
@@ -95,7 +95,7 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
 
 
 def _agents(request: Request) -> Agents:
-    """What this app remembers of the spans around calls."""
+    """The spans around calls that this app remembers."""
     state = request.app.state
     if not hasattr(state, "span_agents"):
         state.span_agents = Agents()
@@ -206,7 +206,7 @@ async def _record_call(p: Parts, call: Imported) -> None:
 
 
 def _check(span: Span) -> None:
-    """Raise InvalidRequest for ids and times that cannot be."""
+    """Raise InvalidRequest for impossible ids and times."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
         raise InvalidRequest("its trace id must have 16 bytes and its span id 8")
     if not 0 < span.started_at <= span.ended_at:
@@ -237,7 +237,7 @@ def _named(attributes: Mapping[str, Any], name: str) -> str | None:
 
 
 def _as_id(name: str | None) -> str | None:
-    """An agent's name as the conventions allow it, with what ids may not have replaced."""
+    """An agent's name as an id: characters that ids may not have are replaced."""
     return _NOT_IN_NAMES.sub("_", name)[:200] if name else None
 
 

@@ -1,4 +1,4 @@
-"""Serves the page over a store alone, which is only read. No upstream is asked."""
+"""Serves the page over a store alone, which is only read. No upstream is called."""
 
 from __future__ import annotations
 

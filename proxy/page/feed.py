@@ -1,4 +1,4 @@
-"""`GET /feed`: what happens, as server-sent events, as it happens. Contract, section 3."""
+"""`GET /feed`: calls, rewards, rollouts, steps and versions as server-sent events. Contract, section 3."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ async def feed(
 ) -> StreamingResponse:
     """Calls, rewards, rollouts, training steps and policy versions as they come, until the client or the proxy stops.
 
-    It goes on after `cursor`, the `id` of an event, or begins now. `missed` comes first if events after the cursor are
-    no longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
+    It continues after `cursor`, an event's `id`, or begins now. `missed` comes first if events after the cursor are no
+    longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
     """
     p = await parts_for_all(request)
     events = Feed(p.store.database)

@@ -46,7 +46,7 @@ class File:
 
 @cache
 def files() -> Mapping[str, File]:
-    """Return the page's files by their paths. They are read once; nothing else can be asked for."""
+    """Return the page's files by their paths. They are read once; no other file is served."""
     return {
         path.relative_to(FILES).as_posix(): _read(path) for path in sorted(FILES.rglob("*")) if path.suffix in TYPES
     }

@@ -26,7 +26,7 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """What a plugin gets when the proxy opens. `redactor` takes out of a text what must not be kept."""
+    """The parts that a plugin gets when the proxy opens. `redactor` removes secrets from texts that are kept."""
 
     config: Config
     store: Store
@@ -36,7 +36,7 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What a plugin adds to an open proxy. A hook that no plugin has costs a call nothing.
+    """The additions of a plugin to an open proxy. A hook that no plugin has costs a call nothing.
 
     `choose` says which version of the policy answers a rollout that begins. `placed` says which servers have merged
     weights of another version than the live one. `rewrite` changes the question to the model; the record keeps the
@@ -65,7 +65,7 @@ class ProxyPlugin:
         self.config = config
 
     async def check(self) -> None:
-        """Raise ConfigError if what the configuration asks for cannot be had. Called before anything starts."""
+        """Raise ConfigError if the plugin cannot do what is configured. Called before anything starts."""
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:

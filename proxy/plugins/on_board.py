@@ -58,13 +58,13 @@ async def check_plugins(config: Config) -> None:
 
 
 def makers_of(plugins: Sequence[ProxyPlugin]) -> dict[str, Callable[[UpstreamConfig], Upstream]]:
-    """Return what makes upstreams of a kind, by kind."""
+    """Return the makers of upstreams by kind."""
     return {kind: make for plugin in plugins for kind, make in plugin.upstreams.items()}
 
 
 @asynccontextmanager
 async def open_plugins(plugins: Sequence[ProxyPlugin], core: Core) -> AsyncIterator[Plugged]:
-    """Open plugins in their order, and close them in reverse. Raise ConfigError if two want to decide one thing."""
+    """Open plugins in their order, and close them in reverse. Raise ConfigError if two have an exclusive hook."""
     async with AsyncExitStack() as stack:
         hooks = [await stack.enter_async_context(plugin.opened(core)) for plugin in plugins]
         yield Plugged(
@@ -84,7 +84,7 @@ def _only(hooks: Sequence[T], name: str) -> T | None:
 
 
 def _in_turn(rewrites: Sequence[Rewrite]) -> Rewrite:
-    """Each gets what the one before it made."""
+    """Each rewrites the question of the one before it."""
     if len(rewrites) < 2:
         return rewrites[0] if rewrites else unchanged
 

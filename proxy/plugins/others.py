@@ -122,7 +122,7 @@ class OthersPlugin(ProxyPlugin):
         return run
 
     async def _within(self, name: str, hook: Callable[[], Awaitable[T]], otherwise: T) -> T:
-        """What the hook returns; `otherwise` if it raises, or takes longer than its limit."""
+        """The hook's result; `otherwise` if it raises, or takes longer than its limit."""
         try:
             return await asyncio.wait_for(hook(), LIMIT_S)
         except TimeoutError:

@@ -31,7 +31,7 @@ def check_base_model(config: Config) -> None:
 
 
 def trained_model(config: StoreConfig) -> str | None:
-    """Return the model that the store's versions were trained on; None if there are none, or nothing here says it."""
+    """Return the model that the store's versions were trained on; None if there are none, or it is not known."""
     checkpoint = newest_checkpoint(config)
     try:
         saved: Any = None if checkpoint is None else json.loads((Path(checkpoint) / SAVED).read_text())

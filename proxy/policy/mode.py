@@ -55,7 +55,7 @@ def publish_mode(config: Config) -> PublishMode:
 
 
 async def decide(config: Config, store: Store, who: str) -> PublishMode:
-    """Keep in the store how `who` publishes, and return it. Say so where the store had it otherwise until now.
+    """Keep the mode in which `who` publishes in the store, and return it. Warn if it was another until now.
 
     ConfigError where a new version is to be tested, and one merged server is all there is.
     """
@@ -69,7 +69,7 @@ async def decide(config: Config, store: Store, who: str) -> PublishMode:
 
 
 def otherwise(who: str, mode: PublishMode, decided: Decided) -> str:
-    """Say that `who` publishes, or serves, in another way than the store has it."""
+    """Return a warning that `who` publishes or serves in another mode than the store's."""
     since = datetime.fromtimestamp(decided.at).strftime("%Y-%m-%d %H:%M")
     return (
         f"policy.publish is {mode} for this {who}, and {decided.mode} for the {decided.decided_by} since {since}: give "

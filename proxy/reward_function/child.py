@@ -1,6 +1,6 @@
 """Runs a user's reward function in a process of its own: `child.py FILE NAME`.
 
-It reads rollouts from standard input and writes answers to standard output, a JSON line each. First it says which
+It reads rollouts from standard input and writes answers to standard output, a JSON line each. First it writes the
 version of the file it has loaded. It uses only the standard library, so that it starts quickly.
 """
 
@@ -97,7 +97,7 @@ def _answer(function: Callable[[dict[str, Any]], Any], rollout: dict[str, Any]) 
 
 
 def _read(rollouts: queue.SimpleQueue[bytes]) -> None:
-    """Pass lines on. When they end, the proxy is gone: so is this process, also from within a slow function."""
+    """Pass lines on. At their end the proxy is gone, and this process ends too, also within a slow function."""
     for line in sys.stdin.buffer:
         rollouts.put(line)
     os._exit(0)

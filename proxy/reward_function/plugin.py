@@ -1,4 +1,4 @@
-"""Plugs the reward function in: rollouts that complete wait for what it returns."""
+"""Plugs the reward function in: completed rollouts wait for its rewards."""
 
 from __future__ import annotations
 

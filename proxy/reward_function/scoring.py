@@ -86,7 +86,7 @@ class Scorer:
         await self._record(rollout_id, judgement)
 
     async def _seen(self, rollout_id: str) -> bytes:
-        """What the function sees: the rollout as `GET /rollouts/{id}` gives it."""
+        """The function's input: the rollout as `GET /rollouts/{id}` returns it."""
         store = self._store
         rollout, calls = await store.rollouts.get(rollout_id), await store.calls.of(rollout_id)
         rewards, events = await store.rewards.of(rollout_id), await store.events.of(rollout_id)
