@@ -16,6 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "proxy/otel": {"otel"},
     "proxy/store/postgres": {"postgres"},
+    "proxy/providers.py": {"providers"},
     "proxy/upstreams/litellm": {"providers"},
     "trainer": {"train"},
     "trainer/backends": {"tinker"},
