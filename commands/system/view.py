@@ -37,13 +37,15 @@ class UpView:
         return ("--log-format", self._format, *(["--calls"] if self._is_live else []))
 
     def __enter__(self) -> UpView:
-        self._progress.start()
+        if self._is_live:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._is_live:
+            self._progress.stop()
 
     def say(self, what: str, style: str = "dim") -> None:
         """Show a line of any text."""
